@@ -16,9 +16,9 @@ GROUPS = """
 import os, sys, threading
 from datetime import timedelta
 import torch, torch.distributed as dist
-from monarch_rl.generator.cpu import gloo
+from monarch_rl.generator.cpu import install
 if sys.argv[1] == "shared":
-    gloo.install()
+    install.share_gloo_device()
 store, found = dist.HashStore(), [[], []]
 def meet(rank):
     for number, seconds in enumerate((60, 77, 88)):

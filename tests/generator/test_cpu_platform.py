@@ -155,7 +155,7 @@ def test_seeded_draws_follow_the_probabilities() -> None:
 @settings(max_examples=20, deadline=None)
 @given(weights=st.lists(st.sampled_from([0.0, 1e-9, 0.05, 0.3, 2.0]), min_size=1, max_size=9).filter(any))
 def test_unseeded_draws_follow_the_probabilities(weights: list[float]) -> None:
-    from monarch_rl.generator.cpu.sampling import draw
+    from monarch_rl.generator.cpu.install import draw
 
     draws = 20_000
     torch.manual_seed(len(weights))
@@ -170,7 +170,7 @@ def test_unseeded_draws_follow_the_probabilities(weights: list[float]) -> None:
 
 def test_the_last_draw_is_of_a_token_that_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the uniform number is the largest there is, or would be rounded up to 1."""
-    from monarch_rl.generator.cpu.sampling import draw
+    from monarch_rl.generator.cpu.install import draw
 
     probabilities = torch.tensor([[0.1, 0.7, 1e-7, 0.0], [0.0, 0.3, 0.0, 0.0]])
     for largest in (1 - 2.0**-53, 1.0):

@@ -27,13 +27,13 @@ from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack
-from monarch_rl.trainer.checksums import weights_checksums
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train
+from monarch_rl.trainer.step_journal import weights_checksums
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, batch
 
 CRITIC_LR, STEPS, COMPARED = 1e-2, 8, 3

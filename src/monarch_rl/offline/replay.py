@@ -254,8 +254,8 @@ class _Rank:
         return {"steps": [asdict(step) for step in steps], "opened": [asdict(x) for x in opened if not of_neighbour]}
 
     def _make(self, shard: PackedShard) -> tuple[ReplayedStep, BatchAdvantages]:
-        from monarch_rl.trainer.checksums import weights_checksums
         from monarch_rl.trainer.step import train
+        from monarch_rl.trainer.step_journal import weights_checksums
 
         figures, advantages = train(self._policy, shard, self._functions, self._plan.max_new_tokens)
         made = self._own.made(shard.version)

@@ -15,8 +15,7 @@ from monarch_rl.episode.episode import Episode, means_of_parts
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.items import made
-from monarch_rl.rollout.play import all_or_none
+from monarch_rl.rollout.play import all_or_none, made
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.tasks.task import Task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
@@ -13,14 +13,14 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, PLAYING, JudgeFailed, Playing
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed, item_failed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.policy import Means, Play, Stops
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tracebacks import describe, suspended
-from monarch_rl.runtime.deadlines import ends_in_time
+from monarch_rl.runtime.deadlines import DeadlineExceeded, ends_in_time, within
 from monarch_rl.tasks.task import ContextFull, EpisodeCode, Returned, Task
 
 logger = logging.getLogger("monarch_rl")
@@ -189,3 +189,24 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # waits: they are done or cancelled
+
+
+"""The items of a task, which are made by its author's code."""
+
+
+async def made(make: Callable[[int], Any], index: int, deadline_s: float) -> Any:
+    """An item, made on a thread. One that is not made in time keeps its thread: none can be ended.
+
+    Raises:
+        EpisodeFailed: it raised, or took longer than ``deadline_s`` seconds.
+    """
+    what = f"item {index} from the task"
+    try:
+        making = asyncio.to_thread(make, index)
+        return await within(deadline_s, making, what, on="the task's items", flag="rollout.episode-deadline-s")
+    except DeadlineExceeded as error:
+        failed = EpisodeFailed(f"item took over {deadline_s:g} s to be made", report=str(error))
+        failed.index = index
+        raise failed from error
+    except Exception as error:  # whatever the task raises
+        raise item_failed(error, index) from error

@@ -19,8 +19,7 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, Played, play_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
-from monarch_rl.rollout.items import made
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none, made
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.run_tools import check_hung_tools

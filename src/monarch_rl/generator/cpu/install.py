@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partialmethod, wraps
 from typing import Any
 
-from monarch_rl.generator.cpu import admission, gloo, prefix_cache, results
-from monarch_rl.generator.cpu.sampling import draw_if_unseeded
+import torch
+import torch.distributed as dist
+
+from monarch_rl.generator.cpu import admission, prefix_cache, results
 from monarch_rl.generator.patch import check_parameters, replace_method
 
 
@@ -39,7 +43,7 @@ def install() -> None:
     check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
     sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
     prefix_cache.install()
-    gloo.install()
+    share_gloo_device()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
 
@@ -54,3 +58,70 @@ def _read_variable(field: Any, original: Callable[..., Any]) -> Any:
     if raw is not None or not callable(field.default):
         field._monarch_rl_seen = (raw, value)
     return value
+
+
+"""One gloo device for all process groups of an engine rank.
+
+gloo gives each group a device, and each device a thread that wakes a hundred times a second. SGLang makes nine groups
+and more, most of them of one rank: together they took 1 % of a core of an engine that had nothing to do.
+"""
+
+
+def share_gloo_device() -> None:
+    """From now on groups that this process makes share a device."""
+    group: Any = dist.ProcessGroupGloo
+    group.__init__ = partialmethod(_on_shared_device, group.__init__, group.create_default_device())
+
+
+def _on_shared_device(
+    group: Any,
+    original: Any,
+    device: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,
+    enable_reconfigure: bool = False,  # torch 2.14 has it, 2.13 not
+) -> None:
+    """Replaces ``ProcessGroupGloo.__init__`` with a time-out, which makes a device."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    if timeout is not None:
+        options._timeout = timeout
+    if enable_reconfigure:
+        options.enable_reconfigure = True
+    original(group, store, rank, size, options)
+
+
+"""Draws without seeds, on a machine without an accelerator."""
+
+
+def draw(probabilities: torch.Tensor) -> torch.Tensor:
+    """Draw one column a row, by one uniform number each.
+
+    SGLang draws an exponential number for every entry of the vocabulary: 57 ms of a core for 64 rows of 49,152, and
+    28 ms here; 0.10 and 0.02 ms for 50 rows of 98.
+
+    Args:
+        probabilities: float[rows, columns], not negative, up to a factor per row; some entry of each row is above 0.
+
+    Returns:
+        int32[rows]: columns whose probability is above 0.
+    """
+    # In float64: float32 would round away what is less likely than 6e-8.
+    ends = probabilities.cumsum(-1, dtype=torch.float64)
+    total = ends[:, -1:]
+    at = torch.rand(len(ends), 1, dtype=torch.float64) * total
+    # Below the end of the last column that can be drawn, also after rounding.
+    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(ends, at, right=True)[:, 0].to(torch.int32)
+
+
+def draw_if_unseeded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replaces SGLang's ``sampling_from_probs_torch``, which draws with seeds too."""
+
+    @wraps(original)
+    def sample(probs: torch.Tensor, sampling_seed: Any = None, positions: Any = None) -> torch.Tensor:
+        return draw(probs) if sampling_seed is None else original(probs, sampling_seed, positions)
+
+    return sample
