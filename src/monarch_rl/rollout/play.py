@@ -191,7 +191,7 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)  # waits: they are done or cancelled
 
 
-"""The items of a task, which are made by its author's code."""
+# -- items of a task, which are made by its author's code -------------------------------------------------------------
 
 
 async def made(make: Callable[[int], Any], index: int, deadline_s: float) -> Any:

@@ -133,7 +133,7 @@ class EarlierSteps:
         return bool(np.array_equal(made.checksums, weights_checksums(self._policy)))
 
 
-"""Checksums of the weights under training, each rank's part: two ranks hold the same bits if theirs are equal."""
+# -- checksums of the weights under training, each rank's part: equal ones mean equal bits ----------------------------
 
 
 def weights_checksums(policy: Policy) -> np.ndarray:

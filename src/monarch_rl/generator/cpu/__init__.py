@@ -13,10 +13,10 @@ requests that come to an idle engine   start together: it waits 3 ms after the f
 entries of the prefix cache            only those that are worth their price (``prefix_cache.py``)
 tokens of a step                       a request that goes on costs two appends (``results.py``)
 draws without a seed                   by one number a request, not one for every entry of the vocabulary
-                                       (``sampling.py``)
+                                       (``install.py``)
 inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
 environment variables                  read from the environment some sixty times a step: once each
-process groups                         share one device of gloo, whose thread polls (``gloo.py``)
+process groups                         share one device of gloo, whose thread polls (``install.py``)
 ====================================== ===========================================================================
 
 The overlap scheduler is off on such a machine. Tests turn it on, to see there what GPUs do: then tokens of a step and

@@ -60,11 +60,9 @@ def _read_variable(field: Any, original: Callable[..., Any]) -> Any:
     return value
 
 
-"""One gloo device for all process groups of an engine rank.
-
-gloo gives each group a device, and each device a thread that wakes a hundred times a second. SGLang makes nine groups
-and more, most of them of one rank: together they took 1 % of a core of an engine that had nothing to do.
-"""
+# -- one gloo device for all process groups of an engine rank ---------------------------------------------------------
+# gloo gives each group a device, and each device a thread that wakes a hundred times a second. SGLang makes nine
+# groups and more, most of them of one rank: together they took 1 % of a core of an engine that had nothing to do.
 
 
 def share_gloo_device() -> None:
@@ -93,7 +91,7 @@ def _on_shared_device(
     original(group, store, rank, size, options)
 
 
-"""Draws without seeds, on a machine without an accelerator."""
+# -- sampling without seeds -------------------------------------------------------------------------------------------
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
