@@ -1,5 +1,4 @@
-"""How far apart engine and trainer are on the same tokens: figures of all tokens at once, and a histogram that ranks
-can add up. Pure functions."""
+"""How far apart engine and trainer are on the same tokens: metrics of all tokens, and a histogram that ranks add up."""
 
 from __future__ import annotations
 

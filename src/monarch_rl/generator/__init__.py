@@ -1,0 +1,1 @@
+"""SGLang engines: their processes, requests, commits of new weights, and the dispatcher between their replicas."""

@@ -1,0 +1,1 @@
+"""The registry of metrics, metrics files, the live console."""

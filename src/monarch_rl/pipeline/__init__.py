@@ -1,0 +1,1 @@
+"""How the parts run together: settings, start, publishing, recovery, and `Run`, with which recipes are written."""

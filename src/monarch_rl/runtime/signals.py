@@ -1,5 +1,6 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly. A second signal, or a timeout, ends it at once. So can
-another thread.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly.
+
+A second signal, or a timeout, ends it at once. So can another thread.
 
 systemd and batch systems signal all processes of a job, and the supervisor passes the signal on: the same one comes
 twice and means one thing.

@@ -1,0 +1,1 @@
+"""What a run would cost: the same `Run` in virtual time."""

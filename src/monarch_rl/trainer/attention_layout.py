@@ -1,5 +1,6 @@
-"""Which keys the queries of a row attend to, for both kinds of machine. No torchtitan in it: see
-:mod:`monarch_rl.trainer.platform`.
+"""Which keys the queries of a row attend to, for both kinds of machine.
+
+No torchtitan in it: see :mod:`monarch_rl.trainer.platform`.
 
 A *segment* is what one episode adds to the row: the inputs that no episode before it has. Its queries attend to the
 keys of the prefix that it shares, wherever they lie in the row, and to its own. So it has more keys than queries, and

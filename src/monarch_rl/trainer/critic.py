@@ -1,5 +1,4 @@
-"""The critic of PPO on the trainer's ranks: a model of its own that estimates, before each drawn token, what the
-sequence will still get.
+"""The critic of PPO on the trainer's ranks: a model of its own that estimates each token's return before it is sampled.
 
 It begins as the policy does, with a head of one number instead of the LM head, is sharded like it, and has an optimiser
 of its own. Every method is called by all ranks together, on the thread that computes.

@@ -1,6 +1,4 @@
-"""What happens to values that are not finite: episodes that have one are not trained, and a gradient that has one ends
-the run with its cause.
-"""
+"""Values that are not finite: an episode with one is not trained, a gradient with one ends the run with a cause."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What a trainer rank says of the steps that its journal has. Apart from the journal itself: the controller reads it,
-and is not to import what trains, which takes it 80 MiB and some seconds in the middle of a resume."""
+"""What a trainer rank reports of the steps in its journal.
+
+Apart from the journal itself: the controller reads it, and must not import what trains, which takes it 80 MiB and some
+seconds in the middle of a resume.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a trainer rank writes to the run's journal: its share of each batch, and what the step made of it. And what it
-reads there once the run goes on from a checkpoint: the steps after that."""
+"""A trainer rank's journal: its share of each batch, what the step made of it, and the steps after a checkpoint."""
 
 from __future__ import annotations
 

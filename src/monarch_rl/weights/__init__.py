@@ -1,0 +1,1 @@
+"""How weights travel: manifests, blocks, checksums, compression of updates, transports."""
