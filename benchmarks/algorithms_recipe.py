@@ -13,9 +13,8 @@ from pathlib import Path
 
 import tyro
 
-from monarch_rl.pipeline.run import Run, launch
+from monarch_rl import Run, launch, reinforcement
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.trainer.objective import reinforcement
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 

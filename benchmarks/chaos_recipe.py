@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
+from monarch_rl import reinforcement  # noqa: E402
 from monarch_rl.buffer.actor import Buffer  # noqa: E402
 from monarch_rl.episode.episode import (
     Group,  # noqa: E402
@@ -39,7 +40,6 @@ from monarch_rl.rollout import scoring  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.process import die_with_parent  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
 
 FOLDER, STUCK_S = Path(sys.argv[1]), float(sys.argv[2] or scoring.STUCK_S)
 SLOW_S = 4.0

@@ -15,16 +15,22 @@ from typing import Annotated, Literal
 
 import tyro
 
-from monarch_rl.generator.frozen import FrozenSettings
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.teachers import teacher
-from monarch_rl.settings.ranges import Range
-from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
-from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.objective import distillation, reinforcement
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl import (
+    FrozenSettings,
+    LossSettings,
+    Range,
+    ReasoningGym,
+    RolloutSettings,
+    Run,
+    RunSettings,
+    Task,
+    TaskSettings,
+    TrainerSettings,
+    distillation,
+    launch,
+    reinforcement,
+    teacher,
+)
 
 TASK = TaskSettings(
     name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> ", pass_mark=1.0

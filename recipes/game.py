@@ -17,15 +17,21 @@ from typing import Annotated, Any
 
 import tyro
 
-from monarch_rl.algorithms.advantages import BySeat, dr_grpo
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.frozen import FrozenModel
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.settings.ranges import Range
-from monarch_rl.tasks.task import Policy, Task
-from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl import (
+    BySeat,
+    FrozenModel,
+    LossSettings,
+    Policy,
+    Range,
+    RolloutSettings,
+    Run,
+    RunSettings,
+    Task,
+    TrainerSettings,
+    dr_grpo,
+    launch,
+    reinforcement,
+)
 
 SEATS = ("first", "second")
 TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, loss=LossSettings(max_tokens=12))

@@ -19,13 +19,17 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
-from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl import (
+    ReasoningGym,
+    RolloutSettings,
+    Run,
+    RunSettings,
+    Task,
+    TaskSettings,
+    TrainerSettings,
+    launch,
+    reinforcement,
+)
 
 # The task: the model reads "cat -> " and writes "tac". The reward: 1 for exactly the word spelled backward, else 0.
 TASK = TaskSettings(

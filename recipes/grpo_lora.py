@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 import grpo
 import tyro
 
-from monarch_rl.model.lora import LoraSettings
-from monarch_rl.pipeline.run import launch
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl import LoraSettings, TrainerSettings, launch
 
 # Five times grpo.py's rate: on the tiny model and three seeds, 41 to 56 % held out became 76 to 82 %
 # (benchmarks/results/main_job_lora_cpu.txt; full training: 81 to 87 %). On one of them 3e-3 gave 67 %, and at 5e-3 and

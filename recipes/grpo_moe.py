@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 import grpo
 import tyro
 
-from monarch_rl.pipeline.run import launch
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl import RolloutSettings, TrainerSettings, launch
 
 TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, expert_parallel=2, router_replay="replay")
 ROLLOUT = RolloutSettings(max_new_tokens=8, concurrent_groups=64, top_k=20, top_p=0.95, keep_sampling_mask=True)

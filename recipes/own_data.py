@@ -13,16 +13,19 @@ from typing import Annotated, Any
 
 import tyro
 
-from monarch_rl.algorithms.advantages import dr_grpo
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.settings.ranges import Range
-from monarch_rl.tasks.questions import Questions
-from monarch_rl.tasks.rows import jsonl
-from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl import (
+    Questions,
+    Range,
+    RolloutSettings,
+    Run,
+    RunSettings,
+    Task,
+    TrainerSettings,
+    dr_grpo,
+    jsonl,
+    launch,
+    reinforcement,
+)
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,24 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from monarch_rl.algorithms.advantages import dr_grpo
-from monarch_rl.model.messages import Message, assistant, tool, user
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.evaluation import EvaluationSettings
-from monarch_rl.rollout.run_tools import run_tools
-from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.tasks.task import Outcome, Policy, Task
-from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl import (
+    EvaluationSettings,
+    Message,
+    Outcome,
+    Policy,
+    RolloutSettings,
+    Run,
+    RunSettings,
+    Task,
+    TrainerSettings,
+    assistant,
+    dr_grpo,
+    launch,
+    reinforcement,
+    run_tools,
+    tool,
+    user,
+)
 
 
 def multiply(a: int, b: int) -> int:

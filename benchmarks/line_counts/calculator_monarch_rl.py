@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from monarch_rl.algorithms.advantages import dr_grpo
-from monarch_rl.pipeline.run import Run, launch
-from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.run_tools import run_tools
-from monarch_rl.tasks.task import Policy, Task
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl import Policy, Run, RunSettings, Task, dr_grpo, launch, reinforcement, run_tools
 
 
 def multiply(a: int, b: int) -> int:

@@ -121,7 +121,7 @@ class Columns(dict[str, T]):
         here = f"here are {', '.join(sorted(self))}" if self else "there are none here"
         raise ValueError(
             f"there is no column {name!r}, {here}. Decorate the function that reads it with @needs({name!r}) "
-            "(monarch_rl.algorithms.functions), and give run.start() a stage that fills it"
+            "(from monarch_rl), and give run.start() a stage that fills it"
         )
 
 

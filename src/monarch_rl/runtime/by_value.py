@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
-import monarch_rl
-
 T = TypeVar("T")
 
 INSTALLED = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -51,9 +49,8 @@ def register_modules(recipe: Path | None = None) -> list[str]:
 
 
 def _installed(path: Path) -> bool:
-    own = Path(monarch_rl.__file__).resolve().parent if monarch_rl.__file__ else None
-    folders = (*INSTALLED, Path(sys.prefix), *([own] if own else []))
-    return any(path.is_relative_to(folder) for folder in folders)
+    own = Path(__file__).resolve().parents[1]
+    return any(path.is_relative_to(folder) for folder in (*INSTALLED, Path(sys.prefix), own))
 
 
 class ByValue(Generic[T]):
