@@ -29,7 +29,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.submit import MESSAGE_BYTES, Admissions, Outbox
+from monarch_rl.rollout.submit import MESSAGE_BYTES, SubmitQueue, TicketQueue
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -110,7 +110,7 @@ class Producer(Actor):
     @concurrent_endpoint
     async def feed(self, buffer: Any, name: str) -> None:
         """Put groups until the buffer is closed."""
-        admissions, outbox = Admissions(buffer, name, WAIT_S), Outbox(buffer, name, WAIT_S)
+        admissions, outbox = TicketQueue(buffer, name, WAIT_S), SubmitQueue(buffer, name, WAIT_S)
 
         async def place() -> None:
             while (ticket := await admissions.ticket()) is not None:

@@ -61,13 +61,13 @@ class FailingWorker(RolloutWorker):
         super().__init__(*args, **kwargs)
         scoring.STUCK_S = STUCK_S
 
-    async def _play_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
+    async def _run_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
         end_if_told(self._name)
         fault = FOLDER / f"exception {self._name}"
         if fault.exists():
             fault.unlink()
             raise RuntimeError("what a user has written may fail")
-        return await super()._play_group(ticket)
+        return await super()._run_group(ticket)
 
 
 class FailingTrainer(Trainer):

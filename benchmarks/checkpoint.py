@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from monarch_rl.buffer.groups import Batch  # noqa: E402
-from monarch_rl.buffer.shards import Way, cut  # noqa: E402
+from monarch_rl.buffer.shards import ShardPlan, cut  # noqa: E402
 from monarch_rl.checkpoint import folders  # noqa: E402
 from monarch_rl.checkpoint.folders import Manifest, newest_whole  # noqa: E402
 from monarch_rl.checkpoint.journal import FOLDER, JournalWriter  # noqa: E402
@@ -315,7 +315,7 @@ def journal(s: Settings, scratch: Path) -> dict[str, Any]:
     packed = [PackedGroup.read(pack_group(long_group(number))) for number in range(4)]
     trained = sum(episode.tokens for group in packed for episode in group.episodes)
     whole = Batch(0, packed, None, np.asarray([trained]))
-    writer.batch(cut(whole, Way(1, 16_384))[0])
+    writer.batch(cut(whole, ShardPlan(1, 16_384))[0])
     writer.close()
     found = {}
     for name, place in (("main job", folder / FOLDER), ("1,000 random tokens", scratch / "long")):

@@ -99,7 +99,7 @@ class ScriptedBuffer:
             await self._ended.wait()  # waits: for the groups that are played
         return [Ticket(number, number) for number in given]
 
-    async def put_if_room(self, *groups: bytes) -> list[bool]:
+    async def submit_if_room(self, *groups: bytes) -> list[bool]:
         self.put_groups += groups
         if len(self.put_groups) == self._groups:
             self._ended.set()

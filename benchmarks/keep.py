@@ -136,8 +136,8 @@ def summary(
 
     tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
     nbytes = {way: sum(len(pack_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
-    kept_sets = [episode.kept_sets for group in drawn[KEPT] for episode in group.episodes]
-    counts = np.concatenate([one.counts[one.counts > 0] for one in kept_sets if one is not None])
+    sampling_masks = [episode.sampling_masks for group in drawn[KEPT] for episode in group.episodes]
+    counts = np.concatenate([one.counts[one.counts > 0] for one in sampling_masks if one is not None])
     return {
         "benchmark": "keep",
         "layers_with_experts": len(sparse_layers(config)),

@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -73,13 +73,13 @@ def main(s: Settings) -> None:
     budget = 4 * (s.tokens + 200)
     packed = [PackedGroup.read(pack_group(group)) for group in groups]
     batch = Batch(0, packed, None, np.asarray([sum(group.trainable for group in packed)]))
-    shard = cut(batch, Way(2, budget))[0]
+    shard = cut(batch, ShardPlan(2, budget))[0]
     work: dict[str, Callable[[], object]] = {
         "rollout worker: tokens of one answer to text": lambda: template.plain(drawn),
         "rollout worker: 8 answers to text (on a thread)": lambda: [template.plain(drawn) for _ in range(8)],
         "rollout worker: a group to bytes": lambda: pack_group(groups[0]),
         "buffer: a group read": lambda: PackedGroup.read(data),
-        "buffer: a batch cut into two shards": lambda: cut(batch, Way(2, budget)),
+        "buffer: a batch cut into two shards": lambda: cut(batch, ShardPlan(2, budget)),
         "buffer, trainer: a shard to a pickle and back": lambda: pickle.loads(pickle.dumps(shard)),
     }
     print(f"{s.groups} groups x {s.episodes} episodes x {s.tokens} tokens; {len(data) / 1e6:.2f} MB a group")

@@ -16,7 +16,7 @@ import tyro
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.model.messages import Message, ParsedReply
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.pivot import Resampled, resampled
@@ -76,7 +76,7 @@ def play(turns: int, width: int, probes: int, draws: random.Random) -> tuple[Res
 
     generator: Any = Drawing(draws)
     template: Any = Template()
-    player = EpisodePlayer(generator, template, RolloutSettings(max_new_tokens=200))
+    player = EpisodeRunner(generator, template, RolloutSettings(max_new_tokens=200))
     run_virtual(player.play(Task(int, episode), 0, "", Sampling(200), 0))
     return found[0], found[0].turn == decisive
 

@@ -160,7 +160,7 @@ def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """A micro-batch of separate episodes for :meth:`PlainTorchtitan.step`: targets that are not trainable are
     ignored."""
     labels = torch.full_like(batch.token_ids, IGNORE_INDEX)
-    labels[0, batch.drawn_after] = batch.targets
+    labels[0, batch.sampled_after] = batch.targets
     return batch.token_ids, batch.positions, labels, batch.attention
 
 

@@ -42,7 +42,7 @@ from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
-from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, measure, predict, run_settings
+from monarch_rl.simulate.run import Plan, RunMetrics, SimulatedTrainer, measure, predict, run_settings
 from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings
 from monarch_rl.tasks.task import Outcome, Policy, Task
 
@@ -258,10 +258,10 @@ def slowly_scored(seconds: float) -> Task:
         await policy.reply(item.prompt)
         return await policy.in_scorer(score)
 
-    return ReasoningGym(TASK).played_by(episode)
+    return ReasoningGym(TASK).with_episode(episode)
 
 
-async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
+async def observe(meshes: dict[str, Any], case: Case) -> tuple[RunMetrics, float]:
     """Run the case for real; returns its figures, and the mean seconds of a call beside it."""
     plan, costs, name = case.plan, case.costs, case.name
     buffer = meshes["buffer"].spawn(f"buffer_{name}", Buffer, plan.groups_per_step, plan.buffer)
@@ -324,7 +324,7 @@ async def validate(cluster: Cluster) -> dict[str, dict[str, float]]:
     return results
 
 
-def compare(foretold: Figures, seen: Figures) -> dict[str, float]:
+def compare(foretold: RunMetrics, seen: RunMetrics) -> dict[str, float]:
     pairs = {
         "trainer_idle_share": (foretold.trainer_idle_share, seen.trainer_idle_share),
         "generator_idle_share": (foretold.generator_idle_share, seen.generator_idle_share),

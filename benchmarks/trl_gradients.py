@@ -35,7 +35,7 @@ from trl_sides import ROOT, make_model
 from monarch_rl.algorithms.advantages import ADVANTAGES, grpo
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -184,7 +184,7 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
         packed = pack_group(Group(index, index, [episode_of(sequence, loss.columns) for sequence in of_group]))
         groups.append(PackedGroup.read(packed))
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
-    (shard,) = cut(batch, Way(1, policy.settings.tokens_per_microbatch))
+    (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
     advantage = loss.advantage or ADVANTAGES[loss.ours.advantage]()
     metrics, _ = train(policy, shard, LoadedFunctions(advantage, reinforcement(loss.ours)), NEW_TOKENS)
     return metrics, gradients(policy)

@@ -30,9 +30,9 @@ from monarch_rl.offline.export import MODEL, export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
 from monarch_rl.offline.recipes import Recipe, as_flags, load_recipe
-from monarch_rl.pipeline.evaluation import items_to_play
+from monarch_rl.pipeline.evaluation import items_to_run
 from monarch_rl.pipeline.run_folder import SETTINGS
-from monarch_rl.rollout.evaluation import Evaluation, play_held_out
+from monarch_rl.rollout.evaluation import Evaluation, run_held_out
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.devices import Devices, devices
@@ -117,10 +117,10 @@ async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None)
 async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, places: int) -> Evaluation:
     """Play one held-out set, ``places`` episodes at once."""
     settings = recipe.settings
-    return await play_held_out(
+    return await run_held_out(
         settings.evaluation.plan(held_out, settings.rollout.seed or 0),
         recipe.task,
-        range(items_to_play(recipe.task, held_out, settings.held_out)),
+        range(items_to_run(recipe.task, held_out, settings.held_out)),
         opened.play,
         max_new_tokens=settings.rollout.max_new_tokens,
         stops=opened.template.stop_token_ids,

@@ -37,7 +37,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_tensor_parallel
 
-Figures = dict[str, float]
+RunMetrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Limits:
             if value is not None and value < 0:
                 raise ValueError(f"limits.{limit.name.replace('_', '-')} must not be negative, got {value}")
 
-    def of(self, dtype: str) -> Figures:
+    def of(self, dtype: str) -> RunMetrics:
         """All limits, by name."""
         default = DEFAULTS["float32" if dtype == "float32" else "bfloat16"]
         own = {name: value for name, value in asdict(self).items() if value is not None}
         return default | own
 
 
-DEFAULTS: dict[str, Figures] = {
+DEFAULTS: dict[str, RunMetrics] = {
     "float32": {"p99": 1e-4, "k3": 1e-8, "outside": 0.0, "top_differs": 0.002, "routes_differ": 0.002},
     "bfloat16": {"p99": 0.2, "k3": 2e-3, "outside": 0.01, "top_differs": 0.05, "routes_differ": 0.15},
 }
@@ -229,27 +229,27 @@ def make_prompt_sets(r: RolloutSettings, prompts: list[list[int]]) -> list[Promp
 class Differences:
     """How far apart the two sides are: all figures."""
 
-    rows: dict[str, Figures]
+    rows: dict[str, RunMetrics]
     """By prompt set and choice of experts: ``sampled``, ``sampled_replayed`` and so on; see :func:`figures`."""
-    top_differs: Figures
+    top_differs: RunMetrics
     """Share of greedily drawn tokens that are not the trainer's most likely: ``own``, ``replayed``."""
     routes_differ: list[float]
     """Share of the engine's experts that the trainer would not choose, in each layer that has some; of the sampled
     set, prompts included."""
     tokens_rerouted: float
     """Share of tokens that differ in any layer."""
-    costs: Figures
+    costs: RunMetrics
     """Bytes for each token, and ids kept of one that was drawn from a truncated distribution."""
 
     @property
-    def judged(self) -> dict[str, Figures]:
+    def judged(self) -> dict[str, RunMetrics]:
         """The rows that the verdict judges: with the engine's experts where there are some, like in training."""
         replayed = {name: row for name, row in self.rows.items() if name.endswith("_replayed")}
         return replayed or self.rows
 
 
 def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
-    rows: dict[str, Figures] = {}
+    rows: dict[str, RunMetrics] = {}
     for name, reading in readings.items():
         for label, logprobs in trainer_logprobs(name, reading).items():
             if name != "greedy":
@@ -267,10 +267,10 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
         rerouted = float((sampled.differing > 0).any(1).double().mean())
         costs["route_bytes_per_token"] = sum(x.nbytes for x in expert_routes) / sum(map(len, expert_routes))
     if "truncated" in readings:
-        sets = [episode.kept_sets for episode in readings["truncated"].group.episodes]
+        sets = [episode.sampling_masks for episode in readings["truncated"].group.episodes]
         drawn_tokens = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
         costs["kept_ids_per_token"] = (
-            sum(len(kept_sets.ids) for kept_sets in sets if kept_sets is not None) / drawn_tokens
+            sum(len(sampling_masks.ids) for sampling_masks in sets if sampling_masks is not None) / drawn_tokens
         )
         costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
     return Differences(rows, top, routes_differ, rerouted, costs)
@@ -282,7 +282,7 @@ def trainer_logprobs(name: str, reading: Reading) -> dict[str, torch.Tensor]:
     return {name: reading.own} | replayed
 
 
-def judge(differences: Differences, limits: Figures) -> tuple[Figures, list[str]]:
+def judge(differences: Differences, limits: RunMetrics) -> tuple[RunMetrics, list[str]]:
     """The figures that are judged, by the names of the limits, and the names of those that exceed their limit."""
     rows = differences.judged.values()
     worst = {name: max(row[name] for row in rows) for name in ("p99", "k3", "outside")}
@@ -295,7 +295,7 @@ def judge(differences: Differences, limits: Figures) -> tuple[Figures, list[str]
     return worst, failed
 
 
-def sentence(job: Job, differences: Differences, limits: Figures, worst: Figures, failed: list[str]) -> str:
+def sentence(job: Job, differences: Differences, limits: RunMetrics, worst: RunMetrics, failed: list[str]) -> str:
     listed = ", ".join(
         f"{name} {value:.2g} ({'ABOVE' if name in failed else 'limit'} {limits[name]:g})"
         for name, value in worst.items()

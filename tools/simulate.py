@@ -23,7 +23,7 @@ import tyro
 
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.fit import Made, read_run
-from monarch_rl.simulate.run import Figures, Plan, predict
+from monarch_rl.simulate.run import Plan, RunMetrics, predict
 from monarch_rl.simulate.search import Case, gain, recommend, search
 
 
@@ -55,7 +55,7 @@ class Settings:
             raise ValueError(f"warm-up {self.warm_up} leaves nothing of {self.steps} steps")
 
 
-def line(plan: Plan, found: Figures) -> str:
+def line(plan: Plan, found: RunMetrics) -> str:
     return (
         f"lag <= {plan.buffer.max_policy_lag}, {plan.trainer_devices} trainer devices + {plan.replicas} replicas: "
         f"step {found.step_s:.3g} s, idle: trainer {found.trainer_idle_share:.0%}, generators "
@@ -64,7 +64,7 @@ def line(plan: Plan, found: Figures) -> str:
     )
 
 
-def figures(found: Figures) -> dict[str, Any]:
+def figures(found: RunMetrics) -> dict[str, Any]:
     return {
         "step_s": found.step_s,
         "trainer_idle_share": found.trainer_idle_share,
@@ -116,7 +116,7 @@ def main(settings: Settings, made: Made | None) -> None:
     gc.freeze()  # the libraries' own objects need no second look, and there are many
     started, simulated = time.perf_counter(), 0
 
-    def predicted(plan: Plan, costs: Costs = settings.costs) -> Figures:
+    def predicted(plan: Plan, costs: Costs = settings.costs) -> RunMetrics:
         nonlocal simulated
         found = predict(plan, costs, settings.steps, settings.warm_up, settings.grain)
         simulated += found.steps

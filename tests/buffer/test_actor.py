@@ -16,7 +16,7 @@ from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.submit import UNASKED_BYTES, Admissions, Outbox
+from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue, TicketQueue
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now, within
 from tests.buffer.helpers import episode, group
 from tests.episode.trees import distinct_inputs
@@ -271,7 +271,7 @@ def large(group_id: int) -> bytes:
 def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 1, 3, max_mib=1)
-        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
         await outbox.put(1, 0, large(1))
@@ -297,10 +297,10 @@ def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
 def test_places_are_admitted_together_and_hear_of_deadline_and_end(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 3, 0)
-        admissions = Admissions(buffer, "worker 0", WAIT_S)
+        admissions = TicketQueue(buffer, "worker 0", WAIT_S)
         tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
         assert [ticket and ticket.group_id for ticket in tickets] == [0, 1]
-        impatient = Admissions(buffer, "worker 1", 0.1)
+        impatient = TicketQueue(buffer, "worker 1", 0.1)
         ticket = await impatient.ticket()
         assert ticket is not None and ticket.group_id == 2
         waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
@@ -318,7 +318,7 @@ def test_places_are_admitted_together_and_hear_of_deadline_and_end(process: Any)
 def test_an_outbox_hands_on_what_the_buffer_refuses(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 1, 1)
-        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         with pytest.raises(ActorError, match="group 5 .*not admitted"):
             await within(WAIT_S, outbox.put(5, 0, pack_group(group(5, [0]))), "the refusal")
         await buffer.admit.call_one("worker 0", WAIT_S)
@@ -332,13 +332,13 @@ def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any
         buffer = buffer_actor(process, 1, 3, max_mib=1)
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
-        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         small = pack_group(group(2, [0] * 12_000))
         assert len(small) <= UNASKED_BYTES
         await outbox.put(1, 0, large(1))
         await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
         waiting = asyncio.ensure_future(outbox.put(2, 0, small))
-        assert await buffer.put_if_room.call_one(small) == [False]
+        assert await buffer.submit_if_room.call_one(small) == [False]
         assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
         await buffer.drop.call_one(3, "makes room")
         await within(WAIT_S, waiting, "room for the small group")
@@ -351,7 +351,7 @@ def test_groups_that_are_complete_at_once_travel_in_one_call(process: Any) -> No
     async def test() -> None:
         buffer = buffer_actor(process, 8, 0)
         counting: Any = CountingBuffer(buffer)
-        outbox = Outbox(counting, "worker 0", WAIT_S)
+        outbox = SubmitQueue(counting, "worker 0", WAIT_S)
         ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
         await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))
         assert counting.puts == [8]
@@ -365,8 +365,8 @@ class CountingBuffer:
 
     def __init__(self, buffer: Any) -> None:
         self.reserve, self.puts = buffer.reserve, list[int]()
-        self._put_if_room = buffer.put_if_room
-        self.put_if_room = self
+        self._put_if_room = buffer.submit_if_room
+        self.submit_if_room = self
 
     def call_one(self, *groups: bytes) -> Any:
         self.puts.append(len(groups))

@@ -458,7 +458,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
     buffer.put(PackedGroup.read(pack_group(group(1, [0], [0]))))
     resumed = BufferCore.restore(1, settings, buffer.state(), generation=1)
     for version, group_id in ((1, 1), (2, 3), (3, 4)):
-        resumed.made_again(version, [group_id], np.asarray([1, 2]))
+        resumed.note_replayed(version, [group_id], np.asarray([1, 2]))
     counts = resumed.counts()
     assert (counts.version, counts.published, counts.trained, counts.lag_counts) == (3, 3, 3, [3, 6])
     assert (counts.admitted, counts.playing, counts.complete, counts.slots_free) == (4, 1, 0, 2)
@@ -474,7 +474,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
     assert ids(resumed) is None, "0 is due first"
     assert resumed.put(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
     with pytest.raises(ValueError, match="version 4 .*again"):
-        resumed.made_again(4, [2], np.zeros(0, np.int64))
+        resumed.note_replayed(4, [2], np.zeros(0, np.int64))
 
 
 def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:

@@ -13,7 +13,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.submit import Admissions, Outbox
+from monarch_rl.rollout.submit import SubmitQueue, TicketQueue
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from tests.buffer.helpers import episode
@@ -40,7 +40,7 @@ class Player(Actor):
     async def play(self, buffer: Any) -> int:
         """Until the buffer is closed; some groups are dropped. Returns how many were put."""
         name, puts = f"player {current_rank().rank}", 0
-        admissions, outbox = Admissions(buffer, name, WAIT_S), Outbox(buffer, name, WAIT_S)
+        admissions, outbox = TicketQueue(buffer, name, WAIT_S), SubmitQueue(buffer, name, WAIT_S)
 
         async def place() -> None:
             nonlocal puts

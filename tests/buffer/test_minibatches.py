@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.algorithms.losses import Aggregation
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard
@@ -31,7 +31,7 @@ def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int |
     )
     lag_counts = np.asarray([drawn[1] if len(drawn) > 1 else 0] + ([] if oldest else [drawn[0]]))
     batch = Batch(1, [PackedGroup.read(pack_group(group)) for group in groups], oldest, lag_counts)
-    return [shard.unpack() for shard in cut(batch, Way(ranks, 40, minibatches=minibatches))]
+    return [shard.unpack() for shard in cut(batch, ShardPlan(ranks, 40, minibatches=minibatches))]
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 6), st.sampled_from([None, 1]))

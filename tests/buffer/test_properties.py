@@ -87,7 +87,7 @@ def all_equal(group: PackedGroup) -> bool:
 
 
 @dataclass
-class Play:
+class Rollout:
     """A group that a worker plays, or played when it was lost."""
 
     worker: int
@@ -100,7 +100,7 @@ class Books:
     """What the model knows of the groups: each is in exactly one place."""
 
     published_at: dict[int, int] = field(default_factory=dict)
-    playing: dict[int, Play] = field(default_factory=dict)
+    playing: dict[int, Rollout] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)
     """Attempts of the groups that wait for a worker."""
     complete: dict[int, PackedGroup] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Books:
     """By group, the version that its last batch made."""
     passed: list[int] = field(default_factory=list)
     """Not admitted, although later ones were trained."""
-    drawn_by: dict[int, list[int]] = field(default_factory=dict)
+    sampled_by: dict[int, list[int]] = field(default_factory=dict)
     """By group, of each token the version that drew it, by its name in ``AnyOrder.lineage``."""
 
     def copied(self) -> Books:
@@ -258,7 +258,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert (ticket.group_id, ticket.attempt) == (group_id, self.generation * ATTEMPTS)
             b.published_at[ticket.group_id] = self.core.published_version
             b.line.append(ticket.group_id)
-        b.playing[ticket.group_id] = Play(worker, ticket.attempt)
+        b.playing[ticket.group_id] = Rollout(worker, ticket.attempt)
 
     @precondition(lambda self: self.books.playing)
     @rule(which=ANY, pick=ANY)
@@ -279,7 +279,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.hand_in(group)
 
-    def reserve(self, group: PackedGroup, play: Play) -> bool:
+    def reserve(self, group: PackedGroup, play: Rollout) -> bool:
         always = group.group_id in self.line()[: self.k] or play.reserved > 0
         room = self.core.reserve(group.group_id, group.nbytes, play.attempt)
         assert room == (always or self.make_room(group.nbytes))
@@ -307,7 +307,7 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             reason = self.reason(group)
         assert self.core.put(group) == (reason is None)
-        b.drawn_by[group.group_id] = [self.lineage[version] for version in tokens(group)]
+        b.sampled_by[group.group_id] = [self.lineage[version] for version in tokens(group)]
         if reason is None:
             b.complete[group.group_id] = group
         else:
@@ -379,7 +379,7 @@ class AnyOrder(RuleBasedStateMachine):
         b, version, by_lag = self.books, self.core.version, Counter[int]()
         for group in b.taken.values():
             lags = [version - drew for drew in tokens(group)]
-            assert b.drawn_by[group.group_id] == [self.lineage[drew] for drew in tokens(group)], "of a version undone"
+            assert b.sampled_by[group.group_id] == [self.lineage[drew] for drew in tokens(group)], "of a version undone"
             if self.settings.late == "wait" and self.lag is not None:
                 assert max(lags) <= self.lag  # by structure, whatever is masked
             by_lag.update(lag for lag in lags if self.limit is None or lag <= self.limit)
@@ -465,7 +465,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def make_again(self, group_ids: list[int], by_lag: Counter[int]) -> None:
         b, version = self.books, self.core.version + 1
-        self.core.made_again(version, group_ids, np.asarray([by_lag[lag] for lag in range(version + 1)], np.int64))
+        self.core.note_replayed(version, group_ids, np.asarray([by_lag[lag] for lag in range(version + 1)], np.int64))
         self.lags += by_lag
         self.journal.append((group_ids, by_lag))
         for group_id in group_ids:

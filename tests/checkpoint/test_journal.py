@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.checkpoint import journal
 from monarch_rl.checkpoint.journal import (
     FILES,
@@ -126,7 +126,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 def shards(version: int, ranks: int) -> list[PackedShard]:
     groups = [group(2 * version + g, [version] * 3, [version] * (2 + g)) for g in range(2)]
     packed = [PackedGroup.read(pack_group(one)) for one in groups]
-    return cut(Batch(version, packed, None, np.asarray([10], np.int64)), Way(ranks, 1000, minibatches=2))
+    return cut(Batch(version, packed, None, np.asarray([10], np.int64)), ShardPlan(ranks, 1000, minibatches=2))
 
 
 SUPERVISED = SupervisedShard(

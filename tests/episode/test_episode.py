@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
-from monarch_rl.episode.sampling import Completion, KeptSets
+from monarch_rl.episode.sampling import Completion, SamplingMasks
 from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
 from monarch_rl.episode.shard import PackedShard, mask_older, outcomes
 
@@ -22,19 +22,19 @@ def turns(draw: st.DrawFn, with_kept: bool, columns: list[str]) -> Turn:
     n = draw(st.integers(0, 6))
     finite = st.floats(-1024, 0, width=32)
     trainable = np.asarray(draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
-    kept_sets = None
+    sampling_masks = None
     if with_kept:
         sizes = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
         counts = np.where(trainable, np.asarray(sizes, np.int32), 0).astype(np.int32)
         total = int(counts.sum())
         ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
-        kept_sets = KeptSets(counts, np.asarray(ids, np.int32))
+        sampling_masks = SamplingMasks(counts, np.asarray(ids, np.int32))
     return Turn(
         token_ids=np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n)), np.int32),
         logprobs=np.where(trainable, np.asarray(draw(st.lists(finite, min_size=n, max_size=n)), np.float32), 0),
         policy_versions=np.asarray(draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n)), np.int32),
         trainable=trainable,
-        kept_sets=kept_sets,
+        sampling_masks=sampling_masks,
         reward=draw(st.none() | FLOATS),
         columns={name: draw(column(trainable)) for name in draw(st.permutations(columns))},
     )
@@ -108,10 +108,10 @@ def test_group_survives_its_bytes(group: Group) -> None:
             assert a.reward == b.reward and a.columns.keys() == b.columns.keys()
             for name, values in a.columns.items():
                 check_equal(values, b.columns[name])
-            assert (a.kept_sets is None) == (b.kept_sets is None)
-            if a.kept_sets is not None and b.kept_sets is not None:
-                check_equal(a.kept_sets.counts, b.kept_sets.counts)
-                check_equal(a.kept_sets.ids, b.kept_sets.ids)
+            assert (a.sampling_masks is None) == (b.sampling_masks is None)
+            if a.sampling_masks is not None and b.sampling_masks is not None:
+                check_equal(a.sampling_masks.counts, b.sampling_masks.counts)
+                check_equal(a.sampling_masks.ids, b.sampling_masks.ids)
     check_equal(read.plays, group.plays)
     assert [episode.play for episode in read.episodes] == group.plays.tolist()
     assert pack_group(read) == pack_group(group)
@@ -322,35 +322,39 @@ def test_arrays_of_a_turn_have_one_length() -> None:
 
 def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
     sets = [[5, 3], [], [7], [1, 2, 4]]
-    kept_sets = KeptSets(np.asarray([len(ids) for ids in sets], np.int32), np.asarray(sum(sets, []), np.int32))
-    assert kept_sets[1:3].ids.tolist() == [7] and kept_sets[1:3].counts.tolist() == [0, 1]
+    sampling_masks = SamplingMasks(
+        np.asarray([len(ids) for ids in sets], np.int32), np.asarray(sum(sets, []), np.int32)
+    )
+    assert sampling_masks[1:3].ids.tolist() == [7] and sampling_masks[1:3].counts.tolist() == [0, 1]
     mask = np.asarray([True, False, False, True])
-    assert kept_sets[mask].ids.tolist() == [5, 3, 1, 2, 4] and kept_sets[mask].counts.tolist() == [2, 3]
-    parts = kept_sets.split([1, 0, 3])
+    assert sampling_masks[mask].ids.tolist() == [5, 3, 1, 2, 4] and sampling_masks[mask].counts.tolist() == [2, 3]
+    parts = sampling_masks.split([1, 0, 3])
     assert [part.ids.tolist() for part in parts] == [[5, 3], [], [7, 1, 2, 4]]
     assert [part.counts.tolist() for part in parts] == [[2], [], [0, 1, 3]]
-    joined = KeptSets.join([kept_sets[:2], KeptSets.none(1), kept_sets[2:]])
-    assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == kept_sets.ids.tolist()
+    joined = SamplingMasks.join([sampling_masks[:2], SamplingMasks.none(1), sampling_masks[2:]])
+    assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == sampling_masks.ids.tolist()
     with pytest.raises(ValueError, match=" 6 ids .* 5"):
-        KeptSets(kept_sets.counts, kept_sets.ids[1:])
+        SamplingMasks(sampling_masks.counts, sampling_masks.ids[1:])
 
 
 def test_a_kept_set_that_would_be_lost_is_refused() -> None:
-    kept_sets = KeptSets(np.ones(1, np.int32), np.zeros(1, np.int32))
-    turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), kept_sets)
+    sampling_masks = SamplingMasks(np.ones(1, np.int32), np.zeros(1, np.int32))
+    turn = Turn(
+        np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), sampling_masks
+    )
     with pytest.raises(ValueError, match="kept set .*not trainable"):
         pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
     with pytest.raises(ValueError, match="1 of the 2 turns"):
-        _ = Episode([turn, replace(turn, kept_sets=None)], 0.0, "stop").kept_sets
+        _ = Episode([turn, replace(turn, sampling_masks=None)], 0.0, "stop").sampling_masks
 
 
 def test_what_kept_sets_and_routes_cost() -> None:
     """4 bytes a kept id and 4 a token; a byte for each layer and expert."""
     n, size, layers, k = 1000, 20, 4, 2
-    kept_sets = KeptSets(np.full(n, size, np.int32), np.zeros(n * size, np.int32))
+    sampling_masks = SamplingMasks(np.full(n, size, np.int32), np.zeros(n * size, np.int32))
     completion = Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop")
     bare = Episode([Turn.from_completion([], completion)], 0.0, "stop")
-    full = Episode([Turn.from_completion([], replace(completion, kept_sets=kept_sets))], 0.0, "stop")
+    full = Episode([Turn.from_completion([], replace(completion, sampling_masks=sampling_masks))], 0.0, "stop")
     full.expert_routes = np.zeros((n - 1, layers, k), np.uint8)
     more = len(pack_group(Group(0, 0, [full]))) - len(pack_group(Group(0, 0, [bare])))
     assert more == pytest.approx(n * (4 + 4 * size) + n * layers * k, abs=64)

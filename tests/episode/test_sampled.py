@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Fork
-from monarch_rl.episode.sampled import draw_groups, trained_episodes
+from monarch_rl.episode.sampled import sample_groups, trained_episodes
 from monarch_rl.episode.serialization import PackedGroup, pack_group, unpack_episode
 from tests.buffer.helpers import group
 
@@ -29,7 +29,7 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
             sequence.play, sequence.fork = 0, Fork(place - 1, 1) if place else None
             sequence.turns[0].reward = place / 4 if place else None
     packed = [PackedGroup.read(pack_group(one)) for one in groups]
-    shards = cut(Batch(4, packed, None, np.asarray([1], np.int64)), Way(ranks, 1000))
+    shards = cut(Batch(4, packed, None, np.asarray([1], np.int64)), ShardPlan(ranks, 1000))
     advantages = [one.rewards * 10 for one in packed]
     found = [episode for shard in shards for episode in trained_episodes(shard, advantages, limit, seed)]
     by_group = Counter(episode.group_id for episode in found)
@@ -47,14 +47,14 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
 
 def test_a_sequence_without_an_advantage_has_none() -> None:
     packed = [PackedGroup.read(pack_group(group(0, [4], [5])))]
-    (shard,) = cut(Batch(4, packed, None, np.asarray([1], np.int64)), Way(1, 1000))
+    (shard,) = cut(Batch(4, packed, None, np.asarray([1], np.int64)), ShardPlan(1, 1000))
     found = trained_episodes(shard, [[np.asarray(np.nan), np.asarray([1.0, 2.0])]], 1, seed=0)
     assert {episode.place: episode.advantage for episode in found} == {0: None, 1: [1.0, 2.0]}
 
 
 def test_all_groups_are_drawn_equally_often() -> None:
     """2 of 8 in 4,000 draws: each is drawn 1,000 times, with a standard deviation of 27."""
-    drawn = Counter(place for step in range(4000) for place in draw_groups(8, 2, f"seed/{step}"))
+    drawn = Counter(place for step in range(4000) for place in sample_groups(8, 2, f"seed/{step}"))
     assert sorted(drawn) == list(range(8)) and sum(drawn.values()) == 8000
     assert max(abs(count - 1000) for count in drawn.values()) < 5 * 27
-    assert draw_groups(8, 2, "seed/1") == draw_groups(8, 2, "seed/1")
+    assert sample_groups(8, 2, "seed/1") == sample_groups(8, 2, "seed/1")

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode, Turn
-from monarch_rl.episode.sampling import KeptSets
+from monarch_rl.episode.sampling import SamplingMasks
 
 VOCABULARY, LAYERS, EXPERTS, K = 50, 2, 4, 2
 
@@ -32,16 +32,16 @@ def _episode(
     trainable = rng.random(n) < 0.7
     trainable[0] = False
     ids = rng.integers(0, VOCABULARY, n).astype(np.int32)
-    kept_sets = None
+    sampling_masks = None
     if kept:
         sets = [
             rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, 4)])) if drawn else np.zeros(0)
             for token, drawn in zip(ids, trainable, strict=True)
         ]
         counts = np.asarray([len(of_token) for of_token in sets], np.int32)
-        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32))
+        sampling_masks = SamplingMasks(counts, np.concatenate(sets).astype(np.int32))
     versions, logprobs = np.where(trainable, 0, -1).astype(np.int32), np.where(trainable, rng.normal(-2, 1, n), 0)
-    turn = Turn(ids, logprobs.astype(np.float32), versions, trainable, kept_sets)
+    turn = Turn(ids, logprobs.astype(np.float32), versions, trainable, sampling_masks)
     episode = Episode([turn], float(rng.integers(0, 2)), "stop")
     if routes:
         episode.expert_routes = rng.random((n - 1, LAYERS, experts)).argsort(-1)[..., :K].astype(np.uint8)
@@ -56,11 +56,11 @@ def _follow(episode: Episode, parent: Episode, shared: int) -> None:
     if episode.expert_routes is not None and parent.expert_routes is not None:
         routes = min(shared, len(episode.expert_routes), len(parent.expert_routes))
         episode.expert_routes[:routes] = parent.expert_routes[:routes]
-    if own.kept_sets is not None and theirs.kept_sets is not None:
+    if own.sampling_masks is not None and theirs.sampling_masks is not None:
         own.trainable[:shared] = theirs.trainable[:shared]
         own.logprobs[:shared] = np.where(own.trainable, own.logprobs, 0)[:shared]
         own.policy_versions[:shared] = theirs.policy_versions[:shared]
-        own.kept_sets = KeptSets.join([theirs.kept_sets[:shared], own.kept_sets[shared:]])
+        own.sampling_masks = SamplingMasks.join([theirs.sampling_masks[:shared], own.sampling_masks[shared:]])
 
 
 @st.composite

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.engine import Engine
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config, lora_names
@@ -257,12 +257,12 @@ def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list
 
 def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
     """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
-    kept_sets = completion.kept_sets
-    assert kept_sets is not None and len(kept_sets.counts) == len(completion.token_ids)
-    assert kept_sets.counts.min() >= 1 and kept_sets.counts.max() <= at_most
+    sampling_masks = completion.sampling_masks
+    assert sampling_masks is not None and len(sampling_masks.counts) == len(completion.token_ids)
+    assert sampling_masks.counts.min() >= 1 and sampling_masks.counts.max() <= at_most
     rows = reading.logprobs[len(prompt) - 1 :]
     for place, token in enumerate(completion.token_ids):
-        ids, row = kept_sets[place : place + 1].ids, rows[place]
+        ids, row = sampling_masks[place : place + 1].ids, rows[place]
         expected = row[token] - np.logaddexp.reduce(row[ids])
         assert abs(completion.logprobs[place] - expected) < LOGPROB_BOUND
         left_out = np.delete(row, ids)
@@ -333,10 +333,10 @@ def check_parts(parts: list[Completion], completion: Completion) -> None:
     whole = len(completion.token_ids)
     assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens came in parts"
     assert all(part.expert_routes is None for part in parts)
-    if completion.kept_sets is not None:
-        part_sets = KeptSets.join([part.kept_sets for part in parts if part.kept_sets is not None])
-        assert part_sets.counts.tolist() == completion.kept_sets.counts[:count].tolist()
-        assert part_sets.ids.tolist() == completion.kept_sets[:count].ids.tolist()
+    if completion.sampling_masks is not None:
+        part_sets = SamplingMasks.join([part.sampling_masks for part in parts if part.sampling_masks is not None])
+        assert part_sets.counts.tolist() == completion.sampling_masks.counts[:count].tolist()
+        assert part_sets.ids.tolist() == completion.sampling_masks[:count].ids.tolist()
     for name in ("token_ids", "logprobs", "policy_versions"):
         arrays = [getattr(part, name) for part in parts]
         assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in arrays)

@@ -21,7 +21,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.requests import BusyClock, RequestFormat, read_reason, sampling_params
 from monarch_rl.generator.sglang_engine import EngineStopped, io_structs
 from monarch_rl.model.messages import Message, ParsedReply
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.task import Policy, Task
 from tests.generator.conftest import SETTINGS
@@ -278,7 +278,7 @@ def test_an_engine_goes_back_to_a_version_of_another_trainer(
         drawing = Drawing.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
         await until(lambda: engine.clock.requests >= places, "requests in all places")
         version = engine.version - 1
-        engine.begin_anew()
+        engine.reset_versions()
         failed = await asyncio.gather(*drawing.tasks, return_exceptions=True)
         assert {str(error) for error in failed} == {"the trainer whose policy was asked is lost"}
         staging.fill(version, weights)
@@ -374,7 +374,7 @@ def test_a_fork_finds_what_it_shares_in_the_prefix_cache(
         return [0.0, 1.0, 2.0, 3.0]
 
     generator: Any = Drawn(engine)
-    player = EpisodePlayer(generator, template, RolloutSettings(max_new_tokens=30))
+    player = EpisodeRunner(generator, template, RolloutSettings(max_new_tokens=30))
     played = run(player.play(Task(lambda cursor: cursor, episode), 0, "", Sampling(30), group=0))
     assert [sequence.reward for sequence in played] == [0.0, 1.0, 2.0, 3.0]
     shared = sum(len(turn.token_ids) for turn in played[0].turns[:2])

@@ -115,16 +115,16 @@ def test_the_model_itself_is_compared_where_it_lies_and_left_as_it_is(
     weights[name].view(torch.int32)[3, 5] ^= 1
 
     async def play() -> str:
-        await adapted.verify_frozen(manifest, right)
+        await adapted.verify_base_weights(manifest, right)
         with pytest.raises(WeightMismatch) as caught:
-            await adapted.verify_frozen(manifest, expected_of(weights))
+            await adapted.verify_base_weights(manifest, expected_of(weights))
         waiting = asyncio.ensure_future(adapted.generate(prompt(0), sampling(3)))
         await asyncio.sleep(0)  # it begins to wait
         await check_nothing_is_served(adapted)
         assert not waiting.done()
-        await adapted.verify_frozen(manifest, right)
+        await adapted.verify_base_weights(manifest, right)
         await waiting
-        await adapted.verify_frozen(manifest, right)
+        await adapted.verify_base_weights(manifest, right)
         return str(caught.value)
 
     assert re.search(rf"generator 0 .*\b1 of {len(weights)} .*: {re.escape(name)}\.", run(play()))
@@ -239,7 +239,7 @@ def test_some_projections_of_a_tied_model(
     async def play() -> list[Completion]:
         engine = await Engine.start(str(folder), SETTINGS, lora=lora)
         try:
-            await engine.verify_frozen(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
+            await engine.verify_base_weights(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
             await commit(engine, Staging(tensors), tensors)
             return await draw(engine, 4, 20)
         finally:
@@ -257,13 +257,13 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     staging, spoilt = Staging(tensors[1]), Staging(tensors[1])
     order = commit_module._serialized_order
 
-    def orders(rank: int, area: bytes, sheet: bytes, kept_tokens: int) -> Any:
-        return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet, kept_tokens)
+    def orders(rank: int, area: bytes, sheet: bytes, mask_tokens: int) -> Any:
+        return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet, mask_tokens)
 
     async def play() -> tuple[list[Completion], list[Completion], str]:
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
         try:
-            await engine.verify_frozen(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
+            await engine.verify_base_weights(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
             drawing = start(engine, 4, 400)
             await drawing.goes_on()
             await commit(engine, staging, tensors[1])

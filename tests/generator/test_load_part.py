@@ -62,10 +62,10 @@ def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
             await commit(1, sent)
         wrong = rest | {"model.norm.weight": rest["model.norm.weight"] + 1}
         with pytest.raises(WeightMismatch, match=r"generator 0 .*: model\.norm\.weight"):
-            await part_engine.verify_frozen(manifest_of(wrong), expected_of(wrong))
+            await part_engine.verify_base_weights(manifest_of(wrong), expected_of(wrong))
         with pytest.raises(ValueError, match="version 1 "):
             await commit(1, sent)
-        await part_engine.verify_frozen(manifest_of(rest), expected_of(rest))
+        await part_engine.verify_base_weights(manifest_of(rest), expected_of(rest))
         for version in (1, 2):
             weights = parts(folder, version)[0]
             await commit(version, weights)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode.sampling import Completion, GenerationError, KeptSets
+from monarch_rl.episode.sampling import Completion, GenerationError, SamplingMasks
 from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, AnswerSender, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.simulate.clock import run_virtual
@@ -23,15 +23,15 @@ def completions(draw: st.DrawFn) -> Completion:
     def array(elements: st.SearchStrategy[float], dtype: type) -> np.ndarray:
         return np.asarray(draw(st.lists(elements, min_size=tokens, max_size=tokens)), dtype)
 
-    kept_sets = expert_routes = None
+    sampling_masks = expert_routes = None
     if draw(st.booleans()):
         counts = array(st.integers(1, 3), np.int32)
-        kept_sets = KeptSets(counts, np.arange(counts.sum(), dtype=np.int32))
+        sampling_masks = SamplingMasks(counts, np.arange(counts.sum(), dtype=np.int32))
     if draw(st.booleans()):
         expert_routes = np.full((tokens, 2, 3), draw(st.integers(0, 255)), np.uint8)
     reason = draw(st.sampled_from(["stop", "length", UNFINISHED]))
     logprobs = array(st.floats(-1e4, 0, width=32), np.float32)
-    return Completion(array(IDS, np.int32), logprobs, array(IDS, np.int32), reason, kept_sets, expert_routes)
+    return Completion(array(IDS, np.int32), logprobs, array(IDS, np.int32), reason, sampling_masks, expert_routes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), completions() | st.builds(GenerationError, st.text()))))
@@ -51,10 +51,10 @@ def test_answers_survive_their_bytes(answers: list[Answer]) -> None:
             if here is not None:
                 assert there.dtype == here.dtype
                 np.testing.assert_array_equal(there, here)
-        assert (copy.kept_sets is None) == (original.kept_sets is None)
-        if original.kept_sets is not None and copy.kept_sets is not None:
-            np.testing.assert_array_equal(copy.kept_sets.counts, original.kept_sets.counts)
-            np.testing.assert_array_equal(copy.kept_sets.ids, original.kept_sets.ids)
+        assert (copy.sampling_masks is None) == (original.sampling_masks is None)
+        if original.sampling_masks is not None and copy.sampling_masks is not None:
+            np.testing.assert_array_equal(copy.sampling_masks.counts, original.sampling_masks.counts)
+            np.testing.assert_array_equal(copy.sampling_masks.ids, original.sampling_masks.ids)
 
 
 class Received:

@@ -123,7 +123,7 @@ def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) ->
 def test_an_engine_holds_what_its_folder_holds(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
     """Checksums of the files are compared with those of the parameters: one element of another folder is found."""
     folder = models["qwen3"]
-    run(engine.verify_frozen(*file_checksums(folder, "float32")))
+    run(engine.verify_base_weights(*file_checksums(folder, "float32")))
     other = folder.with_name("qwen3-changed")
     other.mkdir(exist_ok=True)
     weights = load_file(folder / "model.safetensors")
@@ -131,8 +131,8 @@ def test_an_engine_holds_what_its_folder_holds(engine: Engine, run: LoopThread, 
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     (other / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
-        run(engine.verify_frozen(*file_checksums(other, "float32")))
-    run(engine.verify_frozen(*file_checksums(folder, "float32")))
+        run(engine.verify_base_weights(*file_checksums(other, "float32")))
+    run(engine.verify_base_weights(*file_checksums(folder, "float32")))
     assert len(run(engine.readings.logprobs([5, 6, 7]))) == 3
 
 
@@ -191,7 +191,7 @@ def test_a_reward_head_rates_the_last_token_as_transformers_does(
     assert reward_labels(config) == labels and resolve_frozen(str(folder)) == (folder, config)
     check_folder(folder, config)
     engine = engines.under(SETTINGS, folder)
-    run(engine.verify_frozen(*file_checksums(folder, "float32")))
+    run(engine.verify_base_weights(*file_checksums(folder, "float32")))
 
     async def ask() -> list[np.ndarray]:
         return list(await asyncio.gather(*(engine.readings.rewards(ids) for ids in SEQUENCES[1:4])))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling, SamplingMaskMissing, SamplingMasks
 from monarch_rl.generator import requests as requests_module
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.requests import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
@@ -96,7 +96,7 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     check_kept(first, PROMPT, reading, 20)
     check_kept(second, second_prompt, reading, 5)
     check_kept(whole, second_prompt, reading, 20)
-    assert len({*first.kept_sets.counts.tolist()}) > 1  # type: ignore[union-attr]  # top-p cuts by likelihood
+    assert len({*first.sampling_masks.counts.tolist()}) > 1  # type: ignore[union-attr]  # top-p cuts by likelihood
 
 
 def test_routes_and_kept_sets_across_commits(
@@ -144,11 +144,11 @@ def test_a_lost_kept_set_costs_its_request() -> None:
     """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
 
     lost = "The sampling backend selected a token outside its captured sampling support."
-    with pytest.raises(DrawLost, match=lost):
+    with pytest.raises(SamplingMaskMissing, match=lost):
         read_reason({"type": "abort", "message": lost})
     with pytest.raises(GenerationError) as caught:
         read_reason({"type": "abort", "message": "Aborted by AbortReq."})
-    assert not isinstance(caught.value, DrawLost)
+    assert not isinstance(caught.value, SamplingMaskMissing)
 
 
 def test_a_wrong_kept_set_costs_its_request_alone(
@@ -160,9 +160,9 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     def forge(output: Any) -> list[SideChannel]:
         sides = take(output)
         for request, side in zip(output.rids, sides, strict=True):
-            if side.kept_sets and (not victims or request in victims):
+            if side.sampling_masks and (not victims or request in victims):
                 victims.append(request)
-                side.kept_sets = [KeptSets(sets.counts, sets.ids + 1) for sets in side.kept_sets]
+                side.sampling_masks = [SamplingMasks(sets.counts, sets.ids + 1) for sets in side.sampling_masks]
         return sides
 
     async def both() -> list[Completion | BaseException]:
@@ -183,14 +183,14 @@ def test_sets_that_do_not_add_up_are_an_error_of_their_request() -> None:
     right = SimpleNamespace(lengths=[2], token_ids=[5, 6], logprobs=[-0.5])
     output = SimpleNamespace(rids=["a", "b"], output_token_sampling_mask=[mask, right], routed_experts=None)
     wrong, fine = take_side_channel(output)
-    assert re.search(r"\b3 ids.*\b2\b", str(wrong.error)) and fine.error is None and len(fine.kept_sets) == 1
+    assert re.search(r"\b3 ids.*\b2\b", str(wrong.error)) and fine.error is None and len(fine.sampling_masks) == 1
 
 
 def test_what_the_engine_cannot_report_is_refused(engine: Engine, run: LoopThread) -> None:
     with pytest.raises(GenerationError, match="min_p.*seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
     plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
-    assert plain.expert_routes is None and plain.kept_sets is None
+    assert plain.expert_routes is None and plain.sampling_masks is None
 
 
 def test_routes_of_another_sequence_are_refused() -> None:

@@ -18,10 +18,10 @@ import pytest
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import scheduler_pieces, scheduler_process
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerPieces
+from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerOperations
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.runtime import device_work
-from monarch_rl.runtime.device_work import COMPILATION_S, FIRST_S, FLOOR_S, Piece
+from monarch_rl.runtime.device_work import COMPILATION_S, FIRST_S, FLOOR_S, GpuOperation
 from tests import patience
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import LoopThread, reference_reading, weights_in
@@ -40,13 +40,13 @@ def batch(mode: Any, tokens: int) -> Any:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
     """A scheduler that does what SGLang's loops call, and notes what is said to be under way meanwhile."""
     monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
-    read = SchedulerPieces(2).reader(1)
+    read = SchedulerOperations(2).reader(1)
     monkeypatch.setattr(scheduler_pieces, "_rank", lambda: 1)
     seen: list[str] = []
 
     def look(where: str) -> None:
         piece = read()
-        assert read() == device_work.piece_under_way() == piece
+        assert read() == device_work.operation_in_progress() == piece
         seen.append(f"{where}: {piece.what if piece is not None else 'nothing'}")
 
     class Scheduler:
@@ -81,7 +81,7 @@ def test_each_batch_of_the_plain_loop_is_a_piece(engine: tuple[Any, list[str]]) 
     scheduler, seen = engine
     for each in (batch(EXTEND, 300), batch(DECODE, 7)):
         scheduler.process_batch_result(each, scheduler.run_batch(each))
-        assert device_work.piece_under_way() is None
+        assert device_work.operation_in_progress() is None
     scheduler.on_idle()
     assert seen == [
         "launch: a prefill of 300 tokens",
@@ -98,7 +98,7 @@ def test_with_overlap_a_piece_begins_when_the_one_before_has_ended(engine: tuple
     scheduler.result_queue = deque([(first, scheduler.run_batch(first))])
     scheduler.result_queue.append((second, scheduler.run_batch(second)))
     scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    under_way = device_work.piece_under_way()
+    under_way = device_work.operation_in_progress()
     assert under_way is not None and under_way.what == "a step of decoding of 8 tokens"
     scheduler.pause_generation(SimpleNamespace(mode="in_place"))
     scheduler.process_batch_result(*scheduler.result_queue.popleft())  # has been read
@@ -117,12 +117,12 @@ def test_a_scheduler_that_idles_waits_for_nothing_whatever_became_of_its_last_ba
     scheduler, seen = engine
     scheduler.run_batch(batch(DECODE, 7))
     scheduler.on_idle()
-    assert seen[-1] == "idle: nothing" and device_work.piece_under_way() is None
+    assert seen[-1] == "idle: nothing" and device_work.operation_in_progress() is None
 
 
 def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
-    pieces = SchedulerPieces(2)
+    pieces = SchedulerOperations(2)
     code = (
         "import os\n"
         "from monarch_rl.generator import scheduler_pieces as s\n"
@@ -133,7 +133,7 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
     done = patience.run([sys.executable, "-c", code], env=os.environ.copy())
     assert done.returncode == 0, done.stderr
     assert pieces.reader(0)() is None
-    assert pieces.reader(1)() == Piece("a prefill of 5 tokens", 12.5, 60.0)
+    assert pieces.reader(1)() == GpuOperation("a prefill of 5 tokens", 12.5, 60.0)
 
 
 def test_nothing_is_installed_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +166,9 @@ def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several
     """As on a GPU, with the real loop: what is under way is seen from this process, new steps all the time, and nothing
     once it idles."""
     monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
-    read = SchedulerPieces(1).reader(0)
+    read = SchedulerOperations(1).reader(0)
     engine = run(Engine.start(str(in_several_files(models["qwen3"], tmp_path / "model")), SETTINGS))
-    seen: list[Piece] = []
+    seen: list[GpuOperation] = []
     prompt = [5, 6, 7, 8]
 
     async def draw() -> Completion:

@@ -29,7 +29,7 @@ def template(name: str, thinking: bool | None = None, system_prompt: str = "") -
 
 
 @dataclass
-class Played:
+class Rolled:
     """One turn: what was said before it, and what was drawn."""
 
     said: list[Message]
@@ -43,7 +43,7 @@ class Played:
 
 def play(
     chat: ChatTemplate, turns: list[tuple[list[Message], list[str], str]], end: str
-) -> tuple[Conversation, list[Played]]:
+) -> tuple[Conversation, list[Rolled]]:
     """Play turns, each drawn in pieces that are encoded one by one, as a policy may draw what no tokenizer would."""
     conversation, played = Conversation(chat), []
     for said, pieces, how in turns:
@@ -51,7 +51,7 @@ def play(
         ends = how == "stop" and end
         drawn = [token for piece in [*pieces, *([end] if ends else [])] for token in chat._plain(piece)]
         conversation.replied(drawn, "length" if how == "length" else "stop")
-        played.append(Played(said, context, drawn, "".join(pieces), how if ends or how != "stop" else "string"))
+        played.append(Rolled(said, context, drawn, "".join(pieces), how if ends or how != "stop" else "string"))
     return conversation, played
 
 
@@ -70,7 +70,7 @@ def whole(chat: ChatTemplate, rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def grown(chat: ChatTemplate, played: list[Played], last: list[Message]) -> tuple[str, list[int]] | None:
+def grown(chat: ChatTemplate, played: list[Rolled], last: list[Message]) -> tuple[str, list[int]] | None:
     """What the template makes of the whole conversation, and where turns begin and end in it; None where what it writes
     for more turns does not begin with what it writes for fewer and with what was drawn."""
     rows: list[dict[str, Any]] = []

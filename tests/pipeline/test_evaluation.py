@@ -14,7 +14,7 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.pipeline import evaluation
-from monarch_rl.pipeline.evaluation import BestResult, items_to_play
+from monarch_rl.pipeline.evaluation import BestResult, items_to_run
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.simulate.costs import Costs
@@ -158,5 +158,5 @@ def test_an_empty_held_out_set_is_refused_by_name() -> None:
     task = Task(int, episode, {"test": [], "hard": [1, 2]}, name="sums")
     for held_out in ("", "test"):
         with pytest.raises(ValueError, match="'test' of task sums"):
-            items_to_play(task, held_out, 5)
-    assert items_to_play(task, "hard", 5) == 2
+            items_to_run(task, held_out, 5)
+    assert items_to_run(task, "hard", 5) == 2

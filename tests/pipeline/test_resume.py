@@ -29,7 +29,7 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
-from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.known_steps import JournalBatch
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience
@@ -146,7 +146,7 @@ def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path
     run = finished_step(settings)
     since, asked = list[int](), list[tuple[int, int]]()
 
-    async def journaled(*arguments: int) -> dict[int, list[KnownBatch]]:
+    async def journaled(*arguments: int) -> dict[int, list[JournalBatch]]:
         asked.append(arguments)  # type: ignore[arg-type]
         return {0: []}
 
@@ -365,8 +365,8 @@ def test_a_run_that_still_goes_on_is_refused_by_name_and_passed_over_by_auto(tmp
 
 
 def test_a_run_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    assert resume.how_to_go_on(tmp_path / "none") == "it has no checkpoint to go on from"
+    assert resume.how_to_resume(tmp_path / "none") == "it has no checkpoint to go on from"
     run = finished_step(RunSettings(output=tmp_path))
-    assert resume.how_to_go_on(run) == f"--resume {run} goes on with it"
+    assert resume.how_to_resume(run) == f"--resume {run} goes on with it"
     with pytest.raises(ValueError, match=f"resume {tmp_path}/none: .*no checkpoint"):
         resume.going_on(RunSettings(output=tmp_path, resume=str(tmp_path / "none")))

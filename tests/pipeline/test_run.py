@@ -139,7 +139,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         async def episode(item: Any, policy: Any) -> Any:
             return lock
 
-        task = ReasoningGym(TaskSettings()).played_by(episode)
+        task = ReasoningGym(TaskSettings()).with_episode(episode)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="chain_sum"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(task, advantage=grpo, objective=supervised)

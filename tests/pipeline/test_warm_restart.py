@@ -23,7 +23,7 @@ from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettin
 from monarch_rl.pipeline.resume import Resumed, open_run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors, _workers_to_keep
-from monarch_rl.pipeline.warm_restart import Kept, keep_what_lives
+from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.signals import Interrupts
 from tests.pipeline.test_resume import finished_step
@@ -60,13 +60,13 @@ class Stage:
         if self.checkpoints.writing:
             self.elsewhere.rename(self.folder / "checkpoints" / "step-000003")
 
-    def keep(self, error: Exception = LOST, before: Resumed | None = None) -> Kept | None:
-        async def kept() -> Kept | None:
-            return await keep_what_lives(error, self.parts, self.settings, self.cluster, self.folder, before)
+    def keep(self, error: Exception = LOST, before: Resumed | None = None) -> Survivors | None:
+        async def kept() -> Survivors | None:
+            return await find_survivors(error, self.parts, self.settings, self.cluster, self.folder, before)
 
         return asyncio.run(kept())
 
-    def go_on(self, kept: Kept) -> None:
+    def go_on(self, kept: Survivors) -> None:
         async def returned() -> None:
             kept.note_returned()
 

@@ -19,7 +19,7 @@ from monarch_rl.tasks.task import Task  # noqa: E402
 
 
 def failing(settings: grpo.Settings) -> Task:
-    return spelling(settings).played_by(episode)
+    return spelling(settings).with_episode(episode)
 
 
 spelling, grpo.task = grpo.task, failing

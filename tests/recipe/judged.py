@@ -43,7 +43,7 @@ async def train(run: Run, s: Settings) -> None:
         assert logprobs.shape == (len(reply.token_ids),) and np.isfinite(logprobs).all()
         return {"length": len(verdict.text) / 8, "likely": float(np.exp(logprobs.mean()))}
 
-    task = own_data.task(s).played_by(episode)
+    task = own_data.task(s).with_episode(episode)
     objective = reinforcement(s.trainer.loss)
     await run.start(task, advantage=dr_grpo, objective=objective, stages=[reference(judge)])
     held = first = await judge.logprobs(IDS)

@@ -32,7 +32,7 @@ async def unhurried(play: EpisodeCode, item: Any, policy: Policy) -> Any:
 
 def task(s: grpo.Settings) -> Task:
     made = ReasoningGym(s.task)
-    return made.played_by(functools.partial(unhurried, made.episode))
+    return made.with_episode(functools.partial(unhurried, made.episode))
 
 
 if __name__ == "__main__":

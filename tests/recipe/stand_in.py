@@ -63,10 +63,10 @@ class SpellingEngine:
         self.version = version
         return CommitReport(version, manifest.nbytes, 0.0, 0.0, 0.0, 0.0)
 
-    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
+    async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
         """It holds no weights."""
 
-    def begin_anew(self) -> None:
+    def reset_versions(self) -> None:
         """Nothing of the versions before is kept."""
 
     async def shutdown(self) -> None:

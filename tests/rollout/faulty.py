@@ -70,7 +70,7 @@ class Buffer:
         self.given += 1
         return [Ticket(self.given - 1, self.given - 1)]
 
-    async def put_if_room(self, *groups: bytes) -> list[bool]:
+    async def submit_if_room(self, *groups: bytes) -> list[bool]:
         self.put += len(groups)
         self._check()
         return [True] * len(groups)

@@ -123,9 +123,9 @@ async def _unplayable(item: Item, policy: Policy) -> float:
     raise AssertionError
 
 
-TOUCHY = SUMS_TASK.played_by(_touchy)
+TOUCHY = SUMS_TASK.with_episode(_touchy)
 """Scores with :func:`touchy_score`."""
-UNPLAYABLE = SUMS_TASK.played_by(_unplayable)
+UNPLAYABLE = SUMS_TASK.with_episode(_unplayable)
 """Its episodes need a tool that is not there."""
 
 

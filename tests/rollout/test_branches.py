@@ -19,7 +19,7 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings, check_rollout
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import ContextFull, GroupFull, Outcome, Policy, Task
@@ -63,7 +63,7 @@ def play(
     limit: int | None = None,
     share: GroupBound | None = None,
 ) -> list[Episode]:
-    player = EpisodePlayer(engine, template, SETTINGS, None, limit)
+    player = EpisodeRunner(engine, template, SETTINGS, None, limit)
     task = Task(lambda cursor: cursor, episode)
     return run_virtual(player.play(task, 7, "", sampling or Sampling(6), 0, share or UNBOUNDED))
 
@@ -660,7 +660,7 @@ def test_any_tree_is_trained_as_the_engine_saw_it_each_token_once(
             assert not sequence.trainable[:shared].any()
         for place in np.flatnonzero(sequence.trainable).tolist():
             call = int(sequence.policy_versions[place])
-            seen, drawn = engine.seen[call], drawn_ids(engine, call)
+            seen, drawn = engine.seen[call], sampled_ids(engine, call)
             # The engine saw exactly what stands before the token, and drew it there with this log-prob.
             assert place >= len(seen) and (seen + drawn)[: place + 1] == ids[: place + 1]
             token = place - len(seen)
@@ -670,8 +670,8 @@ def test_any_tree_is_trained_as_the_engine_saw_it_each_token_once(
             assert sequence.expert_routes is not None and len(sequence.expert_routes) == len(ids) - 1
     sampled = [call for call, sampling in enumerate(engine.asked) if sampling.temperature > 0]
     # All that was drawn, each once.
-    assert sorted(trained) == [(call, token) for call in sampled for token in range(len(drawn_ids(engine, call)))]
+    assert sorted(trained) == [(call, token) for call in sampled for token in range(len(sampled_ids(engine, call)))]
 
 
-def drawn_ids(engine: Engine, call: int) -> list[int]:
+def sampled_ids(engine: Engine, call: int) -> list[int]:
     return [int(token) for token in engine.drawn[call].token_ids]

@@ -12,7 +12,7 @@ import pytest
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Policy
 from tests.rollout.test_play import SETTINGS, Echo, Silent, line_of, play, task
@@ -56,7 +56,7 @@ def test_what_an_episode_opened_is_closed_when_it_is_cancelled(template: ChatTem
         return 1.0
 
     async def test() -> None:
-        player = EpisodePlayer(Silent(), template, SETTINGS)
+        player = EpisodeRunner(Silent(), template, SETTINGS)
         with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
             await player.play(task(late), 0, "", Sampling(), 0)
         await player.leave()
@@ -86,7 +86,7 @@ def test_one_that_does_not_close_holds_up_the_end_for_a_bounded_time(
         return 1.0
 
     async def test() -> None:
-        player = EpisodePlayer(Echo(template, "8"), template, SETTINGS)
+        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
         with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
             await player.play(task(stubborn), 0, "", Sampling(), 0)
         await player.leave()

@@ -17,7 +17,7 @@ from monarch_rl.algorithms.estimates import wilson_interval
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.observe.registry import check_names
-from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, EvaluationSettings, Played, play_held_out
+from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, EvaluationSettings, run_held_out
 from monarch_rl.tasks.task import Task
 from tests import patience
 from tests.rollout.test_statistics import failed
@@ -28,7 +28,7 @@ def played(reward: float) -> list[Episode]:
     return [sequence(reward)]
 
 
-def named(episodes: Sequence[Sequence[Played]]) -> list[tuple[str, Sequence[Played]]]:
+def named(episodes: Sequence[Sequence[EpisodeResult]]) -> list[tuple[str, Sequence[EpisodeResult]]]:
     return [("sums", of_item) for of_item in episodes]
 
 
@@ -37,7 +37,7 @@ async def rewarded(item: Any, policy: Any) -> float:
 
 
 def test_failed_items_of_an_evaluation_count_as_0() -> None:
-    episodes: list[list[Played]] = [
+    episodes: list[list[EpisodeResult]] = [
         [played(1.0)],
         [failed("score hung", 2)],
         [played(0.5)],
@@ -153,14 +153,14 @@ def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
     drawn: list[tuple[int, Sampling]] = []
     task = Task(int, rewarded, {"held_out": [0, 10, 20]})
 
-    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         assert item == 10 * index and group == -1 - index
         drawn.append((index, sampling))
         return played(1.0)
 
     def seeds(plan: EvaluationPlan) -> list[tuple[int, int | None]]:
         drawn.clear()
-        playing = play_held_out(plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, places=2)
+        playing = run_held_out(plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, places=2)
         assert asyncio.run(playing).indices.tolist() == [0, 2]
         assert {sampling.temperature for _, sampling in drawn} == {plan.temperature}
         return sorted((index, sampling.seed) for index, sampling in drawn if sampling.seed is not None)
@@ -180,13 +180,13 @@ def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> 
                 patience.happened(let_go, "the last item to be played")
             return [0, 10, 20, 30][index]
 
-    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         if index == 3:
             let_go.set()
         return played(1.0)
 
     task = Task(int, rewarded, {"held_out": Items(range(5))})
-    playing = play_held_out(
+    playing = run_held_out(
         EvaluationPlan(), task, [0, 1, 2, 3, 4], play, max_new_tokens=8, stops=(1,), item_deadline_s=1.0, places=1
     )
     result = asyncio.run(playing)

@@ -21,7 +21,7 @@ from monarch_rl.rollout import frozen
 from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.frozen import FrozenModel, connect
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Policy
@@ -74,7 +74,7 @@ def judge(tmp_path: Path) -> FrozenModel:
 
 
 async def played(generator: Any, template: ChatTemplate, episode: Any, group: int = 3) -> Episode:
-    player = EpisodePlayer(generator, template, SETTINGS)
+    player = EpisodeRunner(generator, template, SETTINGS)
     (sequence,) = await player.play(task(episode), 7, "", Sampling(), group)
     return sequence
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.rollout.submit import UNASKED_BYTES, Outbox
+from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue
 from tests.patience import patiently
 
 
@@ -15,7 +15,7 @@ class Buffer:
     """Has room for everything."""
 
     def __init__(self) -> None:
-        self.reserve = self.put = self.put_if_room = self
+        self.reserve = self.put = self.submit_if_room = self
         self.groups: list[bytes] = []
 
     async def call_one(self, *arguments: Any) -> list[bool]:
@@ -35,14 +35,14 @@ def test_an_error_of_sending_reaches_all_who_wait() -> None:
 
     async def put() -> None:
         buffer: Any = Buffer()
-        outbox = Outbox(buffer, "worker 0", 600.0)
+        outbox = SubmitQueue(buffer, "worker 0", 600.0)
         small, large = b"small", bytes(UNASKED_BYTES + 1)
-        buffer.put = buffer.put_if_room = Unsendable()
+        buffer.put = buffer.submit_if_room = Unsendable()
         waiting = [asyncio.ensure_future(outbox.put(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
         for group in waiting:
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(group)
-        buffer.put = buffer.put_if_room = buffer
+        buffer.put = buffer.submit_if_room = buffer
         for group_id, data in ((3, small), (4, large)):
             await patiently(outbox.put(group_id, 0, data))
         assert buffer.groups == [small, large]

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMaskMissing
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, user
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import wait_registry
@@ -97,7 +97,7 @@ def play(
     scorer: Any = None,
     **more: Any,
 ) -> Episode:
-    player = EpisodePlayer(generator, template, SETTINGS, scorer, limit)
+    player = EpisodeRunner(generator, template, SETTINGS, scorer, limit)
     (played,) = run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
     return played
 
@@ -248,7 +248,7 @@ def test_a_loop_that_catches_everything_does_not_block_the_worker(template: Chat
         assert played.finish_reason == "context"
         return turns
 
-    player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, None, 12)
+    player = EpisodeRunner(Echo(template, "8"), template, SETTINGS, None, 12)
     assert run(beside()) > 900
 
 
@@ -471,7 +471,7 @@ def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_m
         assert task(task(episode).episode).episode is episode
     wrong: Any
     for wrong in (forgotten, yielding, functools.partial(forgotten), None, Episode):
-        for make in (task, task(silent).played_by):
+        for make in (task, task(silent).with_episode):
             with pytest.raises(ValueError, match="async def episode"):
                 make(wrong)
 
@@ -503,7 +503,7 @@ def test_scores_that_wait_in_a_queue_are_not_said_to_be_the_episodes_own_fault(
     def failure(episode: Any) -> EpisodeFailed:
         scorer: Any = Scorer()
         scorer.queue = queue
-        player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, scorer)
+        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS, scorer)
         with pytest.raises(EpisodeFailed) as failed:
             run(player.play(task(episode), 7, "", Sampling(), 0))
         return failed.value
@@ -586,7 +586,7 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_mak
     settings = replace(SETTINGS, generate_deadline_s=0.2)
     replica: Any = SilentReplica()
     for episode in (guessing, stubborn):
-        player = EpisodePlayer(Dispatcher([replica], settings.generate_limit_s), template, settings)
+        player = EpisodeRunner(Dispatcher([replica], settings.generate_limit_s), template, settings)
         with pytest.raises(DeadlineExceeded, match=r"generator 0 .* group 5 .*--rollout\.generate-deadline-s"):
             run(player.play(task(episode), 7, "", Sampling(), 5))
     with pytest.raises(ScorerBroken):
@@ -621,7 +621,7 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
 
     async def test() -> None:
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
-            player = EpisodePlayer(slow, template, SETTINGS)
+            player = EpisodeRunner(slow, template, SETTINGS)
             await player.play(task(episode), 0, "", Sampling(), 0)
         while not after:
             await asyncio.sleep(0)
@@ -805,7 +805,7 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: 
 def test_a_lost_kept_set_costs_its_episode(template: ChatTemplate) -> None:
     class Losing:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-            raise DrawLost("the engine ended the request")
+            raise SamplingMaskMissing("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="kept set"):
         play(Losing(), template, guessing)

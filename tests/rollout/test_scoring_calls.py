@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pebble import ProcessPool
 
-from monarch_rl.rollout.scoring import CallsUnderWay
+from monarch_rl.rollout.scoring import PendingCalls
 from monarch_rl.simulate.clock import run_virtual
 
 LIMIT_S = 0.4
 
 
-async def ends(calls: CallsUnderWay, pool: ProcessPool, future: asyncio.Future[Any]) -> str:
+async def ends(calls: PendingCalls, pool: ProcessPool, future: asyncio.Future[Any]) -> str:
     try:
         await calls.ends(future, pool, LIMIT_S, LIMIT_S / 4, lambda: None)
     except BrokenProcessPool as error:
@@ -25,7 +25,7 @@ async def ends(calls: CallsUnderWay, pool: ProcessPool, future: asyncio.Future[A
 
 def test_calls_behind_a_call_do_not_show_that_its_process_works() -> None:
     async def test() -> None:
-        loop, calls, pool = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1)
+        loop, calls, pool = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1)
         futures = [loop.create_future() for _ in range(40)]
         waiting = [asyncio.ensure_future(ends(calls, pool, future)) for future in futures]
         for future in futures[1:]:
@@ -43,7 +43,7 @@ def test_calls_behind_a_call_do_not_show_that_its_process_works() -> None:
 
 def test_calls_before_a_call_show_that_its_pool_works() -> None:
     async def test() -> None:
-        loop, calls, pool, other = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1), ProcessPool(1)
+        loop, calls, pool, other = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1), ProcessPool(1)
         before = [loop.create_future() for _ in range(3)]
         waiting = [asyncio.ensure_future(ends(calls, pool, future)) for future in before]
         waiting.append(asyncio.ensure_future(ends(calls, other, loop.create_future())))
@@ -62,7 +62,7 @@ def test_calls_before_a_call_show_that_its_pool_works() -> None:
 
 def test_the_calls_of_a_pool_that_is_given_up_end_at_once_and_those_of_another_go_on() -> None:
     async def test() -> None:
-        loop, calls, given_up, kept = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1), ProcessPool(1)
+        loop, calls, given_up, kept = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1), ProcessPool(1)
         lost, going_on = loop.create_future(), loop.create_future()
         waiting = [asyncio.ensure_future(ends(calls, *of)) for of in ((given_up, lost), (kept, going_on))]
         await asyncio.sleep(0)
@@ -76,7 +76,7 @@ def test_the_calls_of_a_pool_that_is_given_up_end_at_once_and_those_of_another_g
 
 def test_what_a_call_raises_is_left_to_the_caller() -> None:
     async def test() -> None:
-        calls, future = CallsUnderWay(), asyncio.get_running_loop().create_future()
+        calls, future = PendingCalls(), asyncio.get_running_loop().create_future()
         future.set_exception(TimeoutError())
         assert await ends(calls, ProcessPool(1), future) == "ended"
         with pytest.raises(TimeoutError):

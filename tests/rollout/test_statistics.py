@@ -22,7 +22,7 @@ def failed(reason: str, tokens: int) -> EpisodeFailed:
 
 def test_groups_and_episodes_are_counted() -> None:
     statistics = Statistics("rollout worker 3")
-    with statistics.group_waiting(), statistics.group_playing(), statistics.group_playing():
+    with statistics.group_waiting(), statistics.group_running(), statistics.group_running():
         during = statistics.stats()
     statistics.add_episodes([[played(1.0)], failed("score hung", 2), [played(0.0)], failed("score hung", 3)])
     statistics.add_put()

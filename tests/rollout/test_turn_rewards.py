@@ -14,7 +14,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply
 from tests.rollout.test_play import SETTINGS, Echo, play, run, task
 
@@ -149,7 +149,7 @@ def test_turns_of_seats_and_branches_have_their_rewards(template: ChatTemplate) 
         return [1.0, 2.0]
 
     def play_all(episode: Any) -> list[Episode]:
-        player = EpisodePlayer(Echo(template, "8"), template, SETTINGS)
+        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
         return run(player.play(task(episode), 7, "", Sampling(), 0))
 
     of_seats = play_all(seats)

@@ -20,11 +20,11 @@ from monarch_rl.runtime.device_work import (
     FIRST_S,
     FLOOR_S,
     DeviceWork,
-    Piece,
+    GpuOperation,
 )
 from tests.patience import join, run
 
-Pieces = list[tuple[str, int, float, bool]]
+Operations = list[tuple[str, int, float, bool]]
 """Kind, tokens, seconds, and whether something was compiled in it."""
 pieces = st.lists(
     st.tuples(
@@ -47,7 +47,9 @@ class Clock:
 
 
 @given(pieces)
-def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_than_the_floor(done: Pieces) -> None:
+def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_than_the_floor(
+    done: Operations,
+) -> None:
     clock, before = Clock(), list[tuple[str, float, bool]]()
     work = DeviceWork(clock=clock)
     for kind, tokens, seconds, compiled in done:
@@ -69,7 +71,7 @@ def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_
 
 
 def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_so() -> None:
-    changes: list[Piece | None] = []
+    changes: list[GpuOperation | None] = []
     clock = Clock()
     work = DeviceWork(changes.append, clock)
     work.extend("compilation", COMPILATION_S)  # nothing is under way
@@ -82,10 +84,10 @@ def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_
     work.begin("a save", limit_s=4000.0)
     work.cancel()
     assert changes == [
-        Piece("a copy of the weights", 1.0, FIRST_S),
-        Piece("a copy of the weights, with compilation", 5.0, COMPILATION_S),
-        Piece("a copy of the weights, with CUDA graph capture", 7.0, COMPILATION_S),
-        Piece("a save", 7.0, 4000.0),
+        GpuOperation("a copy of the weights", 1.0, FIRST_S),
+        GpuOperation("a copy of the weights, with compilation", 5.0, COMPILATION_S),
+        GpuOperation("a copy of the weights, with CUDA graph capture", 7.0, COMPILATION_S),
+        GpuOperation("a save", 7.0, 4000.0),
         None,
     ]
 
@@ -182,7 +184,7 @@ def test_a_compiler_that_the_thread_starts_lengthens_its_piece(device: DeviceWor
         assert limit_of(device) == FIRST_S, "what another thread starts compiles nothing for this piece"
         subprocess.run(["true"], check=True)
         assert limit_of(device) == COMPILATION_S
-    assert device_work.piece_under_way() is None
+    assert device_work.operation_in_progress() is None
 
 
 def test_what_torch_compiles_and_captures_lengthens_a_piece(device: DeviceWork) -> None:
@@ -208,7 +210,7 @@ def test_a_piece_that_raises_is_over(device: DeviceWork) -> None:
 def test_nothing_is_said_of_a_cpu() -> None:
     device_work.use_device("cpu")
     with device_work.piece("a micro-batch", 10):
-        assert device_work.work() is None and device_work.piece_under_way() is None
+        assert device_work.work() is None and device_work.operation_in_progress() is None
 
 
 def test_device_work_needs_no_torch() -> None:

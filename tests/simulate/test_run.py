@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.fit import CALLS
-from monarch_rl.simulate.run import Figures, Plan, predict
+from monarch_rl.simulate.run import Plan, RunMetrics, predict
 from monarch_rl.simulate.search import Case, gain, recommend, search, splits
 from tests.patience import run
 
@@ -38,7 +38,7 @@ def plan(lag: int, **more: Any) -> Plan:
     return Plan(GROUPS, SIZE, trainer_devices=2, replicas=REPLICAS, **settings)
 
 
-def comparable(found: Figures) -> dict[str, Any]:
+def comparable(found: RunMetrics) -> dict[str, Any]:
     return {**asdict(found), "wall_s": None}
 
 
@@ -174,12 +174,12 @@ def test_a_coarser_grain_hardly_moves_the_step_time() -> None:
 
 
 def test_the_search_finds_the_best_split_and_the_smallest_lag_that_is_enough() -> None:
-    def predicted(made: Plan) -> Figures:
+    def predicted(made: Plan) -> RunMetrics:
         """Trainer and generators share 100 / devices; the lag hides the smaller of the two from 2 on."""
         lag = made.buffer.max_policy_lag or 0
         parts = sorted([100 / made.trainer_devices, 300 / (made.replicas * made.tp)])
         step_s = parts[1] + parts[0] * {0: 1.0, 1: 0.5}.get(lag, 0.02 if lag == 2 else 0.0)
-        return Figures(step_s, 0, 0, 0, 0, (1.0,), 0, 0, 1, 1, 1)
+        return RunMetrics(step_s, 0, 0, 0, 0, (1.0,), 0, 0, 1, 1, 1)
 
     cases = search(plan(0, tp=2), 64, 4, predicted)
     best = recommend(cases)

@@ -109,7 +109,7 @@ def test_each_item_is_played_by_its_own_task() -> None:
     async def other(item: Any, policy: Policy) -> float:
         return 7.0
 
-    task, own = mixture.played_by(other).player_of(mixture.items(0))
+    task, own = mixture.with_episode(other).player_of(mixture.items(0))
     assert task.episode is other and own == mixture.player_of(mixture.items(0))[1]
 
 

@@ -17,7 +17,7 @@ from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.simulate.clock import run_virtual
@@ -89,7 +89,7 @@ def play(
     template: ChatTemplate, make: Callable[[], Any], texts: list[str], limit: int | None = None
 ) -> tuple[Episode, Scripted]:
     task, engine = Verifiers(make), Scripted(template, texts)
-    player = EpisodePlayer(engine, template, RolloutSettings(), None, limit)
+    player = EpisodeRunner(engine, template, RolloutSettings(), None, limit)
     (played,) = run_virtual(player.play(task, 0, task.items(0), Sampling(100), 0))
     return played, engine
 

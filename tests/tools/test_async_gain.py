@@ -18,7 +18,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.requests import BusyClock
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
-from monarch_rl.simulate.run import Figures, predict
+from monarch_rl.simulate.run import RunMetrics, predict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,7 +31,7 @@ def async_gain() -> Any:
         yield importlib.import_module("async_gain")
 
 
-def simulate(s: Any, lag: int) -> Figures:
+def simulate(s: Any, lag: int) -> RunMetrics:
     costs = Costs(s.length, 1, DecodeCosts(s.token_s, 0.0, max_running=s.places), TrainerCosts(s.update_s, 0.0))
     return predict(replace(s.plan, buffer=BufferSettings(lag)), costs, s.steps, s.warm_up, grain=1)
 

@@ -168,7 +168,7 @@ def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
 
     async def test(cluster: Cluster | None) -> dict[str, str]:
         tasks = {name: recipe.task for name, recipe in recipes.items()}
-        tasks["failing"] = replace(own.task.played_by(failing), name="failing")
+        tasks["failing"] = replace(own.task.with_episode(failing), name="failing")
         shown: dict[str, str] = {}
         large = replace(recipes["grpo"].settings, trainer=TrainerSettings(ranks=64))
         async with engine_of(large, CPU) as (engine, folder):

@@ -10,7 +10,7 @@ import numpy as np
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -99,4 +99,4 @@ def divided(
     packed = [PackedGroup.read(pack_group(group)) for group in groups]
     trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
     whole = Batch(version, packed, None, np.asarray([trainable]))
-    return cut(whole, Way(ranks, token_budget, minibatches=minibatches))[rank].unpack()
+    return cut(whole, ShardPlan(ranks, token_budget, minibatches=minibatches))[rank].unpack()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.algorithms.advantages import gae
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.checkpoint.tensors import CannotWrite
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.model.lora import LoraSettings
@@ -56,7 +56,7 @@ def update(policy: Policy, step: int) -> None:
 def update_both(policy: Policy, step: int) -> None:
     groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
-    part = cut(Batch(step, groups, None, trainable), Way(policy.world_size, 50))[policy.rank]
+    part = cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
     functions = LoadedFunctions(gae, reinforcement(policy.settings.loss))  # type: ignore[arg-type]
     metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
     assert metrics["critic/grad_norm"] > 0

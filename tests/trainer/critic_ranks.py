@@ -20,7 +20,7 @@ from monarch_rl.algorithms.advantages import gae
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.checkpoint.tensors import local_of
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -43,7 +43,7 @@ CRITIC_LR, STEPS, COMPARED = 1e-2, 8, 3
 def part_of(policy: Policy, groups: list[Group], oldest: int | None = None, minibatches: int = 1) -> PackedShard:
     packed = [PackedGroup.read(pack_group(group)) for group in groups]
     trainable = np.asarray([sum(group.trainable for group in packed)])
-    way = Way(policy.world_size, 50, minibatches=minibatches)
+    way = ShardPlan(policy.world_size, 50, minibatches=minibatches)
     return cut(Batch(0, packed, oldest, trainable), way)[policy.rank]
 
 
@@ -76,7 +76,7 @@ def check_values(folder: Path) -> None:
             alone = pack([episode], torch.zeros(1), torch.zeros(1), 0, policy.device)
             with torch.no_grad():
                 hidden = policy.module(alone.token_ids, positions=alone.positions, attention_masks=alone.attention)
-            expected = hidden[0, alone.drawn_after] @ row[0]
+            expected = hidden[0, alone.sampled_after] @ row[0]
             np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 

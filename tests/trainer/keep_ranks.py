@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from monarch_rl.episode.episode import Episode, Turn
-from monarch_rl.episode.sampling import KeptSets
+from monarch_rl.episode.sampling import SamplingMasks
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import reinforcement
@@ -43,9 +43,9 @@ def episodes(rank: int, *, with_kept_sets: bool, expert_routes: bool) -> list[Ep
             for token, of_policy in zip(ids, trainable, strict=True)
         ]
         counts = np.asarray([len(ids_of_set) for ids_of_set in sets], np.int32)
-        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if with_kept_sets else None
+        sampling_masks = SamplingMasks(counts, np.concatenate(sets).astype(np.int32)) if with_kept_sets else None
         logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
-        made_up = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, kept_sets)
+        made_up = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, sampling_masks)
         made_up.trainable[5::7] = False
         return made_up
 
@@ -78,7 +78,7 @@ def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     with torch.no_grad():  # expert routes are still set
         logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)[0]
     of_tokens = {name: values for name, values in token_logprobs._asdict().items() if values is not None}
-    return tensors | of_tokens | {"logits": logits[batch.drawn_after].contiguous()}
+    return tensors | of_tokens | {"logits": logits[batch.sampled_after].contiguous()}
 
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -129,9 +129,9 @@ def main(folder: Path, degree: int) -> None:
             batch = packed(made, policy.device)
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
             outputs = logprobs(policy, batch)
-            inputs = {"drawn_after": batch.drawn_after, "ids": batch.targets}
-            if batch.kept_sets is not None:
-                inputs |= {"kept_counts": batch.kept_sets[0], "kept_ids": batch.kept_sets[1]}
+            inputs = {"drawn_after": batch.sampled_after, "ids": batch.targets}
+            if batch.sampling_masks is not None:
+                inputs |= {"kept_counts": batch.sampling_masks[0], "kept_ids": batch.sampling_masks[1]}
             if batch.expert_routes is not None:
                 inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}

@@ -20,13 +20,13 @@ from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.by_value import ByValue
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import GpuOperation
 from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
@@ -104,7 +104,7 @@ def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         assert len(part.microbatches) > 1
-        batches, changes, marks = packed(part, policy), list[Piece | None](), Marks()
+        batches, changes, marks = packed(part, policy), list[GpuOperation | None](), Marks()
         device_work.use_device("cuda", changes.append, marks.make)
         metrics = policy.update(batches, reinforcement(settings.loss))
         device_work.use_device("cpu")
@@ -173,7 +173,7 @@ def check_old_and_drift(folder: Path) -> None:
         part = divided(batch(0), 0, policy.rank, policy.world_size, token_budget=30, minibatches=2)
         advantages = advantages_of(group_views(part), dr_grpo)
         minibatches = pack_shard(part, advantages, "constant", MAX_NEW_TOKENS, policy.device)
-        flat, changes, marks = [each for own in minibatches for each in own], list[Piece | None](), Marks()
+        flat, changes, marks = [each for own in minibatches for each in own], list[GpuOperation | None](), Marks()
         with torch.no_grad():
             before = [policy.token_logprobs(each).logprobs for each in flat]
         device_work.use_device("cuda", changes.append, marks.make)
@@ -196,7 +196,7 @@ def packed_shard(policy: Policy, step: int) -> PackedShard:
     """This rank's share of a batch, as it comes from the buffer."""
     groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
-    return cut(Batch(step, groups, None, trainable), Way(policy.world_size, 50))[policy.rank]
+    return cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
 
 
 def with_rows(policy: Policy, step: int, share: float) -> PackedShard:

@@ -21,7 +21,7 @@ from monarch_rl.algorithms.group_view import GroupView  # noqa: E402
 from monarch_rl.algorithms.losses import Aggregation  # noqa: E402
 from monarch_rl.algorithms.returns import branch_means  # noqa: E402
 from monarch_rl.buffer.groups import Batch  # noqa: E402
-from monarch_rl.buffer.shards import Way, cut  # noqa: E402
+from monarch_rl.buffer.shards import ShardPlan, cut  # noqa: E402
 from monarch_rl.episode.episode import Episode, Group, Turn  # noqa: E402
 from monarch_rl.episode.group_bound import UNBOUNDED  # noqa: E402
 from monarch_rl.episode.sampling import Completion  # noqa: E402
@@ -34,7 +34,7 @@ from tests.episode.trees import VOCABULARY  # noqa: E402
 from tests.trainer.test_shared_prefix import CPU, GRADIENT_BOUND, computed, model  # noqa: E402
 
 
-class Said:
+class Opening:
     """Stands for a conversation: its ids, and how many of a turn that ends after so many were drawn."""
 
     def __init__(self, ids: list[int], turns: dict[int, int], begun: int = 0) -> None:
@@ -45,12 +45,14 @@ class Said:
     def drawn(self, length: int) -> range:
         return range(self.turns[length])
 
-    def fork(self, length: int | None = None, tokens: int | None = None) -> Said:
+    def fork(self, length: int | None = None, tokens: int | None = None) -> Opening:
         if length is None:
-            fork = Said(list(self.ids), dict(self.turns), self.begun)
+            fork = Opening(list(self.ids), dict(self.turns), self.begun)
         else:
             length -= 0 if tokens is None else self.turns[length] - tokens
-            fork = Said(self.ids[:length], {end: n for end, n in self.turns.items() if end <= length}, tokens or 0)
+            fork = Opening(
+                self.ids[:length], {end: n for end, n in self.turns.items() if end <= length}, tokens or 0
+            )
         fork.numbers = self.numbers
         return fork
 
@@ -72,7 +74,7 @@ def draw_turn(line: Any, draws: random.Random) -> None:
 def a_play(draws: random.Random) -> tuple[list[Episode], list[Episode]]:
     """The sequences of a random play, and those that it would be without sharing: each with all of its own turns
     trained."""
-    root: Any = Said([], {})
+    root: Any = Opening([], {})
     branches = Branches(Line(root, 0.0), UNBOUNDED)
     for _ in range(draws.randint(1, 8)):
         branch = draws.choice(branches.all)
@@ -133,7 +135,9 @@ def test_shared_tokens_have_the_gradient_of_the_mean_advantage_and_count_once(
     packed = PackedGroup.read(pack_group(Group(0, 0, episodes)))
     drawn = [{token for e in separate for token in drawn_tokens(e)} for _, separate in plays]
     assert packed.trainable == sum(map(len, drawn))  # the buffer, its lags and token_mean count each once
-    shards = cut(Batch(0, [packed], None, np.asarray([packed.trainable])), Way(ranks, max(budget, longest(episodes))))
+    shards = cut(
+        Batch(0, [packed], None, np.asarray([packed.trainable])), ShardPlan(ranks, max(budget, longest(episodes)))
+    )
     aggregation: Aggregation = draws.choice(["constant", "token_mean"])
     advantages = advantages_of(group_views(shards[0]), centred)
     ours = [
@@ -183,7 +187,7 @@ def test_values_of_turns_are_taken_as_they_are() -> None:
 
     played, _ = a_play(random.Random(3))
     packed = PackedGroup.read(pack_group(Group(0, 0, [replace(copy.copy(e), play=0) for e in played])))
-    (shard,) = cut(Batch(0, [packed], None, np.asarray([packed.trainable])), Way(1, 400))
+    (shard,) = cut(Batch(0, [packed], None, np.asarray([packed.trainable])), ShardPlan(1, 400))
 
     def numbered(group: GroupView) -> PerTurn:
         return PerTurn([torch.arange(len(turns)).float() for turns in group.turn_lengths])

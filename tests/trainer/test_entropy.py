@@ -11,7 +11,7 @@ platform.prepare()
 
 from monarch_rl.trainer.modules import LogprobHead  # noqa: E402
 from monarch_rl.trainer.token_logprobs import (  # noqa: E402
-    DrawnTokens,  # noqa: E402
+    SampledTokens,  # noqa: E402
     logprobs_of,  # noqa: E402
 )
 
@@ -55,7 +55,7 @@ def test_a_head_in_half_precision_computes_in_float32() -> None:
         head.weight.normal_(generator=draw)
     hidden = torch.randn(1, tokens, 8, generator=draw).bfloat16().requires_grad_()
     ids = torch.randint(0, vocabulary, (tokens,), generator=draw)
-    head.bfloat16().drawn_tokens = DrawnTokens(torch.arange(tokens), ids, 1.0, None)
+    head.bfloat16().drawn_tokens = SampledTokens(torch.arange(tokens), ids, 1.0, None)
     found = head(hidden)
     assert {values.dtype for values in found if values is not None} == {torch.float32}
     exact = (hidden.detach()[0].double() @ head.weight.detach().double().T).log_softmax(-1)

@@ -15,7 +15,7 @@ from monarch_rl.trainer import platform
 platform.prepare()
 
 from monarch_rl.trainer.modules import LogprobHead  # noqa: E402
-from monarch_rl.trainer.token_logprobs import DrawnTokens  # noqa: E402
+from monarch_rl.trainer.token_logprobs import SampledTokens  # noqa: E402
 
 CHUNK, VOCABULARY, WIDTH = 16, 6000, 4
 LOGITS = CHUNK * VOCABULARY * 4
@@ -60,7 +60,7 @@ def measured(tokens: int, kept: bool, entropy: bool = False) -> Peak:
     hidden = torch.randn(1, tokens, WIDTH, requires_grad=True)
     ids = torch.randint(0, VOCABULARY, (tokens,))
     sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if kept else None
-    head.drawn_tokens = DrawnTokens(torch.arange(tokens), ids, 0.7, kept_sets=sets, entropy_gradient=entropy)
+    head.drawn_tokens = SampledTokens(torch.arange(tokens), ids, 0.7, sampling_masks=sets, entropy_gradient=entropy)
     with Peak() as peak:
         output = head(hidden)
         (output.logprobs + (output.entropies if entropy else 0)).sum().backward()

@@ -18,7 +18,7 @@ from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.finite import finite_only
 from monarch_rl.trainer.loss_settings import LossSettings, loss_warnings
 from monarch_rl.trainer.objective import call, distillation, reinforcement
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
+from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs
 from tests.trainer.batches import batch
 
 CPU = torch.device("cpu")
@@ -362,7 +362,7 @@ def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: s
 
 def test_an_id_that_is_not_finite_ends_no_forward_pass() -> None:
     """Its column leaves its episode out, after the pass."""
-    drawn = DrawnTokens(torch.arange(4), torch.arange(4), temperature=1.0, kept_sets=None)
+    drawn = SampledTokens(torch.arange(4), torch.arange(4), temperature=1.0, sampling_masks=None)
     ids = torch.tensor([3.0, torch.nan, torch.inf, -torch.inf])
     others = drawn.with_others([ids, ids.flip(0)]).others
     assert others is not None and others.tolist() == [[3, 0], [0, 0], [0, 0], [0, 3]]

@@ -28,7 +28,7 @@ from monarch_rl.trainer.batch import (  # noqa: E402
 from monarch_rl.trainer.lora import add_lora  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
+from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs  # noqa: E402
 from tests.episode.trees import EXPERTS, VOCABULARY, K, distinct_inputs, tree_of, trees  # noqa: E402
 from tests.trainer.reference import MOE, QWEN3  # noqa: E402
 from tests.trainer.test_mla import CONFIG as DEEPSEEK  # noqa: E402
@@ -87,8 +87,10 @@ def computed(
     for layer, router in enumerate(routers):
         router.routes_BLK = None if batch.expert_routes is None else batch.expert_routes[:, :, layer]
         router.replay = replay
-    drawn = DrawnTokens(batch.drawn_after, batch.targets, temperature=0.8, kept_sets=batch.kept_sets, rows=batch.rows)
-    if others and batch.kept_sets is None:  # of each episode its own, also of tokens that it shares
+    drawn = SampledTokens(
+        batch.sampled_after, batch.targets, temperature=0.8, sampling_masks=batch.sampling_masks, rows=batch.rows
+    )
+    if others and batch.sampling_masks is None:  # of each episode its own, also of tokens that it shares
         ids = batch.targets if batch.rows is None else batch.targets[batch.rows]
         drawn = drawn.with_others([(ids + batch.sequences) % 30, (ids + 1) % 30])
     module.lm_head.drawn_tokens = drawn
@@ -117,7 +119,7 @@ def check_equal_to_separate(module: Any, groups: list[list[Episode]], replay: bo
     theirs, their_grads = computed(module, separate, replay)
     for our_values, their_values in zip(ours, theirs, strict=True):
         if our_values is None or their_values is None:
-            assert our_values is their_values is None and shared.kept_sets is not None
+            assert our_values is their_values is None and shared.sampling_masks is not None
             continue
         assert our_values.shape == their_values.shape
         assert (our_values - their_values).abs().max() < LOGPROB_BOUND
@@ -190,7 +192,7 @@ def test_a_shared_token_has_one_row_and_the_last_one_a_target_for_each_branch() 
     batch = pack(episodes, torch.zeros(3), torch.zeros(3), 0, CPU, [0, 0, 0])
     assert batch.num_tokens == 7 + 2 and len(batch.behaviour_logprobs) == 15
     assert len(batch.targets) == 2 + 3 + 3
-    assert (torch.bincount(batch.drawn_after) == 2).sum() == 1
+    assert (torch.bincount(batch.sampled_after) == 2).sum() == 1
     assert batch.rows is not None
     by_episode = [batch.rows[batch.sequences == episode].tolist() for episode in range(3)]
     assert by_episode[0] == by_episode[2] and by_episode[0][:2] == by_episode[1][:2]
@@ -234,11 +236,11 @@ def test_a_token_that_was_drawn_from_other_sets_has_a_row_for_each() -> None:
     episodes = tree_of([6, 6], [(0, 0), (0, 6)], 1, kept=True)
     turn = episodes[1].turns[0]
     (place, *_) = np.flatnonzero(turn.trainable)
-    assert turn.kept_sets is not None
-    before = int(turn.kept_sets.counts[:place].sum())
-    (other,) = [i for i in range(before, before + 9) if turn.kept_sets.ids[i] != turn.token_ids[place]][:1]
-    turn.kept_sets.ids = turn.kept_sets.ids.copy()
-    turn.kept_sets.ids[other] = VOCABULARY - 1
+    assert turn.sampling_masks is not None
+    before = int(turn.sampling_masks.counts[:place].sum())
+    (other,) = [i for i in range(before, before + 9) if turn.sampling_masks.ids[i] != turn.token_ids[place]][:1]
+    turn.sampling_masks.ids = turn.sampling_masks.ids.copy()
+    turn.sampling_masks.ids[other] = VOCABULARY - 1
     batch = pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0])
     drawn = int(turn.trainable.sum())
     assert batch.num_tokens == 5 and len(batch.targets) == drawn + 1

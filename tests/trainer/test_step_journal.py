@@ -19,7 +19,7 @@ from monarch_rl.checkpoint.journal import JournalWriter, Made
 from monarch_rl.pipeline.replayed_steps import common, said_of
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.functions import TrainingFunctions
-from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.known_steps import JournalBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
@@ -158,7 +158,7 @@ def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
 
 
 def test_ranks_make_again_what_all_of_them_have() -> None:
-    first, second, other = KnownBatch(4, 0, 11), KnownBatch(5, 0, 12), KnownBatch(5, 1, 13)
+    first, second, other = JournalBatch(4, 0, 11), JournalBatch(5, 0, 12), JournalBatch(5, 1, 13)
     assert common([[first, second], [first, second]]) == 2
     assert common([[first, second], [first, other]]) == 1, "each took another batch as its last one"
     assert common([[first, second], [first]]) == 1 and common([[first], []]) == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import GpuOperation
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
 from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
@@ -32,7 +32,7 @@ def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping",
 
 def at_piece(made: Process, what: str, seconds: float, limit_s: float) -> Process:
     """The process, whose device has been at a piece of work for some seconds."""
-    made.piece, made.piece_s = Piece(what, NOW - seconds, limit_s), seconds
+    made.piece, made.piece_s = GpuOperation(what, NOW - seconds, limit_s), seconds
     return made
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from monarch_rl.runtime import device_work, monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.device_work import COMPILATION_S, Piece
+from monarch_rl.runtime.device_work import COMPILATION_S, GpuOperation
 from monarch_rl.runtime.wait_registry import CONTROLLER, Progress
 from monarch_rl.watch import process_poller, watch
 from monarch_rl.watch.process_poller import LoopLag, ProcessPoller, _PolledProcess
@@ -246,7 +246,7 @@ def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_ti
         if begins or number == 0:
             since, without_core_s = now, 0.0
         process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", ran_s, queued_s))
-        process.piece, process.piece_s = Piece("a micro-batch", since, 60.0), now - since
+        process.piece, process.piece_s = GpuOperation("a micro-batch", since, 60.0), now - since
         poller._leave_out_queued(process, now)
         assert process.piece_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
     process.piece = None
@@ -260,7 +260,7 @@ def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
     poller._watched_since = 0.0
     for now in (0.0, 100.0):
         process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", 0.5 * now, 4.5 * now))
-        process.piece, process.piece_s = Piece("a micro-batch", 0.0, 60.0), now
+        process.piece, process.piece_s = GpuOperation("a micro-batch", 0.0, 60.0), now
         poller._leave_out_queued(process, now)
     assert process.piece_s == pytest.approx(10)
 
@@ -276,7 +276,7 @@ class MadeUpPoller(ProcessPoller):
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, monitor.ProcessState]:
         return {process.pid: monitor.ProcessState("running", self.now) for process in processes if process.pid}
 
-    def hang(self, now: float, **pieces: tuple[str, Piece]) -> set[str]:
+    def hang(self, now: float, **pieces: tuple[str, GpuOperation]) -> set[str]:
         """Names of the processes whose device hangs, of those with these machines and pieces."""
         self.now, picture = now, RunPicture()
         for pid, (name, (machine, piece)) in enumerate(pieces.items(), 1):
@@ -286,8 +286,8 @@ class MadeUpPoller(ProcessPoller):
         return {process.name for process in picture.culprits()}
 
 
-STEP = Piece("an optimizer step of 8192 tokens", 0.0, 60.0)
-COMPILES = Piece("a micro-batch of 8192 tokens, with compilation", 0.0, COMPILATION_S)
+STEP = GpuOperation("an optimizer step of 8192 tokens", 0.0, 60.0)
+COMPILES = GpuOperation("a micro-batch of 8192 tokens, with compilation", 0.0, COMPILATION_S)
 
 
 def test_a_rank_that_waits_for_another_one_that_compiles_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_rank_that_waits_for_another_one_that_compiles_does_not_hang(monkeypat
     poller = MadeUpPoller(monkeypatch)
     for now in range(0, 900, 3):
         poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES))
-    then = Piece("a micro-batch of 8192 tokens", 900.0, 600.0)
+    then = GpuOperation("a micro-batch of 8192 tokens", 900.0, 600.0)
     ends = [
         now for now in range(900, 1000, 3) if poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", then))
     ]
@@ -312,7 +312,7 @@ def test_an_engine_that_waits_for_another_one_on_its_machine_that_compiles_does_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For the lock of a kernel's files. Two that hang while they compile do not excuse each other."""
-    poller, prefill = MadeUpPoller(monkeypatch), Piece("a prefill of 100 tokens", 0.0, 60.0)
+    poller, prefill = MadeUpPoller(monkeypatch), GpuOperation("a prefill of 100 tokens", 0.0, 60.0)
     elsewhere = set()
     for now in range(0, 1200, 3):
         elsewhere |= poller.hang(
@@ -345,8 +345,8 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
             name="generator 0",
             now=now,
             helpers={1: "the engine of generator 0"},
-            piece=Piece("a micro-batch", now - 100, 60.0),
-            helpers_pieces={1: Piece("a step of decoding", now - 50, 60.0)},
+            piece=GpuOperation("a micro-batch", now - 100, 60.0),
+            helpers_operations={1: GpuOperation("a step of decoding", now - 50, 60.0)},
         )
         poller = ProcessPoller(cluster(("generator0", [object()])), STALL_S, 0.0, LoopLag())
         poller._watched_since = now - 1000
@@ -357,7 +357,7 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
         assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(100)
         assert seen["generator 0"].device_hangs
         engine = seen["the engine of generator 0"]
-        assert engine.piece == report.helpers_pieces[1] and engine.piece_s == pytest.approx(50)
+        assert engine.piece == report.helpers_operations[1] and engine.piece_s == pytest.approx(50)
         assert not engine.device_hangs
         poller.reset_silence(lost_s=100.0)
         seen = (await poller.picture()).processes
@@ -371,12 +371,12 @@ def test_a_process_reports_what_its_device_has_not_ended() -> None:
     device_work.use_device("cuda")
     try:
         with device_work.piece("a micro-batch", 10):
-            wait_registry.helper(1, "the engine of generator 0", device_work.piece_under_way)
+            wait_registry.helper(1, "the engine of generator 0", device_work.operation_in_progress)
             report = monitor.own_report()
             assert report.piece is not None and report.piece.what == "a micro-batch of 10 tokens"
-            assert report.helpers_pieces == {1: report.piece}
-        assert monitor.own_report().piece is None and monitor.own_report().helpers_pieces == {}
+            assert report.helpers_operations == {1: report.piece}
+        assert monitor.own_report().piece is None and monitor.own_report().helpers_operations == {}
     finally:
         wait_registry.no_helper(1)
         device_work.use_device("cpu")
-    assert wait_registry.helpers_pieces() == {}
+    assert wait_registry.helpers_operations() == {}

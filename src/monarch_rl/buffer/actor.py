@@ -1,6 +1,6 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit`` groups and ``put_if_room`` small ones; for others they ``reserve`` room and then ``put`` them.
+Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then ``put`` them.
 They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for that (``failures``).
 Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others play the groups of
 a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks
@@ -28,7 +28,7 @@ from monarch_rl.buffer.failures import FailureReports
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.buffer.shards import CutBatch, Way
+from monarch_rl.buffer.shards import CutBatch, ShardPlan
 from monarch_rl.buffer.waiting import Interruptions, Line
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
@@ -159,7 +159,7 @@ class Buffer(FailureReports):
         self._put([PackedGroup.read(data) for data in groups])
 
     @lasting_endpoint
-    async def put_if_room(self, *groups: bytes) -> list[bool]:
+    async def submit_if_room(self, *groups: bytes) -> list[bool]:
         """:meth:`put` for those groups that there is room for; says of each whether it was."""
         read = [PackedGroup.read(data) for data in groups]
         has_room = [self._core.reserve(group.group_id, group.nbytes, group.attempt) for group in read]
@@ -216,7 +216,7 @@ class Buffer(FailureReports):
             version: the version being updated.
             dp_rank, dp_size: which share, of how many; token_budget: tokens of one micro-batch.
             timeout_s: seconds to wait for the batch.
-            columns, minibatches: see :class:`monarch_rl.buffer.shards.Way`.
+            columns, minibatches: see :class:`monarch_rl.buffer.shards.ShardPlan`.
 
         Raises:
             DeadlineExceeded: the batch was not complete in time; names the missing groups, who holds them, since when.
@@ -240,7 +240,7 @@ class Buffer(FailureReports):
         self._room.serve()  # other groups are due next now, and these always have room
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        return self._cut.shards(batch, Way(dp_size, token_budget, columns, minibatches))[dp_rank]
+        return self._cut.shards(batch, ShardPlan(dp_size, token_budget, columns, minibatches))[dp_rank]
 
     @lasting_endpoint
     async def hold(self) -> int:
@@ -262,9 +262,9 @@ class Buffer(FailureReports):
         self._core.begin_at(version)
 
     @lasting_endpoint
-    async def made_again(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:
-        """The trainer of a resumed run has made ``version`` again: see :meth:`BufferCore.made_again`."""
-        self._core.made_again(version, group_ids, lag_counts)
+    async def note_replayed(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:
+        """The trainer of a resumed run has made ``version`` again: see :meth:`BufferCore.note_replayed`."""
+        self._core.note_replayed(version, group_ids, lag_counts)
         return self._counts()
 
     @lasting_endpoint

@@ -108,7 +108,7 @@ class BufferCore:
         """Start a group if a slot is free and the run is not closed; first those that a lost worker had begun."""
         if self.closed:
             return None
-        live = self.groups.begin_anew()
+        live = self.groups.restart_idle()
         if live is None:
             if self.slots_free == 0:
                 return None
@@ -242,9 +242,9 @@ class BufferCore:
         for live in trained:
             live.uses, live.made = live.uses + 1, version
             self.groups.put_last(live)
-        self._go_on_to(version)
+        self._advance_to(version)
 
-    def _go_on_to(self, version: int) -> None:
+    def _advance_to(self, version: int) -> None:
         """The policy is ``version``: leave out what can be trained no more."""
         self._rules.filtered, self.version = 0, version
         for live in list(self.groups):
@@ -278,7 +278,7 @@ class BufferCore:
             )
         self.version, self._unpublished = version, {version: self.slots or 0}
 
-    def made_again(self, version: int, group_ids: Iterable[int], lag_counts: np.ndarray) -> None:
+    def note_replayed(self, version: int, group_ids: Iterable[int], lag_counts: np.ndarray) -> None:
         """The trainer of a resumed run has made ``version`` again, from the batch that made it before. Only before
         anything is admitted; ``version`` counts as published: every generator serves it before that.
 
@@ -302,7 +302,7 @@ class BufferCore:
         for live in (live for live in self.groups if live.group is None and self.window is not None):
             live.overtaken = min(live.overtaken, self.window or 0)  # it is drawn anew, and was passed by as many
         self.published_version = version
-        self._go_on_to(version)
+        self._advance_to(version)
 
     def published(self, version: int) -> None:
         """Every generator serves ``version`` now: the slots of all batches up to it are free again."""
@@ -493,15 +493,15 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
     by_lag: Counter[int] = Counter()
     for group in groups:
         for episode in group.episodes:
-            for drawn_by, count in episode.tokens_by_version.items():
-                if oldest is not None and drawn_by < oldest:
+            for sampled_by, count in episode.tokens_by_version.items():
+                if oldest is not None and sampled_by < oldest:
                     continue
-                if version < drawn_by or (bound is not None and version - drawn_by > bound):
+                if version < sampled_by or (bound is not None and version - sampled_by > bound):
                     raise ValueError(
-                        f"group {group.group_id} has {count} tokens of version {drawn_by} in the batch that updates "
+                        f"group {group.group_id} has {count} tokens of version {sampled_by} in the batch that updates "
                         f"version {version}; the bound is {bound}"
                     )
-                by_lag[version - drawn_by] += count
+                by_lag[version - sampled_by] += count
     length = 1 + (max(by_lag, default=0) if bound is None else bound)
     return np.asarray([by_lag[lag] for lag in range(length)], np.int64)
 
@@ -511,7 +511,7 @@ def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
     if oldest is None:
         return 0
     by_version = (item for group in groups for episode in group.episodes for item in episode.tokens_by_version.items())
-    return sum(tokens for drawn_by, tokens in by_version if drawn_by < oldest)
+    return sum(tokens for sampled_by, tokens in by_version if sampled_by < oldest)
 
 
 class Rules:

@@ -99,7 +99,7 @@ class LiveGroups:
         live.place, self._places = self._places, self._places + 1
         self._live[live.group_id] = live
 
-    def begin_anew(self) -> Live | None:
+    def restart_idle(self) -> Live | None:
         """Start again the first group that a lost worker had begun; None if there is none."""
         if not self._idle:
             return None

@@ -10,7 +10,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.episode.shard import MiniBatch, PackedShard, outcomes
 
 
-class Way(NamedTuple):
+class ShardPlan(NamedTuple):
     """How a batch is cut."""
 
     dp_size: int
@@ -23,7 +23,7 @@ class Way(NamedTuple):
     """Parts of about equally many groups, in order; not more than there are groups."""
 
 
-def cut(batch: Batch, way: Way) -> list[PackedShard]:
+def cut(batch: Batch, way: ShardPlan) -> list[PackedShard]:
     """One shard a rank. All have the same number of micro-batches in each mini-batch, balanced: see
     :func:`plan_microbatches`."""
     groups = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in batch.groups]
@@ -68,16 +68,16 @@ class CutBatch:
     """The shards of the batch that is being taken. All ranks get those of one cut."""
 
     def __init__(self) -> None:
-        self._asked: tuple[int, Way] | None = None
+        self._asked: tuple[int, ShardPlan] | None = None
         self._shards: list[PackedShard] = []
 
-    def shards(self, batch: Batch, way: Way) -> list[PackedShard]:
+    def shards(self, batch: Batch, way: ShardPlan) -> list[PackedShard]:
         """One a rank. Raises ValueError if a rank asks for something else than the first one did."""
         asked = batch.version, way
         if self._asked is None:
             self._asked, self._shards = asked, cut(batch, way)
         elif self._asked != asked:
-            raise ValueError(f"trainer ranks disagree on version and {Way._fields}: {self._asked} before, {asked} now")
+            raise ValueError(f"trainer ranks disagree on version and {ShardPlan._fields}: {self._asked} before, {asked} now")
         return self._shards
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.sampling import Completion, KeptSets
+from monarch_rl.episode.sampling import Completion, SamplingMasks
 
 POSITION = -1
 """``Episode.play`` that nobody has set: the position in the group."""
@@ -38,7 +38,7 @@ class Turn:
     """int32[n]; ``NO_VERSION`` where not trainable."""
     trainable: np.ndarray
     """bool[n]; True for tokens that the policy drew."""
-    kept_sets: KeptSets | None = None
+    sampling_masks: SamplingMasks | None = None
     """n sets; empty where not trainable. None if the sampler cut no tokens off."""
     reward: float | None = None
     """What the turn alone was given (a process reward); None is nothing. The episode's own reward does not depend on
@@ -49,8 +49,8 @@ class Turn:
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
-        if self.kept_sets is not None:
-            lengths.add(len(self.kept_sets.counts))
+        if self.sampling_masks is not None:
+            lengths.add(len(self.sampling_masks.counts))
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
 
@@ -74,7 +74,7 @@ class Turn:
         runs: list[VersionRun],
         token_ids: np.ndarray,
         trainable_logprobs: np.ndarray,
-        kept_sets: KeptSets | None = None,
+        sampling_masks: SamplingMasks | None = None,
         trainable_columns: Mapping[str, np.ndarray] | None = None,
     ) -> Turn:
         """The inverse of :attr:`runs`; log-probs, columns (float32) and kept sets are those of the trainable tokens
@@ -83,12 +83,12 @@ class Turn:
         mask = np.repeat(np.asarray(trainable, bool), lengths)
         logprobs = _spread(mask, trainable_logprobs)
         columns = {name: _spread(mask, values) for name, values in (trainable_columns or {}).items()}
-        if kept_sets is not None:
+        if sampling_masks is not None:
             counts = np.zeros(len(token_ids), np.int32)
-            counts[mask] = kept_sets.counts
-            kept_sets = KeptSets(counts, kept_sets.ids)
+            counts[mask] = sampling_masks.counts
+            sampling_masks = SamplingMasks(counts, sampling_masks.ids)
         versions_by_token = np.repeat(np.asarray(versions, np.int32), lengths)
-        return cls(token_ids, logprobs, versions_by_token, mask, kept_sets, columns=columns)
+        return cls(token_ids, logprobs, versions_by_token, mask, sampling_masks, columns=columns)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -110,10 +110,10 @@ class Turn:
         versions[context:] = completion.policy_versions
         trainable = np.zeros(context + drawn, bool)
         trainable[context:] = True
-        kept_sets = completion.kept_sets
-        if kept_sets is not None:
-            kept_sets = KeptSets.join([KeptSets.none(context), kept_sets])
-        return cls(token_ids, logprobs, versions, trainable, kept_sets)
+        sampling_masks = completion.sampling_masks
+        if sampling_masks is not None:
+            sampling_masks = SamplingMasks.join([SamplingMasks.none(context), sampling_masks])
+        return cls(token_ids, logprobs, versions, trainable, sampling_masks)
 
 
 def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -186,12 +186,12 @@ class Episode:
         return self._joined("trainable")
 
     @property
-    def kept_sets(self) -> KeptSets | None:
+    def sampling_masks(self) -> SamplingMasks | None:
         """Over all turns, of which all or none must have them."""
-        sets = [turn.kept_sets for turn in self.turns if turn.kept_sets is not None]
+        sets = [turn.sampling_masks for turn in self.turns if turn.sampling_masks is not None]
         if len(sets) not in (0, len(self.turns)):
             raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have kept sets")
-        return KeptSets.join(sets) if sets else None
+        return SamplingMasks.join(sets) if sets else None
 
     def column(self, name: str) -> np.ndarray:
         """float32[n] over all turns. Raises KeyError if a turn has no such column."""
@@ -255,7 +255,7 @@ class Group:
 # -- named parts of rewards, for the metrics --------------------------------------------------------------------------
 
 
-def means_of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each part over the episodes that have it; ``parts`` are those of each episode."""
     names = dict.fromkeys(name for of_episode in parts for name in of_episode)
     return {name: float(np.mean([of_episode[name] for of_episode in parts if name in of_episode])) for name in names}

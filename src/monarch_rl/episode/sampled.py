@@ -41,7 +41,7 @@ class TrainedEpisode:
     """Of each turn: what it alone was given; None is nothing."""
 
 
-def draw_groups(groups: int, limit: int, seed: str) -> list[int]:
+def sample_groups(groups: int, limit: int, seed: str) -> list[int]:
     """``limit`` of the positions 0 to ``groups`` - 1, all equally likely, ascending; all of them if there are fewer."""
     return sorted(random.Random(seed).sample(range(groups), min(limit, groups)))
 
@@ -54,7 +54,7 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
             token that it drew.
         groups: how many are drawn.
     """
-    drawn = set(draw_groups(len(shard.rewards), groups, f"rollouts {seed}/{shard.version}"))
+    drawn = set(sample_groups(len(shard.rewards), groups, f"rollouts {seed}/{shard.version}"))
     view, start, episodes = memoryview(shard.data), 0, []
     for group, place, nbytes in (place for places in shard.places for place in places):
         if group in drawn:

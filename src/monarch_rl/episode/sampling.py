@@ -17,7 +17,7 @@ class RequestLost(RuntimeError):
     """A request was not answered: the replica that had it is lost. Another one can be asked."""
 
 
-class DrawLost(GenerationError):
+class SamplingMaskMissing(GenerationError):
     """The engine drew a token but cannot say from which set: the episode fails, and no other."""
 
 
@@ -66,7 +66,7 @@ class Sampling:
 
 
 @dataclass(slots=True)
-class KeptSets:
+class SamplingMasks:
     """The token ids that each of n tokens was drawn from, where the sampler cut others off: n sets of ids, ragged."""
 
     counts: np.ndarray
@@ -78,26 +78,26 @@ class KeptSets:
         if int(self.counts.sum()) != len(self.ids):
             raise ValueError(f"kept sets of {self.counts.sum()} ids in all have {len(self.ids)}")
 
-    def __getitem__(self, tokens: slice | np.ndarray) -> KeptSets:
+    def __getitem__(self, tokens: slice | np.ndarray) -> SamplingMasks:
         """The sets of some of the tokens: a slice of them, bool[n], or their places, ascending."""
         mask = np.zeros(len(self.counts), bool)
         mask[tokens] = True
-        return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
+        return SamplingMasks(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
 
-    def split(self, sizes: Sequence[int]) -> list[KeptSets]:
+    def split(self, sizes: Sequence[int]) -> list[SamplingMasks]:
         """The sets of the first ``sizes[0]`` tokens, of the next ``sizes[1]``, ...: the inverse of :meth:`join`."""
         counts = np.split(self.counts, np.cumsum(sizes)[:-1])
         ids = np.split(self.ids, np.cumsum([part.sum() for part in counts])[:-1])
-        return [KeptSets(*part) for part in zip(counts, ids, strict=True)]
+        return [SamplingMasks(*part) for part in zip(counts, ids, strict=True)]
 
     @classmethod
-    def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
+    def join(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
         """The sets of tokens that follow each other."""
         counts, ids = zip(*((part.counts, part.ids) for part in parts), strict=True)
         return cls(np.concatenate(counts), np.concatenate(ids))
 
     @classmethod
-    def none(cls, tokens: int) -> KeptSets:
+    def none(cls, tokens: int) -> SamplingMasks:
         """Empty sets, of tokens that were not drawn."""
         return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
 
@@ -115,7 +115,7 @@ class Completion:
     that was lost."""
     finish_reason: str
     """``stop`` or ``length``."""
-    kept_sets: KeptSets | None = None
+    sampling_masks: SamplingMasks | None = None
     """The ids that each token was drawn from, with truncated sampling."""
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from

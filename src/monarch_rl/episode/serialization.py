@@ -33,7 +33,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import POSITION, Episode, Fork, Group, Turn, VersionRun
 from monarch_rl.episode.prefixes import PrefixTree, prefix_tree
-from monarch_rl.episode.sampling import KeptSets
+from monarch_rl.episode.sampling import SamplingMasks
 
 FORMAT = b"GRP6"
 """The last character is the version of the format."""
@@ -246,9 +246,9 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     lengths = [sum(length for length, _, _ in runs) for runs in head["turns"]]
     trainable_lengths = [sum(length for length, _, trainable in runs if trainable) for runs in head["turns"]]
     tokens, trainable = sum(lengths), sum(trainable_lengths)
-    ids, logprobs, kept_sets, expert_routes = take("i4", tokens), take("f4", trainable), None, None
+    ids, logprobs, sampling_masks, expert_routes = take("i4", tokens), take("f4", trainable), None, None
     if "kept" in head:
-        kept_sets = KeptSets(take("i4", trainable), take("i4", head["kept"]))
+        sampling_masks = SamplingMasks(take("i4", trainable), take("i4", head["kept"]))
     if "routes" in head:
         *shape, dtype = head["routes"]
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
@@ -256,7 +256,7 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     columns = {name: take("f4", trainable) for name in head.get("columns", ())}
     ends = np.cumsum(trainable_lengths)[:-1]
     ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
-    kept_by_turn = [None] * len(lengths) if kept_sets is None else kept_sets.split(trainable_lengths)
+    kept_by_turn = [None] * len(lengths) if sampling_masks is None else sampling_masks.split(trainable_lengths)
     split = {name: np.split(values, ends) for name, values in columns.items()}
     columns_by_turn = [{name: parts[i] for name, parts in split.items()} for i in range(len(lengths))]
     by_turn = zip(head["turns"], ids_by_turn, np.split(logprobs, ends), kept_by_turn, columns_by_turn, strict=True)
@@ -286,7 +286,7 @@ def column_names(group: Group) -> list[str]:
 def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[str]) -> list[bytes]:
     """``runs``: those of each turn. ``columns``: names."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
-    kept_sets, expert_routes = episode.kept_sets, episode.expert_routes
+    sampling_masks, expert_routes = episode.sampling_masks, episode.expert_routes
     drawn, start = [], 0
     for tokens, _, is_trainable in chain.from_iterable(runs):
         of_run = logprobs[start : start + tokens]
@@ -295,23 +295,23 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[
             drawn.append(of_run.astype("<f4").tobytes())
         elif of_run.any():
             raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
-    if kept_sets is not None and np.any(kept_sets.counts[~trainable]):
+    if sampling_masks is not None and np.any(sampling_masks.counts[~trainable]):
         raise ValueError("an episode has a kept set on a token that is not trainable")
     head: dict[str, Any] = {
         "turns": runs,
         "finish_reason": episode.finish_reason,
         "info": episode.info,
     }
-    if kept_sets is not None:
-        head["kept"] = len(kept_sets.ids)
+    if sampling_masks is not None:
+        head["kept"] = len(sampling_masks.ids)
     if expert_routes is not None:
         head["routes"] = [*expert_routes.shape, expert_routes.dtype.str[1:]]
     if columns:
         head["columns"] = columns
     text = _padded(head)
     arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), *drawn]
-    if kept_sets is not None:
-        arrays += [kept_sets.counts[trainable].astype("<i4").tobytes(), kept_sets.ids.astype("<i4").tobytes()]
+    if sampling_masks is not None:
+        arrays += [sampling_masks.counts[trainable].astype("<i4").tobytes(), sampling_masks.ids.astype("<i4").tobytes()]
     if expert_routes is not None:
         data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
         arrays.append(data + bytes(-len(data) % 4))

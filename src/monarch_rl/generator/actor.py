@@ -231,7 +231,7 @@ class Generator(Replica):
             self._weights = _Weights(manifest, receiver, settings.deadline_s)
             self._verified.clear()
             if self._engine is not None:
-                self._engine.begin_anew()
+                self._engine.reset_versions()
         return self._engine.hold_s if self._engine is not None else 0.0
 
     @concurrent_endpoint
@@ -291,9 +291,9 @@ class Generator(Replica):
         return self._last_commit
 
     @concurrent_endpoint
-    async def verify_frozen(self, manifest: Manifest, checksums: np.ndarray) -> None:
-        """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_frozen`."""
-        await self._running.verify_frozen(manifest, checksums)
+    async def verify_base_weights(self, manifest: Manifest, checksums: np.ndarray) -> None:
+        """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_base_weights`."""
+        await self._running.verify_base_weights(manifest, checksums)
 
     @lasting_endpoint
     async def stats(self) -> GeneratorStats:

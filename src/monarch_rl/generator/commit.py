@@ -130,8 +130,8 @@ class Commits:
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
             )
 
-    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
-        """See :meth:`monarch_rl.generator.engine.Engine.verify_frozen`."""
+    async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
+        """See :meth:`monarch_rl.generator.engine.Engine.verify_base_weights`."""
         async with self._lock:
             # The verifier takes no more of an area than its size: no page of this one is ever touched.
             sheet, area = LoadSheet(manifest, self._sglang.ranks), Area(manifest.nbytes)
@@ -189,10 +189,10 @@ class Commits:
         scheduler itself refuses to continue with weights that are not verified.
         """
         io, manager, version = io_structs(), self._sglang.manager, str(self._requests.version)
-        kept_tokens = self._requests.next_kept_tokens()
+        mask_tokens = self._requests.next_mask_tokens()
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[
-                _serialized_order(r, area, sheet, kept_tokens) for r in range(self._sglang.ranks)
+                _serialized_order(r, area, sheet, mask_tokens) for r in range(self._sglang.ranks)
             ],
             load_format=loader,
             flush_cache=self._in_flight == "recompute",
@@ -217,9 +217,9 @@ class Commits:
         return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
 
 
-def _serialized_order(rank: int, area: bytes, sheet: bytes, kept_tokens: int) -> bytes:
+def _serialized_order(rank: int, area: bytes, sheet: bytes, mask_tokens: int) -> bytes:
     from sglang.srt.utils import MultiprocessingSerializer
 
     # An empty tensor travels in the message itself; any other is sent through a socket of its own.
-    named = [(write_order(rank, area, sheet, kept_tokens), torch.empty(0, dtype=torch.uint8))]
+    named = [(write_order(rank, area, sheet, mask_tokens), torch.empty(0, dtype=torch.uint8))]
     return bytes(MultiprocessingSerializer.serialize(named))

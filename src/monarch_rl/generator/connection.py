@@ -241,7 +241,7 @@ class AnswerSender:
         self._next_at = self._loop.time() + ANSWER_PACE_S
 
 
-Draw = Callable[[list[int], Sampling, OnPart], Awaitable[Completion]]
+GenerateCall = Callable[[list[int], Sampling, OnPart], Awaitable[Completion]]
 """Draws after a prompt, and passes on parts."""
 
 
@@ -253,7 +253,7 @@ class Answering:
         refusal: errors that are the answer to a request; any other error ends the connection.
     """
 
-    def __init__(self, draw: Draw, refusal: type[Exception]) -> None:
+    def __init__(self, draw: GenerateCall, refusal: type[Exception]) -> None:
         self._draw, self._refusal = draw, refusal
         self._senders: dict[str, AnswerSender] = {}
         """By the name of the connection."""
@@ -335,8 +335,8 @@ def pack_answers(answers: Sequence[Answer]) -> bytes:
         if isinstance(content, Exception):
             errors.append((index, content))
             continue
-        plain = content.kept_sets is None and content.expert_routes is None
-        beside = () if plain else (content.kept_sets, content.expert_routes)
+        plain = content.sampling_masks is None and content.expert_routes is None
+        beside = () if plain else (content.sampling_masks, content.expert_routes)
         rows.append((index, len(content.token_ids), content.finish_reason, beside))
         drawn.append(content)
     arrays = []

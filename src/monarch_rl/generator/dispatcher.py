@@ -105,16 +105,16 @@ class Dispatcher:
             ReplicaLost: the last of more replicas than a request may outlive.
         """
         parts: list[Completion] = []
-        drawn_ids: list[int] = []
+        sampled_ids: list[int] = []
         reason: str | None = None
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
         for losses in itertools.count(1):
             # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
             # one more, which is dropped.
             rest, rest_sampling = prompt_ids, sampling
-            if drawn_ids:
-                remaining = 1 if reason is not None else sampling.max_new_tokens - len(drawn_ids)
-                rest, rest_sampling = prompt_ids + drawn_ids, replace(sampling, max_new_tokens=remaining)
+            if sampled_ids:
+                remaining = 1 if reason is not None else sampling.max_new_tokens - len(sampled_ids)
+                rest, rest_sampling = prompt_ids + sampled_ids, replace(sampling, max_new_tokens=remaining)
             try:
                 answer = await self._ask(rest, rest_sampling, group, clock)
             except ReplicaLost as error:
@@ -123,9 +123,9 @@ class Dispatcher:
                 if reason is not None:
                     continue
                 parts += error.parts
-                drawn_ids += [token for part in error.parts for token in part.token_ids.tolist()]
+                sampled_ids += [token for part in error.parts for token in part.token_ids.tolist()]
                 # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
-                reason = finish_reason_of(drawn_ids, sampling, sampling.stop_token_ids)
+                reason = finish_reason_of(sampled_ids, sampling, sampling.stop_token_ids)
                 if reason is not None and sampling.expert_routes_from is None:
                     return join_parts(parts, reason)
             else:

@@ -195,16 +195,16 @@ class Engine:
         """
         return await self._requests.generate(prompt_ids, sampling, on_part)
 
-    def begin_anew(self) -> None:
+    def reset_versions(self) -> None:
         """Versions to come are another trainer's, which may have gone back to an earlier one: their numbers may have
         been served with other weights. Requests fail, and no later one finds what was read under weights of before."""
-        self._requests.begin_anew()
+        self._requests.reset_versions()
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         """Replace the weights by those in an area and serve them as ``version``.
 
         Args:
-            version: not lower than the version served since :meth:`begin_anew`.
+            version: not lower than the version served since :meth:`reset_versions`.
             manifest: how the version lies in the area.
             area: handle of an :class:`~monarch_rl.weights.area.Area` of this machine that holds all of the version.
             expected: int64[tensors], the trainer's checksum of each, in the manifest's order.
@@ -219,7 +219,7 @@ class Engine:
         """
         return await self._commits.commit(version, manifest, area, expected)
 
-    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
+    async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
         """Compare the weights that are not trained, which no version holds, with the trainer's, where they lie.
 
         Args:
@@ -231,7 +231,7 @@ class Engine:
             CommitError: the engine holds them otherwise than they are saved, so that they cannot be compared.
             EngineStopped: it is gone.
         """
-        await self._commits.verify_frozen(manifest, expected)
+        await self._commits.verify_base_weights(manifest, expected)
 
     async def shutdown(self) -> None:
         """End SGLang's processes; requests in flight raise EngineStopped. May be called twice."""

@@ -131,7 +131,7 @@ class FrozenEngine(Replica):
         await self._start(name, model_path, settings, index)
         self._dtype = settings.dtype
         manifest, checksums = await asyncio.to_thread(file_checksums, Path(model_path), settings.dtype)
-        await self._running.verify_frozen(manifest, checksums)
+        await self._running.verify_base_weights(manifest, checksums)
         return checksums
 
     @lasting_endpoint

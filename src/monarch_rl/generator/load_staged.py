@@ -184,7 +184,7 @@ _last_load: list[tuple[LoadSheet, int, int]] = []
 prefix cache is to keep."""
 
 
-def write_order(rank: int, area: bytes, sheet: bytes, kept_tokens: int) -> str:
+def write_order(rank: int, area: bytes, sheet: bytes, mask_tokens: int) -> str:
     """Write what :func:`load` is to do as a name, because SGLang hands over nothing else beside tensors.
 
     Args:
@@ -193,7 +193,7 @@ def write_order(rank: int, area: bytes, sheet: bytes, kept_tokens: int) -> str:
         sheet: handle of the :class:`LoadSheet`.
         kept_tokens: how many tokens of the prefix cache, those used last, are kept for conversations that go on.
     """
-    return json.dumps([rank, kept_tokens, *(base64.b64encode(handle).decode() for handle in (area, sheet))])
+    return json.dumps([rank, mask_tokens, *(base64.b64encode(handle).decode() for handle in (area, sheet))])
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -227,9 +227,9 @@ def run_order(
 ) -> None:
     """Do what an order says and answer on its sheet; the first load of a layout is done by ``make_plan``."""
     ((order, _),) = named_tensors
-    rank, kept_tokens, *handles = json.loads(order)
+    rank, mask_tokens, *handles = json.loads(order)
     area, sheet = base64.b64decode(handles[0]), _open_sheet(base64.b64decode(handles[1]))
-    _last_load[:] = [(sheet, rank, kept_tokens)]
+    _last_load[:] = [(sheet, rank, mask_tokens)]
     try:
         with torch.no_grad():
             _load(model, area, sheet, rank, make_plan, copy)
@@ -248,17 +248,17 @@ def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: A
     if not _last_load:
         original(scheduler, *args)
         return
-    sheet, rank, kept_tokens = _last_load[0]
+    sheet, rank, mask_tokens = _last_load[0]
     if sheet.judge() is not None:
         return
     stood = time.monotonic() - scheduler._pause_started_at if scheduler._pause_started_at is not None else 0.0
     original(scheduler, *args)
     sheet.state[rank, load_report.STOOD_NANOSECONDS] = int(stood * 1e9)
-    forget_prefixes(scheduler.tree_cache, kept_tokens)
+    forget_prefixes(scheduler.tree_cache, mask_tokens)
 
 
-def forget_prefixes(cache: Any, kept_tokens: int = 0) -> None:
-    """Empty SGLang's prefix cache of what no running request holds, but for the ``kept_tokens`` that were used last.
+def forget_prefixes(cache: Any, mask_tokens: int = 0) -> None:
+    """Empty SGLang's prefix cache of what no running request holds, but for the ``mask_tokens`` that were used last.
 
     Entries belong to the version under which their conversations began, and those that begin later ask for a newer
     one. SGLang itself would keep them until its KV cache is full: hundreds of versions of a small model, a kilobyte of
@@ -266,7 +266,7 @@ def forget_prefixes(cache: Any, kept_tokens: int = 0) -> None:
     """
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    tokens = cache.evictable_size() - kept_tokens
+    tokens = cache.evictable_size() - mask_tokens
     if tokens > 0:
         cache.evict(EvictParams(num_tokens=tokens))  # SGLang begins with what was used longest ago
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 
 UNFINISHED = "unfinished"
 """Finish reason of a part: more is drawn after it."""
@@ -29,14 +29,14 @@ def join_parts(parts: Sequence[Completion], reason: str) -> Completion:
     if len(parts) == 1:
         (part,) = parts
         return part if part.finish_reason == reason else replace(part, finish_reason=reason)
-    kept_sets = [part.kept_sets for part in parts if part.kept_sets is not None]
+    sampling_masks = [part.sampling_masks for part in parts if part.sampling_masks is not None]
     expert_routes = [part.expert_routes for part in parts if part.expert_routes is not None]
     return Completion(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.policy_versions for part in parts]),
         reason,
-        KeptSets.join(kept_sets) if kept_sets else None,  # a part of no tokens has none
+        SamplingMasks.join(sampling_masks) if sampling_masks else None,  # a part of no tokens has none
         np.concatenate(expert_routes) if expert_routes else None,
     )
 
@@ -66,5 +66,5 @@ class PartStream:
         whole, sent = join_parts(parts, UNFINISHED), self._sent
         if len(whole.token_ids) > sent:
             ids, logprobs, versions = whole.token_ids[sent:], whole.logprobs[sent:], whole.policy_versions[sent:]
-            kept_sets = None if whole.kept_sets is None else whole.kept_sets[sent:]
-            self.send(Completion(ids, logprobs, versions, UNFINISHED, kept_sets))
+            sampling_masks = None if whole.sampling_masks is None else whole.sampling_masks[sent:]
+            self.send(Completion(ids, logprobs, versions, UNFINISHED, sampling_masks))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling, SamplingMaskMissing, SamplingMasks
 from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts
 from monarch_rl.generator.settings import recipe_flags
 from monarch_rl.generator.sglang_engine import EngineStopped, SglangEngine, io_structs
@@ -32,7 +32,7 @@ from monarch_rl.runtime.wait_registry import Wait
 
 
 @dataclass(eq=False, slots=True)
-class _Draw:
+class _Request:
     """A request that is in SGLang, or is to be sent to it."""
 
     prompt_ids: list[int]
@@ -87,9 +87,9 @@ class SchedulerRequests:
         self._sglang = sglang
         self._route_format = route_format
         self._seeds = seeds
-        self._unsent: list[_Draw] = []
+        self._unsent: list[_Request] = []
         """Those that the next message takes."""
-        self._running: dict[str, _Draw] = {}
+        self._running: dict[str, _Request] = {}
         """Those in SGLang, by its id."""
         self.idle = asyncio.Event()
         """Set while none is running."""
@@ -122,7 +122,7 @@ class SchedulerRequests:
             draw.interrupted = True
         self._sglang.manager.abort_request(abort_all=True)
 
-    def begin_anew(self) -> None:
+    def reset_versions(self) -> None:
         """Versions to come are another trainer's. End all requests: nobody wants what they draw any more."""
         self.version, self.beginnings = 0, self.beginnings + 1
         for draw in [*self._unsent, *self._running.values()]:
@@ -143,7 +143,7 @@ class SchedulerRequests:
         """Send one request to SGLang with all others of this turn; returns what it drew, maybe ``UNFINISHED``."""
         self._sglang.check()
         loop = asyncio.get_running_loop()
-        draw = _Draw(prompt_ids, sampling, stream, loop.create_future())
+        draw = _Request(prompt_ids, sampling, stream, loop.create_future())
         if not self._unsent and self.serving:
             loop.call_soon(self.send)
         self._unsent.append(draw)
@@ -191,7 +191,7 @@ class SchedulerRequests:
         began = sampling.conversation_version
         return self.version if began is None or not self.keeps_conversations else min(began, self.version)
 
-    def next_kept_tokens(self) -> int:
+    def next_mask_tokens(self) -> int:
         """Tokens of the prefix cache to keep in the commit that comes now.
 
         No entry that has been used within :data:`KEPT_COMMITS` commits is among the others, which were used longer ago.
@@ -201,7 +201,7 @@ class SchedulerRequests:
         self._used_tokens.append(0)
         return kept
 
-    def _forget(self, draw: _Draw) -> None:
+    def _forget(self, draw: _Request) -> None:
         """Nobody waits for it any more: have SGLang end it."""
         if draw in self._unsent:
             self._unsent.remove(draw)
@@ -209,7 +209,7 @@ class SchedulerRequests:
             self._leave(request_id)
             self._sglang.manager._dispatch_to_scheduler(io_structs().AbortReq(rid=request_id))
 
-    def _leave(self, request_id: str) -> _Draw:
+    def _leave(self, request_id: str) -> _Request:
         draw = self._running.pop(request_id)
         self.clock.leave()
         if not self._running:
@@ -242,7 +242,7 @@ class SchedulerRequests:
         if self._sglang.manager.rid_to_state:
             await handle(output)  # waits: for nothing but the event loop
 
-    def _take(self, output: Any, index: int, request_id: str, draw: _Draw, side: SideChannel) -> None:
+    def _take(self, output: Any, index: int, request_id: str, draw: _Request, side: SideChannel) -> None:
         """Read one request's share of a message. Its error is its own: SGLang would end this process for it."""
         finished = output.finished_reasons[index]
         try:
@@ -261,14 +261,14 @@ class SchedulerRequests:
                 self.turn_reads.add(len(draw.prompt_ids), cached_tokens, began < self.version)
             self._finish(self._leave(request_id), side)
 
-    def _add_part(self, part: Completion, draw: _Draw, last: bool) -> None:
-        if draw.sampling.truncated and len(part.token_ids) and part.kept_sets is None:
+    def _add_part(self, part: Completion, draw: _Request, last: bool) -> None:
+        if draw.sampling.truncated and len(part.token_ids) and part.sampling_masks is None:
             raise GenerationError("SGLang reported no kept sets, though it was asked for them")
         draw.parts.append(part)
         if not last and len(part.token_ids):
             draw.stream.send(part)
 
-    def _finish(self, draw: _Draw, side: SideChannel) -> None:
+    def _finish(self, draw: _Request, side: SideChannel) -> None:
         """SGLang is done with a request."""
         if draw.error is not None:
             _settle(draw, draw.error)
@@ -296,14 +296,14 @@ class SchedulerRequests:
         except GenerationError as error:
             _settle(draw, draw.error or error)
             return
-        _settle(draw, draw.error or join_parts(draw.parts or [_nothing_drawn()], unfinished))
+        _settle(draw, draw.error or join_parts(draw.parts or [_nothing_sampled()], unfinished))
 
 
-def _nothing_drawn() -> Completion:
+def _nothing_sampled() -> Completion:
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), UNFINISHED)
 
 
-def _settle(draw: _Draw, outcome: Completion | Exception) -> None:
+def _settle(draw: _Request, outcome: Completion | Exception) -> None:
     if draw.answer.done():  # who waited for it was cancelled
         return
     if isinstance(outcome, Exception):
@@ -326,7 +326,7 @@ class SideChannel:
     It is taken out of the messages, because SGLang would write it as base64 and as lists of Python's integers.
     """
 
-    kept_sets: list[KeptSets] = field(default_factory=list)
+    sampling_masks: list[SamplingMasks] = field(default_factory=list)
     """Of the tokens of each message."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """float32: of the tokens of each message among their kept sets."""
@@ -383,8 +383,8 @@ def take_side_channel(output: Any) -> list[SideChannel]:
     for side, mask in zip(sides, masks or [], strict=False):
         if mask is not None:
             try:
-                kept_sets = KeptSets(np.asarray(mask.lengths, np.int32), np.asarray(mask.token_ids, np.int32))
-                side.kept_sets.append(kept_sets)
+                sampling_masks = SamplingMasks(np.asarray(mask.lengths, np.int32), np.asarray(mask.token_ids, np.int32))
+                side.sampling_masks.append(sampling_masks)
             except ValueError as error:
                 side.error = GenerationError(f"SGLang reported {error}")
             side.logprobs.append(np.asarray(mask.logprobs, np.float32))
@@ -408,7 +408,7 @@ def read_reason(reason: dict[str, Any] | None, interrupted: bool = False) -> str
         return str(reason["type"])
     lost = any(words in str(reason.get("message")) for words in LOST_SETS)
     said = recipe_flags(f"the engine ended the request with {reason}")
-    raise (DrawLost if lost else GenerationError)(said)
+    raise (SamplingMaskMissing if lost else GenerationError)(said)
 
 
 def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED) -> Completion:
@@ -442,17 +442,17 @@ def _completion(
     tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: str, side: SideChannel | None
 ) -> Completion:
     """With kept sets, log-probs are those among them: that is how the tokens were drawn."""
-    if side is None or not side.kept_sets:
+    if side is None or not side.sampling_masks:
         return Completion(tokens, logprobs, versions, reason)
-    kept_sets, logprobs = KeptSets.join(side.kept_sets), np.concatenate(side.logprobs)
-    _check_kept_sets(tokens, kept_sets)
-    return Completion(tokens, logprobs, versions, reason, kept_sets)
+    sampling_masks, logprobs = SamplingMasks.join(side.sampling_masks), np.concatenate(side.logprobs)
+    _check_sampling_masks(tokens, sampling_masks)
+    return Completion(tokens, logprobs, versions, reason, sampling_masks)
 
 
-def _check_kept_sets(tokens: Sequence[int] | np.ndarray, kept_sets: KeptSets) -> None:
-    if len(kept_sets.counts) != len(tokens):
-        raise GenerationError(f"SGLang reported kept sets of {len(kept_sets.counts)} tokens, {len(tokens)} were drawn")
-    matches = kept_sets.ids == np.repeat(tokens, kept_sets.counts)
+def _check_sampling_masks(tokens: Sequence[int] | np.ndarray, sampling_masks: SamplingMasks) -> None:
+    if len(sampling_masks.counts) != len(tokens):
+        raise GenerationError(f"SGLang reported sampling masks of {len(sampling_masks.counts)} tokens, but sampled {len(tokens)}")
+    matches = sampling_masks.ids == np.repeat(tokens, sampling_masks.counts)
     if matches.sum() != len(tokens):  # ids of a set differ, so each has one match at most
         raise GenerationError("SGLang reported kept sets without the token that was drawn from them")
 
@@ -694,20 +694,20 @@ class EngineRequests:
         self._check_sampling(sampling)
         stream = PartStream(on_part)
         parts: list[Completion] = []
-        drawn_ids: list[int] = []
+        sampled_ids: list[int] = []
         rest, beginnings = sampling, self._scheduler.beginnings
         async with self._places:
             while True:
                 if self._scheduler.beginnings != beginnings:
                     raise GenerationError(ANOTHER_TRAINER)
-                part = await self._scheduler.draw(prompt_ids + drawn_ids if drawn_ids else prompt_ids, rest, stream)
+                part = await self._scheduler.draw(prompt_ids + sampled_ids if sampled_ids else prompt_ids, rest, stream)
                 parts.append(part)
                 self.generated_tokens += len(part.token_ids)
                 reason: str | None = part.finish_reason
                 if reason == UNFINISHED:
-                    drawn_ids += part.token_ids.tolist()
+                    sampled_ids += part.token_ids.tolist()
                     # The step that ended it may have drawn its last token.
-                    reason = finish_reason_of(drawn_ids, sampling, self._stop_ids(sampling))
+                    reason = finish_reason_of(sampled_ids, sampling, self._stop_ids(sampling))
                 if reason is not None:
                     self.finished_requests += 1
                     self.prompt_tokens += len(prompt_ids)
@@ -715,15 +715,15 @@ class EngineRequests:
                 routes_from = rest.expert_routes_from
                 if routes_from is not None and part.expert_routes is not None:
                     routes_from += len(part.expert_routes)
-                remaining = sampling.max_new_tokens - len(drawn_ids)
+                remaining = sampling.max_new_tokens - len(sampled_ids)
                 rest = replace(sampling, max_new_tokens=remaining, expert_routes_from=routes_from)
                 stream.send_rest(parts)
 
     # ---- for commits -------------------------------------------------------------------------------------------------
 
-    def next_kept_tokens(self) -> int:
+    def next_mask_tokens(self) -> int:
         """Tokens of the prefix cache to keep in the commit that comes now: what requests have used of late."""
-        return self._scheduler.next_kept_tokens()
+        return self._scheduler.next_mask_tokens()
 
     @property
     def running(self) -> int:
@@ -739,9 +739,9 @@ class EngineRequests:
         self._scheduler.serving = True
         self._scheduler.send()
 
-    def begin_anew(self) -> None:
-        """Versions to come are another trainer's: see :meth:`monarch_rl.generator.engine.Engine.begin_anew`."""
-        self._scheduler.begin_anew()
+    def reset_versions(self) -> None:
+        """Versions to come are another trainer's: see :meth:`monarch_rl.generator.engine.Engine.reset_versions`."""
+        self._scheduler.reset_versions()
 
     def interrupt_running(self) -> None:
         """Tell SGLang to end the running requests; each is resumed from what it drew once requests are sent again."""

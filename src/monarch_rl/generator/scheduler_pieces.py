@@ -13,7 +13,7 @@ from functools import partial, partialmethod
 from typing import Any
 
 from monarch_rl.runtime import device_work
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import GpuOperation
 from monarch_rl.weights.area import Area, attach
 
 VARIABLE = "MONARCH_RL_SCHEDULER_PIECES"
@@ -22,7 +22,7 @@ _FORMAT = struct.Struct("<dd112s")
 """Since when, limit, what; all 0 where nothing is under way."""
 
 
-class SchedulerPieces:
+class SchedulerOperations:
     """The generator's end. Makes the memory, and sets the environment that schedulers are started with.
 
     Args:
@@ -34,18 +34,18 @@ class SchedulerPieces:
         self._memory = self._area.buffer.numpy().data
         os.environ[VARIABLE] = self._area.handle.hex()
 
-    def reader(self, rank: int) -> Callable[[], Piece | None]:
+    def reader(self, rank: int) -> Callable[[], GpuOperation | None]:
         """A function that returns what the GPU of ``rank`` has not ended. It keeps the memory."""
         return partial(self._read, rank)
 
-    def _read(self, rank: int) -> Piece | None:
+    def _read(self, rank: int) -> GpuOperation | None:
         since, limit_s, what = _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)
         if not since or _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)[0] != since:
             return None  # it is being written, so the scheduler goes on
-        return Piece(what.rstrip(b"\0").decode(errors="replace"), since, limit_s)
+        return GpuOperation(what.rstrip(b"\0").decode(errors="replace"), since, limit_s)
 
 
-def _write(memory: memoryview, rank: int, piece: Piece | None) -> None:
+def _write(memory: memoryview, rank: int, piece: GpuOperation | None) -> None:
     since, limit_s, what = (piece.since, piece.limit_s, piece.what) if piece is not None else (0.0, 0.0, "")
     struct.pack_into("<d", memory, rank * _FORMAT.size, 0.0)
     struct.pack_into("<d112s", memory, rank * _FORMAT.size + 8, limit_s, what.encode()[:112])

@@ -14,7 +14,7 @@ import torch
 
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
-from monarch_rl.generator.scheduler_pieces import SchedulerPieces
+from monarch_rl.generator.scheduler_pieces import SchedulerOperations
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.network import held_port
 
@@ -32,7 +32,7 @@ class SglangEngine:
         launcher: ThreadPoolExecutor,
         replica: str,
         ranks: int,
-        pieces: SchedulerPieces | None,
+        pieces: SchedulerOperations | None,
         errors: ErrorFile,
     ) -> None:
         self.engine = engine
@@ -62,7 +62,7 @@ class SglangEngine:
         Raises RuntimeError if SGLang does not start.
         """
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
-        pieces = SchedulerPieces(ranks) if torch.accelerator.is_available() else None
+        pieces = SchedulerOperations(ranks) if torch.accelerator.is_available() else None
         errors = ErrorFile()
         with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
             arguments = arguments | {"nccl_port": port}

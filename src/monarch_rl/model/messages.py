@@ -59,7 +59,7 @@ class ParsedReply:
     """In order. Check ``error`` before carrying one out."""
 
 
-class Spoken(Protocol):
+class MessageLike(Protocol):
     """Whatever else has a role and content."""
 
     @property
@@ -73,7 +73,7 @@ class Spoken(Protocol):
         ...
 
 
-AnyMessage: TypeAlias = Message | Spoken | Mapping[str, Any]
+AnyMessage: TypeAlias = Message | MessageLike | Mapping[str, Any]
 Messages: TypeAlias = str | AnyMessage | Iterable[AnyMessage]
 """Text, which is a user's message, a message, or several. A message may be a mapping, as data sets hold them."""
 

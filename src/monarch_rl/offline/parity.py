@@ -198,12 +198,12 @@ async def _draw(
     engine = await within(limit_s, starting, "the engine to start", on="the engine")
     try:
         what = f"{sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
-        await within(deadline_s, _draw_all(folder, engine, prompt_sets, expert_routes), what, on="the engine")
+        await within(deadline_s, _sample_all(folder, engine, prompt_sets, expert_routes), what, on="the engine")
     finally:
         await engine.shutdown()
 
 
-async def _draw_all(folder: Path, engine: Engine, prompt_sets: Sequence[PromptSet], expert_routes: bool) -> None:
+async def _sample_all(folder: Path, engine: Engine, prompt_sets: Sequence[PromptSet], expert_routes: bool) -> None:
     for index, prompt_set in enumerate(prompt_sets):
         sampling = replace(prompt_set.sampling, expert_routes_from=0 if expert_routes else None)
         # waits: within _draw's deadline

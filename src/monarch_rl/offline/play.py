@@ -21,9 +21,9 @@ from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
-from monarch_rl.rollout.evaluation import Played
+from monarch_rl.rollout.evaluation import EpisodeResult
 from monarch_rl.rollout.frozen import connect
-from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
@@ -69,9 +69,9 @@ class Table:
         self._settings, self._share = settings, settings.bound(limit).share(settings.group_size)
         self._scorer = Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up)
         here = EngineHere(engine, settings.generate_limit_s)
-        self._player = EpisodePlayer(here, template, settings, self._scorer, limit)
+        self._player = EpisodeRunner(here, template, settings, self._scorer, limit)
 
-    async def train_episode(self, index: int, episode: int = 0) -> Played:
+    async def train_episode(self, index: int, episode: int = 0) -> EpisodeResult:
         """Play the training item of a cursor as a run would, for the place ``episode`` of its group. Rewards that
         compare a group, and stages, are not computed."""
         try:
@@ -84,7 +84,7 @@ class Table:
         task, item = self.task.player_of(item)
         return await self.play(task, item, index, sampling, index)
 
-    async def play(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+    async def play(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         """Play an item, with an episode's share of the group's bound. Failures of the episode are values."""
         try:
             return await self._player.play(task, index, item, sampling, group, self._share)

@@ -19,7 +19,7 @@ from monarch_rl.watch.watch import Watch
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunComponents:
     """What a run consists of once its actors are there."""
 
     actors: Actors

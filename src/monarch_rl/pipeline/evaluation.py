@@ -65,7 +65,7 @@ async def evaluate(
     return Evaluation.joined(parts)
 
 
-def items_to_play(task: Task | None, held_out: str, most: int) -> int:
+def items_to_run(task: Task | None, held_out: str, most: int) -> int:
     """How many items of a held-out set to play: all of a named one, of the first one (the name is empty) ``most``.
 
     Raises ValueError if the task has no such set, or nothing is in it.
@@ -206,7 +206,7 @@ class Evaluations:
         settings, run, results = self._settings.evaluation, self._settings, list[Evaluation]()
         measured = set[str]()
         for name in [held_out] if held_out else settings.sets or ("",):
-            items = items_to_play(self._task, name, run.held_out)
+            items = items_to_run(self._task, name, run.held_out)
             replicas, workers = len(self._publisher.generators), len(self._workers.handles)
             places = settings.places(self._requests * replicas, workers) if beside else None
             # A version that cannot be delivered ends the evaluation, too.

@@ -322,14 +322,14 @@ class FrozenPool(ActorPool[FrozenEngine]):
         flag = FrozenSettings.flag("request_deadline_s")
         return Dispatcher(replicas, s.request_deadline_s, self.kind, flag, s.request_losses)
 
-    async def tell_lost(self, workers: ActorPool[RolloutWorker]) -> None:
+    async def note_lost_engine(self, workers: ActorPool[RolloutWorker]) -> None:
         """Have everybody know which replicas take no requests."""
         key, lost = self.model.key, self.lost
         replicas_of(key).update_replicas([], lost)
         what = f"to take note of the lost engines of {self.kind}"
         await workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.update_frozen.call_one(key, lost))
 
-    async def tell_new(self, workers: ActorPool[RolloutWorker], index: int) -> list[int]:
+    async def note_new_engine(self, workers: ActorPool[RolloutWorker], index: int) -> list[int]:
         """Have everybody ask the new engine; returns the workers that did not take note of it."""
         key, handle = self.model.key, self.latest[index]
         replicas_of(key).replace(index, handle)

@@ -99,7 +99,7 @@ class Observer:
         self._engines |= engines  # a replica that did not answer is counted from its last answer
         return values
 
-    def made_again(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
+    def replayed_metrics(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
         """Metrics of a step that was made again from the journal: those of the update and of the buffer.
 
         Args:

@@ -58,7 +58,7 @@ class SwapReport:
 
 
 @dataclass(frozen=True)
-class FrozenWeights:
+class BaseWeights:
     """The weights that training leaves as they are: no version has them, trainer and generators must both hold them."""
 
     manifest: Manifest
@@ -67,7 +67,7 @@ class FrozenWeights:
 
     async def verify(self, index: int, generator: Generator) -> None:
         """Raise if a generator holds another model than the one whose adapters are trained."""
-        call = generator.verify_frozen.call_one(self.manifest, self.checksums)
+        call = generator.verify_base_weights.call_one(self.manifest, self.checksums)
         await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
 
 
@@ -81,9 +81,7 @@ class Publisher:
         frozen: the weights that versions leave out; None if versions are whole.
     """
 
-    def __init__(
-        self, meeting: Meeting, buffer: Buffer, replicas: Replicas, frozen: FrozenWeights | None = None
-    ) -> None:
+    def __init__(self, meeting: Meeting, buffer: Buffer, replicas: Replicas, frozen: BaseWeights | None = None) -> None:
         self.meeting, self.replicas = meeting, replicas
         self.last: SwapReport | None = None
         """Of the newest version that is served."""
@@ -116,7 +114,7 @@ class Publisher:
             update_workers: called when rollout workers should ask other replicas than before.
         """
         meeting = Meeting(trainer, members(trainer), await _plan(trainer, dtype), settings)
-        replicas, frozen = Replicas(update_workers), await _frozen_weights(trainer, dtype)
+        replicas, frozen = Replicas(update_workers), await _base_weights(trainer, dtype)
         if frozen is not None:
             for index, generator in generators.items():
                 await frozen.verify(index, generator)
@@ -301,7 +299,7 @@ async def _plan(trainer: Trainer, dtype: str) -> Manifest:
     return make_manifest(tensors, [runs for _, _, runs in by_rank])
 
 
-async def _frozen_weights(trainer: Trainer, dtype: str) -> FrozenWeights | None:
+async def _base_weights(trainer: Trainer, dtype: str) -> BaseWeights | None:
     """The weights that no trainer rank changes, with checksums of them in ``dtype``; None if all are trained."""
     call = trainer.frozen_checksums.call(dtype)
     answers = await within(
@@ -312,7 +310,7 @@ async def _frozen_weights(trainer: Trainer, dtype: str) -> FrozenWeights | None:
     if not tensors:
         return None
     specs, nbytes = lay_out([(name, shape, getattr(torch, dtype)) for name, shape in tensors])
-    return FrozenWeights(Manifest(specs, nbytes, ()), add_checksums([sums for _, sums in by_rank]))
+    return BaseWeights(Manifest(specs, nbytes, ()), add_checksums([sums for _, sums in by_rank]))
 
 
 def _retrieve(delivery: asyncio.Task[None]) -> None:
@@ -335,7 +333,7 @@ class Member(Protocol):
 
 
 @dataclass(eq=False)
-class JointCall:
+class GroupCall:
     """One of several calls that are answered together."""
 
     name: str
@@ -352,11 +350,11 @@ class JointCall:
     """Why the replica is lost; done when it is."""
 
 
-class JointCalls:
+class GroupCalls:
     """The calls under way of one meeting."""
 
     def __init__(self) -> None:
-        self._under_way: list[JointCall] = []
+        self._under_way: list[GroupCall] = []
 
     def lose(self, replica: Replica, why: str) -> None:
         """Do not wait for this replica any more."""
@@ -364,7 +362,7 @@ class JointCalls:
             if call.replica is replica and not call.lost.done():
                 call.lost.set_result(why)
 
-    async def run(self, calls: list[JointCall], deadline_s: float) -> list[Any]:
+    async def run(self, calls: list[GroupCall], deadline_s: float) -> list[Any]:
         """Await all calls, each within ``deadline_s``; once one has failed, tell the others' actors to abort.
 
         Returns:
@@ -387,13 +385,13 @@ class JointCalls:
                 wait.cancel()
 
 
-def _aborts(call: JointCall, why: str) -> list[Awaitable[None]]:
+def _aborts(call: GroupCall, why: str) -> list[Awaitable[None]]:
     """Tell all that are called to end what they do."""
     what = f"{call.name} to abort a transfer"
     return [within(CALL_DEADLINE_S, member.weights_abort.call_one(why), what, on=call.name) for member in call.members]
 
 
-async def _answer_or_loss(call: JointCall, deadline_s: float) -> Any:
+async def _answer_or_loss(call: GroupCall, deadline_s: float) -> Any:
     """The answer to a call. Raises RuntimeError if its replica is lost meanwhile: one that hangs never answers."""
     answer = asyncio.ensure_future(within(deadline_s, call.answer, f"{call.name} {call.what}", on=call.name))
     try:
@@ -437,7 +435,7 @@ class Meeting:
         self.connected: list[Replica] | None = None
         """The replicas that the trainer ranks are connected with; None if they must be connected again."""
         self._trainer, self._ranks = trainer, ranks
-        self._joint = JointCalls()
+        self._joint = GroupCalls()
 
     async def set_up_trainer(self) -> None:
         """Make room for snapshots on every trainer rank."""
@@ -459,11 +457,11 @@ class Meeting:
         addresses = [address for _, address in sorted(opened.values())]
         count = len(replicas)
         meeting = self._trainer.weights_connect.call(addresses, count)
-        calls = [JointCall("trainer ranks", "to meet the generators", meeting, self._ranks)]
+        calls = [GroupCall("trainer ranks", "to meet the generators", meeting, self._ranks)]
         what = "to meet the trainer ranks"
         for position, replica in enumerate(replicas):
             connecting = replica.handle.weights_connect.call_one(addresses, position, count)
-            calls.append(JointCall(replica.name, what, connecting, [replica.handle], replica))
+            calls.append(GroupCall(replica.name, what, connecting, [replica.handle], replica))
         for answer in await self._joint.run(calls, self._deadline_s):
             if isinstance(answer, BaseException):
                 raise answer
@@ -489,13 +487,13 @@ class Meeting:
         """
         snapshot, what = snapshot_index(version), f"to send version {version}"
         calls = [
-            JointCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
+            GroupCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
             for r, rank in enumerate(self._ranks)
         ]
         what = f"to receive version {version}"
         for replica in replicas:
             receiving = replica.handle.receive.call_one(version, snapshot)
-            calls.append(JointCall(replica.name, what, receiving, [replica.handle], replica))
+            calls.append(GroupCall(replica.name, what, receiving, [replica.handle], replica))
         answers = await self._joint.run(calls, self._deadline_s)
         received = answers[len(self._ranks) :]
         sums: list[np.ndarray] = []
@@ -543,7 +541,7 @@ class Meeting:
         waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
         return await asyncio.gather(*waits, return_exceptions=True)
 
-    async def silent_rank(self) -> str | None:
+    async def unresponsive_rank(self) -> str | None:
         """What is wrong with a trainer rank that does not answer; None if all answer."""
         asked = [silence_of(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)
@@ -741,7 +739,7 @@ class Delivery:
     async def _all_ready(self, replicas: list[Replica]) -> Failures:
         """Ask every member whether it is there; returns the replicas that do not answer. Raises PublishError."""
         asked = [replica for replica in replicas if replica in self._replicas]
-        absent, rank = await asyncio.gather(silent(asked), self._meeting.silent_rank())
+        absent, rank = await asyncio.gather(silent(asked), self._meeting.unresponsive_rank())
         if rank is not None:
             raise PublishError(f"version {self.version} cannot be sent: {rank}")
         return {replica: PublishError(why) for replica, why in absent.items()}
@@ -758,7 +756,7 @@ class Delivery:
 
     async def _blame_trainer(self, error: Exception) -> None:
         """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""
-        rank = await self._meeting.silent_rank()
+        rank = await self._meeting.unresponsive_rank()
         if rank is not None:
             raise PublishError(f"version {self.version} could not be sent: {rank} ({last_line(error)})") from error
 

@@ -199,7 +199,7 @@ class Recovery:
         if pool is self._generators:
             await self._publisher.remove_replica(index, last_line(cause))
         elif isinstance(pool, FrozenPool):
-            await pool.tell_lost(self._workers)
+            await pool.note_lost_engine(self._workers)
         else:
             await self._detach_worker(index)
 
@@ -266,8 +266,8 @@ class Recovery:
 
     async def _start_frozen(self, pool: FrozenPool, index: int) -> None:
         await pool.start(index)
-        self._lose_workers(await pool.tell_new(self._workers, index), pool.name(index))
-        await pool.tell_lost(self._workers)
+        self._lose_workers(await pool.note_new_engine(self._workers, index), pool.name(index))
+        await pool.note_lost_engine(self._workers)
 
     async def _detach_worker(self, index: int) -> None:
         """End a lost worker, and have others start its groups again."""
@@ -293,8 +293,8 @@ class Recovery:
             known |= new
         for pool, before in zip(self._frozen, frozen, strict=True):
             for other in [i for i, handle in pool.latest.items() if before[i] is not handle]:
-                self._lose_workers(await pool.tell_new(self._workers, other), pool.name(other))
-            await pool.tell_lost(self._workers)
+                self._lose_workers(await pool.note_new_engine(self._workers, other), pool.name(other))
+            await pool.note_lost_engine(self._workers)
         await self._publisher.update_dispatch()
         if self._running is not None and index not in self._running:  # rolling_out may have begun meanwhile
             self._begin_run(index)

@@ -15,7 +15,7 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
-from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
+from monarch_rl.trainer.known_steps import JournalBatch, StepReplay
 
 Shown = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
 """What is done with each step: its number, its metrics by trainer rank, and the buffer's counts after it."""
@@ -45,8 +45,8 @@ async def make_again(
     for version in range(first, last):
         call, step = actors.trainer.make_again.call(version, version + 1 == last), version + 1
         what = f"trainer ranks to make step {step} again from the journal"
-        made: list[MadeAgain] = list((await within(limit_s, call, what, on="trainer ranks")).values())
-        noting = actors.buffer.made_again.call_one(step, made[0].group_ids, made[0].lag_counts)
+        made: list[StepReplay] = list((await within(limit_s, call, what, on="trainer ranks")).values())
+        noting = actors.buffer.note_replayed.call_one(step, made[0].group_ids, made[0].lag_counts)
         counts = await within(CALL_DEADLINE_S, noting, "the buffer to note the step", on="buffer")
         of_ranks = [rank.equal for rank in made]
         equal.append(None if None in of_ranks else all(of_ranks))
@@ -55,7 +55,7 @@ async def make_again(
     yield said_of(steps, equal)
 
 
-def common(by_rank: Sequence[Sequence[KnownBatch]]) -> int:
+def common(by_rank: Sequence[Sequence[JournalBatch]]) -> int:
     """How many batches all ranks have, from the first on. Ranks of a run that was lost several times may have taken
     different ones at last."""
     together = zip(*by_rank, strict=False)

@@ -166,7 +166,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
 
 
-def how_to_go_on(run: Path) -> str:
+def how_to_resume(run: Path) -> str:
     """What to tell who has interrupted a run."""
     if not complete(run / FOLDER):
         return "it has no checkpoint to go on from"

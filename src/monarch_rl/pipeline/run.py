@@ -33,7 +33,7 @@ from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import captures
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
-from monarch_rl.pipeline.components import Parts
+from monarch_rl.pipeline.components import RunComponents
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, Shown
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
@@ -42,7 +42,7 @@ from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import make_again
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, note_settings, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
@@ -57,7 +57,7 @@ from monarch_rl.pipeline.start import (
     start_actors,
     update,
 )
-from monarch_rl.pipeline.warm_restart import Kept, keep_what_lives
+from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
@@ -107,7 +107,7 @@ class Run:
         cluster: Cluster | None = None,
         folder: Path | None = None,
         resumed: Resumed | None = None,
-        kept: Kept | None = None,
+        kept: Survivors | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
         self.resumed = resumed
@@ -122,7 +122,7 @@ class Run:
         self._best = BestResult(settings.evaluation.best_metric, folder, known)
         self._lifetimes, self._cluster = lifetimes, cluster
         self._task = asyncio.current_task()
-        self._begun: Parts | None = None
+        self._begun: RunComponents | None = None
         self._kept = kept
         self._frozen = FrozenPlans(kept.actors.frozen if kept else ())
         self._rollouts: AsyncExitStack | None = None
@@ -145,7 +145,7 @@ class Run:
         cluster: Cluster | None = None,
         folder: Path | None = None,
         resumed: Resumed | None = None,
-        kept: Kept | None = None,
+        kept: Survivors | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
 
@@ -166,7 +166,7 @@ class Run:
                 raise
 
     @property
-    def _parts(self) -> Parts:
+    def _parts(self) -> RunComponents:
         if self._begun is None:
             raise RuntimeError("the run has no actors yet: await run.start(...) first")
         return self._begun
@@ -299,7 +299,7 @@ class Run:
             *(Shown(metrics, console).evaluation, self._best, self.on_best, checkpoints),
         )
         self._lifetimes.callback(evaluations.cancel)
-        begun = Parts(
+        begun = RunComponents(
             *(actors, publisher, observer, recovery, failures, meter, watch, *shown, evaluations, checkpoints)
         )
         await self._lifetimes.enter_async_context(failures.summed_up(observer, begun.note))
@@ -335,7 +335,7 @@ class Run:
         async def log(step: int, figures: list[dict[str, float]], counts: Counts) -> None:
             self.version = step
             if metrics is not None:
-                metrics.log(step, observer.made_again(figures, counts))
+                metrics.log(step, observer.replayed_metrics(figures, counts))
             if rollouts is not None:
                 rollouts.append(await rollouts.gather())
 
@@ -560,7 +560,7 @@ class Run:
         except (Exception, asyncio.CancelledError) as failed:  # the end of the run has another reason, which is told
             logger.error("no last checkpoint: %s", last_line(failed))
 
-    async def _save_progress(self, parts: Parts) -> None:
+    async def _save_progress(self, parts: RunComponents) -> None:
         assert parts.checkpoints is not None
         await parts.checkpoints.alive()
         held = await parts.checkpoints.hold()
@@ -642,7 +642,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             if (number := cluster.interrupts.received) is None:
                 raise
             if cluster.interrupts.reason is None:  # else the signal was this process's own, because of a loss
-                print(f"interrupted: exit code {128 + number}; {how_to_go_on(folder)}")
+                print(f"interrupted: exit code {128 + number}; {how_to_resume(folder)}")
             raise KeyboardInterrupt from None
         print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder}")
 
@@ -651,7 +651,7 @@ async def _train(
     train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path, resumed: Resumed | None
 ) -> Path | None:
     """The folder to which the recipe saved the model, if it did. Calls it again where the run keeps what lives."""
-    kept: Kept | None = None
+    kept: Survivors | None = None
     while True:
         runs: list[Run] = []
         called = _called(train, settings, Run.open(settings, cluster, folder, resumed, kept), runs)
@@ -666,7 +666,7 @@ async def _train(
                 raise kept.cause from error
             if begun is None:
                 raise
-            kept = await keep_what_lives(error, begun, settings, cluster, folder, resumed)
+            kept = await find_survivors(error, begun, settings, cluster, folder, resumed)
             if kept is None:
                 raise
             resumed = kept.resumed

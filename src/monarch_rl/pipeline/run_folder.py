@@ -58,7 +58,7 @@ def noted(folder: Path, interrupts: Interrupts) -> Iterator[None]:
     except BaseException as error:
         reason = interrupts.reason or error
         interrupted = interrupts.received is not None and interrupts.reason is None
-        goes_on = not interrupted and may_go_on(reason)
+        goes_on = not interrupted and may_resume(reason)
         cause = signal_name(interrupts.received or 0) if interrupted else _said(reason)
         note_state(folder, "interrupted" if interrupted else "failed", cause, goes_on)
         raise
@@ -81,7 +81,7 @@ def going_on_after_a_loss(restarts: int) -> Iterator[None]:
     except Exception as error:
         run = _run_of_this_process
         started_again = supervisor.NOTES in os.environ or launched_by_torchrun()
-        if not restarts or run is None or started_again or not may_go_on(error) or not complete(run / "checkpoints"):
+        if not restarts or run is None or started_again or not may_resume(error) or not complete(run / "checkpoints"):
             raise
         traceback.print_exc()
         program = [sys.executable, *sys.orig_argv[1:]]
@@ -91,7 +91,7 @@ def going_on_after_a_loss(restarts: int) -> Iterator[None]:
 _run_of_this_process: Path | None = None
 
 
-def may_go_on(error: BaseException) -> bool:
+def may_resume(error: BaseException) -> bool:
     """Whether a run that this error ended may be resumed by itself."""
     while isinstance(error, ActorError):
         error = error.exception

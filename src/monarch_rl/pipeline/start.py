@@ -245,7 +245,7 @@ def replica_updates(workers: ActorPool[RolloutWorker], frozen: Sequence[FrozenPo
             told.clear()
             all_told_at = now()
             for pool in frozen:
-                await pool.tell_lost(workers)
+                await pool.note_lost_engine(workers)
         news = {i: worker for i, worker in workers.handles.items() if told.get(i) != (worker, paused, lost)}
         what = "to take note of the replicas"
         answers = await workers.ask(

@@ -19,10 +19,10 @@ from pathlib import Path
 from monarch_rl.checkpoint.folders import complete
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
-from monarch_rl.pipeline.components import Parts
+from monarch_rl.pipeline.components import RunComponents
 from monarch_rl.pipeline.recovery import LOSSES, LostProcesses
 from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
-from monarch_rl.pipeline.run_folder import may_go_on
+from monarch_rl.pipeline.run_folder import may_resume
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.cluster import Cluster
@@ -35,7 +35,7 @@ LOST = "trainer with its buffer"
 
 
 @dataclass(frozen=True)
-class Kept:
+class Survivors:
     """What a run goes on with."""
 
     actors: Actors
@@ -54,9 +54,14 @@ class Kept:
         _forget_frames(self.cause)
 
 
-async def keep_what_lives(
-    error: Exception, parts: Parts, settings: RunSettings, cluster: Cluster, folder: Path, before: Resumed | None
-) -> Kept | None:
+async def find_survivors(
+    error: Exception,
+    parts: RunComponents,
+    settings: RunSettings,
+    cluster: Cluster,
+    folder: Path,
+    before: Resumed | None,
+) -> Survivors | None:
     """What a run that ``error`` has ended goes on with; None if it has to end.
 
     Args:
@@ -64,11 +69,11 @@ async def keep_what_lives(
         before: what it went on from already.
     """
     interrupts, checkpoints = cluster.interrupts, parts.checkpoints
-    may = settings.checkpoint.restarts > 0 and may_go_on(error) and not (interrupts.received or interrupts.reason)
+    may = settings.checkpoint.restarts > 0 and may_resume(error) and not (interrupts.received or interrupts.reason)
     since = 0 if before is None else before.version
     if not may or checkpoints is None:
         return None
-    if not await _goes_on_newer(checkpoints, folder, since) or not await _lost(checkpoints):
+    if not await _has_newer_resume(checkpoints, folder, since) or not await _lost(checkpoints):
         return None
     lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
     losses.note_lost(LOST, error)
@@ -84,7 +89,7 @@ async def keep_what_lives(
     except Exception as refused:  # what ended the run first is told
         logger.error("the run does not go on with what it has kept: %s", last_line(refused))
         return None
-    return Kept(parts.actors, resumed, error, lost_at, losses)
+    return Survivors(parts.actors, resumed, error, lost_at, losses)
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -101,7 +106,7 @@ def _forget_frames(error: BaseException) -> None:
         left += known.exceptions if isinstance(known, BaseExceptionGroup) else ()
 
 
-async def _goes_on_newer(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
+async def _has_newer_resume(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
     """Whether there is a checkpoint after step ``since``, or will be."""
     if checkpoints.writing:
         return True

@@ -2,7 +2,7 @@
 
 A *branch* is one way in which a play went: a line for each seat. A *line* is a conversation and the turns that it
 consists of. A fork goes on from what there was until then; these turns are the same objects in both, which is how a
-shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (:class:`Pieces`). A branch
+shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (:class:`TurnSplits`). A branch
 that has nothing but what its forks took over is their common beginning. Every other one is a leaf, of which each line
 becomes a sequence (``sequences.py``).
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import Turn
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.sampling import KeptSets
+from monarch_rl.episode.sampling import SamplingMasks
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.tasks.task import GroupFull
 
@@ -72,7 +72,7 @@ class Line:
         return sum(len(turn.token_ids) for turn in self.turns[:turns])
 
     @property
-    def begun_logprobs(self) -> np.ndarray:
+    def shared_logprobs(self) -> np.ndarray:
         """float32, of the tokens that the next turn has begun with."""
         n = len(self.conversation.begun)
         return self.turns[-1].logprobs[-n:] if n else np.zeros(0, np.float32)
@@ -147,7 +147,7 @@ class Branch:
     """The turns that it began with."""
 
     @property
-    def is_unplayed(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it is a fork that has not come to anything of its own."""
         has_outcome = any(line.has_outcome for line in self.lines.values())
         return self.origin is not None and self.turns == self.taken_over and not has_outcome
@@ -251,10 +251,10 @@ class Branches:
         self._lines += len(lines)
         return fork
 
-    def drop_unplayed(self) -> None:
+    def drop_empty(self) -> None:
         """Take back forks that were made and not played, before which the episode has ended."""
         for branch in reversed(self.all):  # forks stand behind what they were forked from
-            if branch.is_unplayed and branch.forked_at < 0:
+            if branch.is_empty and branch.forked_at < 0:
                 self.all.remove(branch)
                 shared = [fork.taken_over for fork in self.all if fork.origin is branch.origin]
                 branch.origin.forked_at = max(shared, default=-1)  # type: ignore[union-attr]
@@ -319,13 +319,13 @@ def beginning(spans: Spans, tokens: int) -> Spans:
 
 def joined(begun: Turn, rest: Turn) -> Turn:
     """One turn of both."""
-    kept = [turn.kept_sets for turn in (begun, rest) if turn.kept_sets is not None]
+    kept = [turn.sampling_masks for turn in (begun, rest) if turn.sampling_masks is not None]
     return Turn(
         np.concatenate([begun.token_ids, rest.token_ids]),
         np.concatenate([begun.logprobs, rest.logprobs]),
         np.concatenate([begun.policy_versions, rest.policy_versions]),
         np.concatenate([begun.trainable, rest.trainable]),
-        KeptSets.join(kept) if kept else None,
+        SamplingMasks.join(kept) if kept else None,
     )
 
 
@@ -338,12 +338,12 @@ def cut(turn: Turn, start: int, end: int) -> Turn:
         turn.logprobs[start:end],
         turn.policy_versions[start:end],
         turn.trainable[start:end],
-        None if turn.kept_sets is None else turn.kept_sets[start:end],
+        None if turn.sampling_masks is None else turn.sampling_masks[start:end],
         turn.reward if end == len(turn.token_ids) else None,
     )
 
 
-class Pieces:
+class TurnSplits:
     """Cuts the turns of a play.
 
     Args:

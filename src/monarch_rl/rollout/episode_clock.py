@@ -45,7 +45,7 @@ class Playing:
         self.clock, self.group = clock, group
 
 
-PLAYING: ContextVar[Playing | None] = ContextVar("monarch_rl_playing", default=None)
+RUNNING_EPISODE: ContextVar[Playing | None] = ContextVar("monarch_rl_playing", default=None)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def outside() -> Iterator[None]:
 
     Raises RuntimeError if the episode is over: code of it that still runs asks nobody any more.
     """
-    playing = PLAYING.get()
+    playing = RUNNING_EPISODE.get()
     if playing is None:
         yield
         return
@@ -72,7 +72,7 @@ def outside() -> Iterator[None]:
 OWN_CODE = "the episode's own code"
 
 
-class OwnTime:
+class EpisodeClock:
     """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn, and
     while a judge is asked.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from monarch_rl.algorithms.estimates import default_ks, pass_at_k, share_interval
-from monarch_rl.episode.episode import Episode, means_of_parts
+from monarch_rl.episode.episode import Episode, mean_parts
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.episode_failed import EpisodeFailed
@@ -20,11 +20,11 @@ from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 
-Played = list[Episode] | EpisodeFailed
+EpisodeResult = list[Episode] | EpisodeFailed
 """What an episode became: its sequences, or why there are none."""
 SeatReward = tuple[float, dict[str, float]]
 """The reward of a seat's sequence, and its named parts."""
-PlayItem = Callable[[Task, Any, int, Sampling, int], Awaitable[Played]]
+RunItem = Callable[[Task, Any, int, Sampling, int], Awaitable[EpisodeResult]]
 """``play(task, item, index, sampling, group)``."""
 
 
@@ -126,7 +126,7 @@ class Evaluation:
 
     @classmethod
     def of(
-        cls, plan: EvaluationPlan, indices: Sequence[int], played: Sequence[tuple[str, Sequence[Played]]]
+        cls, plan: EvaluationPlan, indices: Sequence[int], played: Sequence[tuple[str, Sequence[EpisodeResult]]]
     ) -> Evaluation:
         """The result of the episodes of each item, with the name of its task."""
         plays = [play for _, of_item in played for play in of_item]
@@ -190,7 +190,7 @@ class Evaluation:
         for (task, seat), of_seat in self.by_seat.items():
             name = f"{group}/{task}/seat/{seat}" if len(tasks) > 1 else f"{group}/seat/{seat}"
             values[name] = float(np.mean([reward for reward, _ in of_seat]))
-            means = means_of_parts([parts for _, parts in of_seat])
+            means = mean_parts([parts for _, parts in of_seat])
             values |= {f"{name}/{part}": mean for part, mean in means.items()}
         if self.versions is not None:
             values[f"{group}/oldest_version"], values[f"{group}/newest_version"] = map(float, self.versions)
@@ -200,7 +200,7 @@ class Evaluation:
         """Of some items; each part of a reward over the episodes that have it."""
         episodes = [episode for item in items for episode in self.parts[item]]
         played = [of_episode for of_episode in episodes if of_episode is not None]
-        values = means_of_parts(played) if parts else {}
+        values = mean_parts(played) if parts else {}
         values["accuracy"] = float(np.mean(self.rewards[items] >= 1.0))
         values["reward"] = float(np.mean(self.rewards[items]))
         values["failed"] = float(len(episodes) - len(played))
@@ -219,10 +219,10 @@ class Evaluation:
             by_item = self.pass_at(k)
             passed += f", pass@{k} {by_item.mean():.1%} [{'{:.1%}, {:.1%}'.format(*share_interval(by_item))}]"
         said = f"held-out accuracy {self.accuracy:.1%} [{low:.1%}, {high:.1%}]{passed}"
-        return f"{self.drawn_by}: {said}, mean reward {np.mean(self.rewards):.3f}{failed}"
+        return f"{self.sampled_by}: {said}, mean reward {np.mean(self.rewards):.3f}{failed}"
 
     @property
-    def drawn_by(self) -> str:
+    def sampled_by(self) -> str:
         """The verified versions that drew the tokens, in words."""
         oldest, newest = self.versions or (0, 0)
         return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
@@ -233,10 +233,10 @@ def _mean_reward(play: Sequence[Episode]) -> float:
 
 
 def _parts(play: Sequence[Episode]) -> dict[str, float]:
-    return means_of_parts([sequence.parts for sequence in play])
+    return mean_parts([sequence.parts for sequence in play])
 
 
-def _by_seat(played: Iterable[tuple[str, Sequence[Played]]]) -> dict[tuple[str, str], list[SeatReward]]:
+def _by_seat(played: Iterable[tuple[str, Sequence[EpisodeResult]]]) -> dict[tuple[str, str], list[SeatReward]]:
     found: dict[tuple[str, str], list[SeatReward]] = {}
     for task, of_item in played:
         for sequence in (one for play in of_item if not isinstance(play, EpisodeFailed) for one in play):
@@ -250,11 +250,11 @@ def _versions(episodes: Iterable[Episode]) -> tuple[int, int] | None:
     return (min(int(v.min()) for v in drawn), max(int(v.max()) for v in drawn)) if drawn else None
 
 
-async def play_held_out(
+async def run_held_out(
     plan: EvaluationPlan,
     task: Task,
     indices: Sequence[int],
-    play: PlayItem,
+    play: RunItem,
     *,
     max_new_tokens: int,
     stops: tuple[int, ...],
@@ -272,7 +272,7 @@ async def play_held_out(
     """
     items, free = task.held_out_items(plan.held_out), asyncio.Semaphore(places)
 
-    async def play_one(index: int, sample: int) -> tuple[str, Played]:
+    async def run_one(index: int, sample: int) -> tuple[str, EpisodeResult]:
         async with free:
             try:
                 item = await made(items.__getitem__, index, item_deadline_s)
@@ -282,7 +282,7 @@ async def play_held_out(
             sampling = plan.sampling(index, sample, max_new_tokens, stops)
             return player.name, await play(player, item, index, sampling, -1 - index)
 
-    episodes = await all_or_none([play_one(index, sample) for index in indices for sample in range(plan.samples)])
+    episodes = await all_or_none([run_one(index, sample) for index in indices for sample in range(plan.samples)])
     by_item = [episodes[i * plan.samples : (i + 1) * plan.samples] for i in range(len(indices))]
     named = [(of_item[0][0], [episode for _, episode in of_item]) for of_item in by_item]
     return Evaluation.of(plan, indices, named)

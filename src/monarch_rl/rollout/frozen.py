@@ -26,12 +26,12 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
-from monarch_rl.rollout.episode_clock import PLAYING, JudgeFailed, outside
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, JudgeFailed, outside
 from monarch_rl.rollout.policy import Stops
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import ResilientActor
-from monarch_rl.tasks.task import Reply, Said
+from monarch_rl.tasks.task import PromptLike, Reply
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class FrozenModel:
 
     async def reply(
         self,
-        messages: Said,
+        messages: PromptLike,
         *,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
@@ -176,7 +176,7 @@ class FrozenModel:
             )
         )
 
-    def opening(self, messages: Said) -> list[int]:
+    def opening(self, messages: PromptLike) -> list[int]:
         """The ids of a conversation by the model's own chat template, up to where the next answer begins.
 
         Raises:
@@ -184,7 +184,7 @@ class FrozenModel:
         """
         return self._connected().template.opening(as_messages(messages))
 
-    async def reward(self, messages: Said) -> float:
+    async def reward(self, messages: PromptLike) -> float:
         """How the model's reward head rates a whole conversation, the policy's answer included; see :meth:`rewards`.
 
         Raises:
@@ -195,7 +195,7 @@ class FrozenModel:
             raise ValueError(f"the head of frozen model {self.name} returns {len(rewards)} numbers: take rewards(...)")
         return float(rewards[0])
 
-    async def rewards(self, messages: Said) -> np.ndarray:
+    async def rewards(self, messages: PromptLike) -> np.ndarray:
         """What the model's reward head returns for a whole conversation: float32[labels], before any normalisation.
 
         The conversation is written by the model's own chat template, without the prompt for another turn, and rated at
@@ -259,13 +259,13 @@ class FrozenConversation:
         self._conversation = Conversation(connected.template)
         self._group = _group()
 
-    def read(self, messages: Said) -> None:
+    def read(self, messages: PromptLike) -> None:
         """Give the model something to read before its next turn."""
         self._conversation.read(messages)
 
     async def reply(
         self,
-        messages: Said = (),
+        messages: PromptLike = (),
         *,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
@@ -322,7 +322,7 @@ _numbers = itertools.count(1 << 62)
 
 def _group() -> int:
     """Requests of one group share prefixes, and so a replica."""
-    playing = PLAYING.get()
+    playing = RUNNING_EPISODE.get()
     return next(_numbers) if playing is None else playing.group
 
 

@@ -33,7 +33,7 @@ class BufferHandle(Protocol):
         ...
 
     @concurrent_endpoint
-    async def put_if_room(self, *groups: bytes) -> list[bool]:
+    async def submit_if_room(self, *groups: bytes) -> list[bool]:
         """Hand in those complete groups that there is room for; says which."""
         ...
 

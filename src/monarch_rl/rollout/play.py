@@ -12,10 +12,10 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.rollout.episode_clock import OWN_CODE, PLAYING, JudgeFailed, Playing
+from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, JudgeFailed, Playing
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed, item_failed
 from monarch_rl.rollout.handles import GeneratorHandle
-from monarch_rl.rollout.policy import Means, Play, Stops
+from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
@@ -31,7 +31,7 @@ CONTEXT_FULL = object()
 """Stands for what a coroutine would have returned."""
 
 
-class EpisodePlayer:
+class EpisodeRunner:
     """Plays episodes, token-in, token-out.
 
     Args:
@@ -53,7 +53,7 @@ class EpisodePlayer:
         self._template = template
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
-        self._means = Means(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
+        self._means = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
         self._leaving: set[asyncio.Task[Any]] = set()
         """The code of episodes that are over or cancelled, until it ends."""
 
@@ -88,8 +88,8 @@ class EpisodePlayer:
                 this episode's fault: the first ends the run, others cost the worker.
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
-        play = Play(self._means, conversation, sampling, group, reward, share)
-        playing = PLAYING.set(Playing(play.own_time, group))
+        play = Rollout(self._means, conversation, sampling, group, reward, share)
+        playing = RUNNING_EPISODE.set(Playing(play.own_time, group))
         try:
             return play.sequences(await self._outcomes(task.episode, item, play))
         except EpisodeFailed as failed:
@@ -98,9 +98,9 @@ class EpisodePlayer:
             raise
         finally:
             play.end()
-            PLAYING.reset(playing)
+            RUNNING_EPISODE.reset(playing)
 
-    async def _outcomes(self, episode: EpisodeCode, item: Any, play: Play) -> Outcomes:
+    async def _outcomes(self, episode: EpisodeCode, item: Any, play: Rollout) -> Outcomes:
         """What the coroutine returned; see :meth:`play`."""
         try:
             returned = await self._returned(episode, item, play)
@@ -123,7 +123,7 @@ class EpisodePlayer:
             report = f"{said}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
             raise EpisodeFailed("episode returned what cannot be used", report=report) from error
 
-    async def _returned(self, episode: EpisodeCode, item: Any, play: Play) -> Any:
+    async def _returned(self, episode: EpisodeCode, item: Any, play: Rollout) -> Any:
         """Run the coroutine as a task of its own, which is left alone when it does not end in time: one that ignores
         its cancellation must not hold up the group. Raises what it raises, and EpisodeFailed."""
         coroutine: Any = episode(item, play.policy)
@@ -159,7 +159,7 @@ class EpisodePlayer:
         return returned
 
 
-async def _with_turn_rewards(coroutine: Awaitable[Returned], play: Play) -> Any:
+async def _with_turn_rewards(coroutine: Awaitable[Returned], play: Rollout) -> Any:
     """What an episode returns, once the rewards of its turns are there, too."""
     try:
         returned: Any = await coroutine  # waits: the player has a deadline for it

@@ -1,7 +1,7 @@
 """The policy of one episode: what its coroutine calls, token-in, token-out.
 
 An :class:`EpisodePolicy` is a view on one line of the play (``branches.py``): the policy itself, one of its seats, or a
-fork of them. What all of them have in common is a :class:`Play`.
+fork of them. What all of them have in common is a :class:`Rollout`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMaskMissing
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
-from monarch_rl.rollout.episode_clock import JudgeFailed, OwnTime
+from monarch_rl.rollout.episode_clock import EpisodeClock, JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
-from monarch_rl.tasks.task import ContextFull, Outcome, Reply, Reward, Said
+from monarch_rl.tasks.task import ContextFull, Outcome, PromptLike, Reply, Reward
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class EpisodeContext:
     """What all episodes of a worker are played with."""
 
     generator: GeneratorHandle
@@ -46,7 +46,7 @@ class Means:
     """Tokens that a sequence may have, prompts and drawn ones; None is any number."""
 
 
-class Play:
+class Rollout:
     """What the views on one play have in common.
 
     Args:
@@ -58,7 +58,7 @@ class Play:
 
     def __init__(
         self,
-        means: Means,
+        means: EpisodeContext,
         conversation: Conversation,
         sampling: Sampling,
         group: int,
@@ -73,7 +73,7 @@ class Play:
         """Its last turn."""
         self.broken: Exception | None = None
         """What went wrong outside the episode's code: it is no matter of the coroutine, whatever that makes of it."""
-        self.own_time = OwnTime(means.episode_deadline_s)
+        self.own_time = EpisodeClock(means.episode_deadline_s)
         self.turn_rewards = TurnRewards()
         self._scoring: list[float] = []
         """Of each score that is waited for: since when, by the event loop's clock."""
@@ -177,7 +177,7 @@ class EpisodePolicy:
 
     __slots__ = ("_line", "_means", "_name", "_play", "branch")
 
-    def __init__(self, play: Play, branch: Branch, name: str = "") -> None:
+    def __init__(self, play: Rollout, branch: Branch, name: str = "") -> None:
         self._play, self._means, self._name = play, play.means, name
         self.branch = branch
         self._line = play.branches.seat(branch, name)
@@ -216,7 +216,7 @@ class EpisodePolicy:
         """See :meth:`monarch_rl.tasks.task.Policy.fork`."""
         return EpisodePolicy(self._play, self._play.branches.fork(self.branch, turns, tokens), self._name)
 
-    def read(self, messages: Said) -> None:
+    def read(self, messages: PromptLike) -> None:
         """See :meth:`monarch_rl.tasks.task.Policy.read`."""
         said = as_messages(messages)
         self._play.note_prompt(said)
@@ -224,7 +224,7 @@ class EpisodePolicy:
 
     async def reply(
         self,
-        messages: Said = (),
+        messages: PromptLike = (),
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -238,7 +238,7 @@ class EpisodePolicy:
         sampling = replace(own, seed=line_seed(own.seed, line.number)) if line.number else own
         if max_new_tokens is not None or temperature is not None or stops:
             sampling = applied(sampling, max_new_tokens, temperature, self._means.stops.token_ids(stops))
-        begun, before = line.conversation.begun, line.begun_logprobs
+        begun, before = line.conversation.begun, line.shared_logprobs
         if begun:
             sampling = after(sampling, len(begun))
         asked = sampling.max_new_tokens
@@ -328,7 +328,7 @@ class EpisodePolicy:
         try:
             # waits: the generator keeps the deadline
             return await self._means.generator.generate(line.conversation.ids, sampling, play.group)
-        except DrawLost as error:
+        except SamplingMaskMissing as error:
             play.broken = EpisodeFailed("the engine could not tell a token's kept set")
             raise play.broken from error
         except Exception as error:
@@ -439,7 +439,7 @@ class Stops:
             middle = (low + high) // 2
             low, high = (low, middle) if self._holds([*begun, *ids[:middle]], stops) else (middle + 1, high)
         left_out = len(ids) - low
-        routes, kept = completion.expert_routes, completion.kept_sets
+        routes, kept = completion.expert_routes, completion.sampling_masks
         return Completion(
             completion.token_ids[:low],
             completion.logprobs[:low],

@@ -26,7 +26,7 @@ from monarch_rl.model.messages import Message, ToolCall, as_messages
 from monarch_rl.rollout.episode_clock import JudgeFailed, outside
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
-from monarch_rl.tasks.task import Said
+from monarch_rl.tasks.task import PromptLike
 
 if TYPE_CHECKING:
     import httpx
@@ -92,7 +92,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
 
     async def reply(
         self,
-        messages: Said,
+        messages: PromptLike,
         *,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,

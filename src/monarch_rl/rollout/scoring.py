@@ -117,7 +117,7 @@ class Scorer:
         self._starting: tuple[ProcessPool, asyncio.Task[None]] | None = None
         """The pool whose processes are being started, or were last."""
         self._replacing = asyncio.Lock()
-        self._under_way = CallsUnderWay()
+        self._under_way = PendingCalls()
 
     @property
     def queue(self) -> str:
@@ -466,7 +466,7 @@ class ScorerOutput:
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             moment = time.monotonic()
             if moment >= self._window_ends:
-                self._say_left_out()
+                self._report_dropped()
                 self._left, self._window_ends = SHOWN_BYTES, moment + WINDOW_S
             shown = data[: self._left]
             if shown:
@@ -476,10 +476,10 @@ class ScorerOutput:
                 self._say(f"the scoring processes of {self._owner} have printed {limit}: the rest is left out")
             self._left_out += len(data) - len(shown)
             self._left -= len(shown)
-        self._say_left_out()
+        self._report_dropped()
         os.close(self._reader)
 
-    def _say_left_out(self) -> None:
+    def _report_dropped(self) -> None:
         if self._left_out:
             self._say(f"{self._left_out:,} bytes that the scoring processes of {self._owner} printed were left out")
             self._left_out = 0
@@ -511,7 +511,7 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
 # -- calls of the pool that have not ended, and when its processes count as stuck -------------------------------------
 
 
-class CallsUnderWay:
+class PendingCalls:
     """Waits for calls. A pool ends a call that oversteps its deadline, but not one whose process was stopped before it
     said that it has taken it, and none after the pool itself has ended."""
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.episode import NO_VERSION, Episode, Fork, Turn
-from monarch_rl.episode.sampling import KeptSets
-from monarch_rl.rollout.branches import Branch, Branches, Line, Pieces
+from monarch_rl.episode.sampling import SamplingMasks
+from monarch_rl.rollout.branches import Branch, Branches, Line, TurnSplits
 from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.tasks.task import Outcome, as_outcome
 
@@ -39,7 +39,7 @@ def outcomes_of(returned: Any, branches: Branches) -> Outcomes:
 def rewards_so_far(branches: Branches) -> Outcomes:
     """What an episode is worth that a full context has ended. Forks that it did not come to are none: to train what
     they begin with by a reward that nobody gave them would say that it was bad."""
-    branches.drop_unplayed()
+    branches.drop_empty()
     return [{name: as_outcome(line.reward_so_far) for name, line in leaf.seats.items()} for leaf in branches.leaves]
 
 
@@ -87,7 +87,7 @@ def sequences(branches: Branches, outcomes: Outcomes, truncated: bool) -> list[E
     episodes: list[Episode] = []
     lines = [line for leaf in branches.leaves for line in leaf.seats.values()]
     cut = any(line.spans for line in lines)
-    pieces = Pieces(spans for line in lines for spans in line.all_spans) if cut else None
+    pieces = TurnSplits(spans for line in lines for spans in line.all_spans) if cut else None
     trained_in: dict[int, int] = {}
     """By the turn: the place of its sequence."""
     for leaf, by_seat in zip(branches.leaves, outcomes, strict=True):
@@ -131,6 +131,6 @@ def untrained(turn: Turn, truncated: bool) -> Turn:
         logprobs=np.zeros(n, np.float32),
         policy_versions=np.full(n, NO_VERSION, np.int32),
         trainable=np.zeros(n, bool),
-        kept_sets=KeptSets.none(n) if truncated else None,
+        sampling_masks=SamplingMasks.none(n) if truncated else None,
         columns={},
     )

@@ -23,7 +23,7 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.rollout.episode_clock import PLAYING, JudgeFailed, OwnTime, Playing
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, JudgeFailed, Playing
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
 from monarch_rl.rollout.play import to_its_end
 from monarch_rl.rollout.scoring import Scorer
@@ -255,7 +255,7 @@ def _make_plain(episode: Episode) -> None:
 
 # -- group rewards: they compare the episodes of a group (``Task.group_rewards``), once these have ended --------------
 
-Played = list[Episode] | EpisodeFailed
+EpisodeResult = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"
 
 
@@ -270,7 +270,7 @@ class GroupRewarder:
     def __init__(self, scorer: Scorer, deadline_s: float) -> None:
         self._scorer, self._deadline_s = scorer, deadline_s
 
-    async def added(self, task: Task, item: Any, index: int, played: Sequence[Played]) -> list[Played]:
+    async def added(self, task: Task, item: Any, index: int, played: Sequence[EpisodeResult]) -> list[EpisodeResult]:
         """The group with these rewards, if its task has such. If they fail, all of its episodes have failed.
 
         Args:
@@ -329,8 +329,8 @@ async def _in_worker(
 ) -> list[Outcome]:
     """What a coroutine returns. It runs as a task that is left alone if it does not end in time; while it asks a judge,
     its clock stands still. Raises EpisodeFailed."""
-    own_time = OwnTime(deadline_s, OWN_CODE)
-    playing = PLAYING.set(Playing(own_time, index))
+    own_time = EpisodeClock(deadline_s, OWN_CODE)
+    playing = RUNNING_EPISODE.set(Playing(own_time, index))
     try:
         coroutine: Any = function(item, outcomes)
         task = asyncio.ensure_future(to_its_end(coroutine))
@@ -341,7 +341,7 @@ async def _in_worker(
             raise EpisodeFailed(f"group rewards took over {deadline_s:g} s", place, report)
     finally:
         own_time.end()
-        PLAYING.reset(playing)
+        RUNNING_EPISODE.reset(playing)
     if task.cancelled():
         raise EpisodeFailed("group rewards were cancelled by their own code")
     error = task.exception() or task.result()

@@ -84,7 +84,7 @@ class Statistics:
             self._stats.groups_waiting -= 1
 
     @contextmanager
-    def group_playing(self) -> Iterator[None]:
+    def group_running(self) -> Iterator[None]:
         """Count a group that is being played, as long as the block lasts."""
         self._stats.groups_playing += 1
         try:

@@ -28,7 +28,7 @@ PACE_S = 0.02
 """Seconds between two puts, at least, so that groups that are complete at about the same time go together."""
 
 
-class Outbox:
+class SubmitQueue:
     """Puts the groups of one worker; those that are complete at about the same time go in one call.
 
     A group stays here until the buffer has it. A group that waits for room holds up no other.
@@ -78,7 +78,7 @@ class Outbox:
             await asyncio.sleep(max(0.0, self._next_at - now()))
             unasked, granted = _take(self._unasked), _take(self._granted)
             if unasked:
-                await self._call(unasked, self._buffer.put_if_room)
+                await self._call(unasked, self._buffer.submit_if_room)
             if granted:
                 await self._call(granted, self._buffer.put)
             self._next_at = now() + PACE_S
@@ -123,7 +123,7 @@ def _take(parcels: list[_Parcel]) -> list[_Parcel]:
 # -- slots for a worker's groups, asked of the buffer in one call for all that wait -----------------------------------
 
 
-class Admissions:
+class TicketQueue:
     """Hands out tickets of the buffer, in the order in which they were asked for.
 
     Args:
@@ -185,7 +185,7 @@ INLINE_TOKENS = 8192
 and holds up the loop likewise."""
 
 
-class HandIn:
+class GroupSubmitter:
     """Of one worker, by its name.
 
     Args:
@@ -204,7 +204,7 @@ class HandIn:
     ) -> None:
         self._buffer = buffer
         self._transcripts = transcripts
-        self._outbox = Outbox(buffer, worker, slot_deadline_s)
+        self._outbox = SubmitQueue(buffer, worker, slot_deadline_s)
         self._stages = Stages(stages, statistics.add_stage)
         self._statistics = statistics
         self._known_failures: set[tuple[str, str]] = set()

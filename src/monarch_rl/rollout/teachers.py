@@ -21,9 +21,9 @@ from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
 from monarch_rl.rollout.play import all_or_none
 from monarch_rl.rollout.stages import Stage
-from monarch_rl.tasks.task import Said
+from monarch_rl.tasks.task import PromptLike
 
-Prompt = Callable[[Any, Episode], Said]
+Prompt = Callable[[Any, Episode], PromptLike]
 """``(item, episode) -> messages``: what a teacher reads in place of what the policy read before its first turn."""
 GRACE_S = 60.0
 """Seconds that a stage has beyond the deadline of a request, whose message says more."""

@@ -16,10 +16,10 @@ from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, Played, play_held_out
+from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none, made
+from monarch_rl.rollout.play import EpisodeRunner, all_or_none, made
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.run_tools import check_hung_tools
@@ -27,7 +27,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder, Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
-from monarch_rl.rollout.submit import Admissions, HandIn
+from monarch_rl.rollout.submit import GroupSubmitter, TicketQueue
 from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
@@ -148,20 +148,22 @@ class RolloutWorker(AsksFrozenModels):
         self._template, self._task, self._scorer = resources.template, resources.task, resources.scorer
         stages = () if self._handed_stages is None else self._handed_stages.load()
         kept = self._transcripts if self._settings.logged_groups else None
-        self._hand_in = HandIn(buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, kept)
-        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
+        self._hand_in = GroupSubmitter(
+            buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, kept
+        )
+        self._admissions = TicketQueue(buffer, self._name, self._settings.slot_deadline_s)
         self._group_rewards = GroupRewarder(resources.scorer, self._settings.episode_deadline_s)
         s = self._settings
         self._held_out_share = s.bound(episode_limit).share(s.group_size)
         """What an episode of a held-out item may become: as much as one of a group, or it would be another episode."""
-        self._player = EpisodePlayer(generator, resources.template, s, resources.scorer, episode_limit)
+        self._player = EpisodeRunner(generator, resources.template, s, resources.scorer, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
         """Play until the buffer or this worker is closed. Raises any error that is not one episode's own failure."""
         if self._running is not None:
             raise RuntimeError(f"{self._name} runs already")
-        self._running = running = asyncio.ensure_future(self._play_until_closed())
+        self._running = running = asyncio.ensure_future(self._run_until_closed())
         try:
             await asyncio.wait({running})  # waits: as long as the run; close() ends it
         finally:
@@ -180,11 +182,11 @@ class RolloutWorker(AsksFrozenModels):
             places: episodes at once; None is as many as are played for training.
         """
         settings = self._settings
-        playing = play_held_out(
+        playing = run_held_out(
             plan,
             self._task,
             indices,
-            self._play_held_out,
+            self._run_held_out,
             max_new_tokens=settings.max_new_tokens,
             stops=self._template.stop_token_ids,
             item_deadline_s=settings.episode_deadline_s,
@@ -197,8 +199,8 @@ class RolloutWorker(AsksFrozenModels):
             await self._hand_in.note(failure)
         return result
 
-    async def _play_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
-        played = await self._play_episode(task, item, index, sampling, group, self._held_out_share)
+    async def _run_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+        played = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
         if not isinstance(played, EpisodeFailed):
             wait_registry.progress("held-out item played")
         return played
@@ -250,11 +252,11 @@ class RolloutWorker(AsksFrozenModels):
         if scorer is not None:
             await asyncio.to_thread(scorer.close)
 
-    async def _play_until_closed(self) -> None:
+    async def _run_until_closed(self) -> None:
         """Play ``concurrent_groups`` at once, while others are in stages. The first place to end, by an error or the
         end of the run, ends all."""
         count = self._settings.concurrent_groups + self._hand_in.places
-        places = [asyncio.ensure_future(self._play_groups()) for _ in range(count)]
+        places = [asyncio.ensure_future(self._run_groups()) for _ in range(count)]
         try:
             # waits: as long as the run; close() ends it
             done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
@@ -266,7 +268,7 @@ class RolloutWorker(AsksFrozenModels):
             await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
             await self._player.leave()
 
-    async def _play_groups(self) -> None:
+    async def _run_groups(self) -> None:
         """Play one group after the other until the run ends."""
         while True:
             check_open_files()
@@ -276,16 +278,16 @@ class RolloutWorker(AsksFrozenModels):
                     ticket = await self._admissions.ticket()
                 if ticket is None:
                     return
-                with self._statistics.group_playing():
-                    item, group = await self._play_group(ticket)
+                with self._statistics.group_running():
+                    item, group = await self._run_group(ticket)
             if group is not None:
                 await self._hand_in.put(ticket, item, group)
 
-    async def _play_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
+    async def _run_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
         """The item and the group that was played, which is dropped if too few of its episodes are left to compare."""
         size, cursor, task = self._settings.group_size, ticket.task_cursor, self._task
         item: Any = None
-        played: list[Played]
+        played: list[EpisodeResult]
         try:
             item = await made(self._task.items, cursor, self._settings.episode_deadline_s)
         except EpisodeFailed as failed:
@@ -295,7 +297,7 @@ class RolloutWorker(AsksFrozenModels):
             task, item = self._task.player_of(item)
             share, group = ticket.bound.share(size), ticket.group_id
             played = await all_or_none(
-                [self._play_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]
+                [self._run_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]
             )
             compared = await self._group_rewards.added(task, item, cursor, played)
             played = [await self._hand_in.reported(e) if isinstance(e, EpisodeFailed) else e for e in compared]
@@ -312,9 +314,9 @@ class RolloutWorker(AsksFrozenModels):
         await self._hand_in.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
         return item, None
 
-    async def _play_episode(
+    async def _run_episode(
         self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound
-    ) -> Played:
+    ) -> EpisodeResult:
         """What an episode became, or why it failed: failures are values here, so that they do not cancel others."""
         if self._scorer is None:
             raise RuntimeError(f"{self._name} is not set up, or closed")

@@ -44,7 +44,7 @@ MOST_MARKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GpuOperation:
     """A piece of work that a device has not ended."""
 
     what: str
@@ -81,7 +81,7 @@ class DeviceWork:
 
     def __init__(
         self,
-        on_change: Callable[[Piece | None], None] | None = None,
+        on_change: Callable[[GpuOperation | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_mark: Callable[[], Mark] | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class DeviceWork:
         self._lock = threading.Lock()
         self._longest: dict[str, float | None] = {}
         """By kind, seconds a token; 0 once the first piece, which does not count, has ended."""
-        self._piece: Piece | None = None
+        self._piece: GpuOperation | None = None
         self._kind, self._tokens, self._counts = "", 0, False
         self._began = 0.0
         self._thread = 0
@@ -100,7 +100,7 @@ class DeviceWork:
         """By kind, seconds between two signs of life."""
 
     @property
-    def piece(self) -> Piece | None:
+    def piece(self) -> GpuOperation | None:
         """What is under way, since the last mark that the device has passed."""
         with self._lock:
             self._look_at_marks()
@@ -131,7 +131,7 @@ class DeviceWork:
                 limit_s = FIRST_S if known is None else max(FLOOR_S, FACTOR * known * self._tokens)
             what = kind if tokens is None else f"{kind} of {tokens} tokens"
             self._began = self._clock()
-            self._set(Piece(what, self._began, limit_s))
+            self._set(GpuOperation(what, self._began, limit_s))
 
     def end(self) -> None:
         """The piece under way is over, if there is one."""
@@ -152,7 +152,7 @@ class DeviceWork:
                 return
             self._counts = False
             what, limit_s = self._piece.what.split(", with ")[0], max(limit_s, self._piece.limit_s)
-            self._set(Piece(f"{what}, with {why}", self._clock(), limit_s))
+            self._set(GpuOperation(f"{what}, with {why}", self._clock(), limit_s))
 
     def is_by_this_thread(self) -> bool:
         """Whether the calling thread began the piece."""
@@ -181,7 +181,7 @@ class DeviceWork:
             limit_s = max(FLOOR_S, FACTOR * gap)
         self._piece = replace(self._piece, since=since, limit_s=limit_s)
 
-    def _set(self, piece: Piece | None) -> None:
+    def _set(self, piece: GpuOperation | None) -> None:
         self._piece = piece
         if self._on_change is not None:
             self._on_change(piece)
@@ -193,7 +193,7 @@ _work: DeviceWork | None = None
 
 def use_device(
     kind: str,
-    on_change: Callable[[Piece | None], None] | None = None,
+    on_change: Callable[[GpuOperation | None], None] | None = None,
     make_mark: Callable[[], Mark] | None = None,
 ) -> None:
     """This process has work done by a device of this kind, and says so from now on; nothing is said of a CPU."""
@@ -208,7 +208,7 @@ def work() -> DeviceWork | None:
     return _work
 
 
-def piece_under_way() -> Piece | None:
+def operation_in_progress() -> GpuOperation | None:
     """What this process's device has not ended."""
     return None if _work is None else _work.piece
 

@@ -23,7 +23,7 @@ import psutil
 from monarch.actor import Actor
 
 from monarch_rl.runtime import starvation, wait_registry
-from monarch_rl.runtime.device_work import Piece, piece_under_way
+from monarch_rl.runtime.device_work import GpuOperation, operation_in_progress
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import AnswersCalls
 from monarch_rl.runtime.wait_registry import Progress, Wait
@@ -59,9 +59,9 @@ class ProcessReport:
     """Event-loop lags since the previous report, in seconds."""
     helpers: dict[int, str]
     """Names of the processes that work for it, by pid."""
-    piece: Piece | None = None
+    piece: GpuOperation | None = None
     """What its device has not ended."""
-    helpers_pieces: dict[int, Piece] = field(default_factory=dict)
+    helpers_operations: dict[int, GpuOperation] = field(default_factory=dict)
     """And those of the processes that work for it, by pid."""
     blocked_at: str = ""
     """File and line at which an event loop is that has not run for :data:`presence.PAUSE_S`."""
@@ -118,7 +118,7 @@ def own_report() -> ProcessReport:
     """Report on this process."""
     # Read before the clock, so that no wait is younger than ``now``.
     waits, progress = wait_registry.waits(), wait_registry.progress_by_kind()
-    piece, helpers_pieces = piece_under_way(), wait_registry.helpers_pieces()
+    piece, helpers_operations = operation_in_progress(), wait_registry.helpers_operations()
     heartbeats = [heartbeat for heartbeat, _ in wait_registry.heartbeats().values()]
     return ProcessReport(
         wait_registry.process_name(),
@@ -131,7 +131,7 @@ def own_report() -> ProcessReport:
         [lag for heartbeat in heartbeats for lag in heartbeat.take_lags()],
         wait_registry.helpers(),
         piece,
-        helpers_pieces,
+        helpers_operations,
         _blocked_at(),
     )
 

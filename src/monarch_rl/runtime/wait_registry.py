@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import GpuOperation
 
 CONTROLLER = "controller"
 """Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
@@ -101,7 +101,7 @@ _heartbeats: dict[str, tuple[Heartbeat, asyncio.Task[None], int]] = {}
 """By name: the heartbeat, its task, and the thread of the loop."""
 _more_waits: dict[str, Callable[[], Sequence[Wait]]] = {}
 _helpers: dict[int, str] = {}
-_helpers_pieces: dict[int, Callable[[], Piece | None]] = {}
+_helpers_operations: dict[int, Callable[[], GpuOperation | None]] = {}
 _waits: dict[int, Wait] = {}
 _progress: dict[str, Progress] = {}
 _numbers = itertools.count()
@@ -225,7 +225,7 @@ def name_of(loop: asyncio.AbstractEventLoop) -> str:
     return _names.get(loop, "an unregistered actor")
 
 
-def helper(pid: int, name: str, piece: Callable[[], Piece | None] | None = None) -> None:
+def helper(pid: int, name: str, piece: Callable[[], GpuOperation | None] | None = None) -> None:
     """Record that process ``pid`` of this machine works for this one, as ``name``. It is inspected from outside.
 
     Args:
@@ -233,18 +233,18 @@ def helper(pid: int, name: str, piece: Callable[[], Piece | None] | None = None)
     """
     _helpers[pid] = name
     if piece is not None:
-        _helpers_pieces[pid] = piece
+        _helpers_operations[pid] = piece
 
 
 def no_helper(pid: int) -> None:
     """Undo :func:`helper`."""
     _helpers.pop(pid, None)
-    _helpers_pieces.pop(pid, None)
+    _helpers_operations.pop(pid, None)
 
 
-def helpers_pieces() -> dict[int, Piece]:
+def helpers_operations() -> dict[int, GpuOperation]:
     """What the devices of helpers have not ended, by pid."""
-    return {pid: piece for pid, read in _helpers_pieces.copy().items() if (piece := read()) is not None}
+    return {pid: piece for pid, read in _helpers_operations.copy().items() if (piece := read()) is not None}
 
 
 def helpers() -> dict[int, str]:

@@ -95,7 +95,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunMetrics:
     """The figures of a run, without its first steps."""
 
     step_s: float
@@ -123,7 +123,7 @@ class Figures:
         return sum(lag * share for lag, share in enumerate(self.lag))
 
 
-def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> Figures:
+def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> RunMetrics:
     """Simulate ``steps`` optimiser steps and sum up those after the first ``warm_up``.
 
     Args:
@@ -138,7 +138,7 @@ def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain:
     return run_virtual(_predict(plan, costs, steps, warm_up, grain))
 
 
-async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> Figures:
+async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> RunMetrics:
     async with Run.open(run_settings(plan, FOREVER_S)) as run:
         await run.begin(simulated_actors(plan, costs, grain))
         return await measure(run, steps, warm_up)
@@ -154,7 +154,7 @@ def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
     )
 
 
-async def measure(run: Run, steps: int, warm_up: int) -> Figures:
+async def measure(run: Run, steps: int, warm_up: int) -> RunMetrics:
     """Make ``steps`` optimiser steps and sum up those after the first ``warm_up``; in real time with real handles.
 
     Raises:
@@ -177,7 +177,7 @@ async def measure(run: Run, steps: int, warm_up: int) -> Figures:
 
 def _figures(
     rows: list[dict[str, float]], first: Counts, last: Counts, steps: int, run_s: float, wall_s: float
-) -> Figures:
+) -> RunMetrics:
     """Sums and means over the counted steps; ``first`` and ``last`` are the buffer's counts around them."""
     seconds = np.asarray([row["time/step_s"] for row in rows])
 
@@ -187,7 +187,7 @@ def _figures(
 
     lag = _difference(last.lag_counts, first.lag_counts)
     wasted = sum(last.wasted_tokens.values()) - sum(first.wasted_tokens.values())
-    return Figures(
+    return RunMetrics(
         step_s=float(seconds.mean()),
         trainer_idle_share=mean("trainer/idle_share"),
         generator_idle_share=mean("generator/idle_share"),

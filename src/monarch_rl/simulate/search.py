@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from monarch_rl.simulate.run import Figures, Plan
+from monarch_rl.simulate.run import Plan, RunMetrics
 
 ENOUGH = 1.05
 """The smallest lag is recommended whose step takes at most this many times the fastest: stale tokens teach less."""
 
-Predict = Callable[[Plan], Figures]
+Predict = Callable[[Plan], RunMetrics]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Case:
     """One simulated setting."""
 
     plan: Plan
-    found: Figures
+    found: RunMetrics
 
     @property
     def max_policy_lag(self) -> int:

@@ -34,7 +34,7 @@ TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(
 """Of metrics that stand beside those of the parts of a reward, as in docs/metrics.md."""
 
 
-class Spoken(Protocol):
+class MessageLike(Protocol):
     """Whatever has a role and content, as the messages of ``model/messages.py``."""
 
     @property
@@ -48,7 +48,7 @@ class Spoken(Protocol):
         ...
 
 
-Said = str | Spoken | Mapping[str, Any] | Sequence[Spoken | Mapping[str, Any]]
+PromptLike = str | MessageLike | Mapping[str, Any] | Sequence[MessageLike | Mapping[str, Any]]
 """What a policy is given: text, which is a user's message, a message, or several, also as mappings with role and
 content, as data sets hold them."""
 
@@ -187,7 +187,7 @@ class Policy(Protocol):
 
     async def reply(
         self,
-        messages: Said = (),
+        messages: PromptLike = (),
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -211,7 +211,7 @@ class Policy(Protocol):
         """
         ...
 
-    def read(self, messages: Said) -> None:
+    def read(self, messages: PromptLike) -> None:
         """Give the policy something to read before its next turn."""
         ...
 
@@ -309,7 +309,7 @@ class Task:
             wrong = f"the episode {self.episode!r:.80} of task {self.name} is no coroutine function"
             raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
 
-    def played_by(self, episode: EpisodeCode) -> Task:
+    def with_episode(self, episode: EpisodeCode) -> Task:
         """The same items with another episode."""
         part_of = None if self.part_of is None else functools.partial(_part_played_by, self.part_of, episode)
         return Task(
@@ -339,7 +339,7 @@ class Task:
 
 def _part_played_by(part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, item: Any) -> tuple[Task, Any]:
     task, own_item = part_of(item)
-    return task.played_by(episode), own_item
+    return task.with_episode(episode), own_item
 
 
 def as_outcome(value: Reward) -> Outcome:

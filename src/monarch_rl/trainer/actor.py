@@ -26,7 +26,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import ResilientActor
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.process import freeze_heap
-from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
+from monarch_rl.trainer.known_steps import JournalBatch, StepReplay
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
@@ -388,7 +388,7 @@ class Trainer(ResilientActor):
         await self._on(self._compute, self._note, version)
 
     @concurrent_endpoint
-    async def journaled(self, generation: int, since: int) -> list[KnownBatch]:
+    async def journaled(self, generation: int, since: int) -> list[JournalBatch]:
         """Look into the journal after :meth:`restore`; the batches that this rank can train again from there, one after
         the other from the restored version on.
 
@@ -411,7 +411,7 @@ class Trainer(ResilientActor):
         return self._earlier.known
 
     @lasting_endpoint
-    async def make_again(self, version: int, last: bool) -> MadeAgain:
+    async def make_again(self, version: int, last: bool) -> StepReplay:
         """Make the version after ``version`` again, of its batch in the journal. All ranks must be asked for it.
 
         Args:
@@ -432,7 +432,7 @@ class Trainer(ResilientActor):
             await self._on(self._compute, self._journal.made, version, metrics)
         if last:
             self._earlier = None
-        return MadeAgain(metrics, [group_id for group_id, _ in packed.group_ids], packed.lag_counts, equal)
+        return StepReplay(metrics, [group_id for group_id, _ in packed.group_ids], packed.lag_counts, equal)
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:

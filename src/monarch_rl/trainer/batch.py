@@ -13,7 +13,7 @@ from monarch_rl.algorithms.functions import Columns
 from monarch_rl.algorithms.losses import Aggregation, token_weights
 from monarch_rl.episode.episode import NO_VERSION, Episode
 from monarch_rl.episode.prefixes import prefix_tree
-from monarch_rl.episode.sampling import KeptSets
+from monarch_rl.episode.sampling import SamplingMasks
 from monarch_rl.episode.shard import BatchShard, MiniBatch
 from monarch_rl.trainer.advantages import BatchAdvantages
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment
@@ -34,7 +34,7 @@ class MicroBatch:
     """int64[1, L]: place in the episode."""
     attention: AttentionLayout
     """Which inputs each one attends to."""
-    drawn_after: torch.Tensor
+    sampled_after: torch.Tensor
     """int64[M]: places in the row of the inputs before the tokens. The last input of a shared prefix is there once for
     each token that followed it."""
     targets: torch.Tensor
@@ -55,7 +55,7 @@ class MicroBatch:
     """Episodes that were packed, with and without trainable tokens."""
     columns: Columns[torch.Tensor] = field(default_factory=Columns)
     """float32[N] by name: what stages or the trainer have filled in. All micro-batches have the same names."""
-    kept_sets: tuple[torch.Tensor, torch.Tensor] | None = None
+    sampling_masks: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(counts int64[M], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
     the others off."""
     expert_routes: torch.Tensor | None = None
@@ -98,14 +98,14 @@ def pack(
     """
     _check_routes(episodes)
     layout = lay_out(episodes, range(len(episodes)) if groups is None else groups)
-    rows = DrawnRows.of(episodes, layout, column_names)
+    rows = SampledRows.of(episodes, layout, column_names)
     # A rank without inputs still takes part in the collectives, with a token that does not count.
     padding = np.zeros(0 if layout.width else 1, np.int64)
 
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    counts, kept_sets = torch.tensor(rows.counts, dtype=torch.int64, device=device), rows.kept_sets
+    counts, sampling_masks = torch.tensor(rows.counts, dtype=torch.int64, device=device), rows.sampling_masks
     token_ids = [*layout.own_inputs([episode.token_ids for episode in episodes]), padding]
     positions = [*layout.own_inputs([np.arange(len(path)) for path in layout.paths]), padding]
     routes = [e.expert_routes for e in episodes if e.expert_routes is not None and layout.width]
@@ -113,7 +113,7 @@ def pack(
         token_ids=on_device(np.concatenate(token_ids).astype(np.int64)).unsqueeze(0),
         positions=on_device(np.concatenate(positions)).unsqueeze(0),
         attention=AttentionLayout(layout.segments() if layout.width else [Segment(0, padding, 1)], device),
-        drawn_after=on_device(rows.places),
+        sampled_after=on_device(rows.places),
         targets=on_device(rows.targets),
         rows=None if rows.kinds is None else on_device(rows.kinds),
         behaviour_logprobs=on_device(rows.logprobs),
@@ -123,7 +123,9 @@ def pack(
         sequences=torch.arange(len(episodes), device=device).repeat_interleave(counts),
         num_sequences=len(episodes),
         columns=Columns({name: on_device(values) for name, values in rows.columns.items()}),
-        kept_sets=None if kept_sets is None else (on_device(kept_sets.counts).long(), on_device(kept_sets.ids)),
+        sampling_masks=None
+        if sampling_masks is None
+        else (on_device(sampling_masks.counts).long(), on_device(sampling_masks.ids)),
         expert_routes=on_device(np.concatenate(layout.own_inputs(routes))).unsqueeze(0) if routes else None,
         padding=len(padding),
         separate_tokens=sum(map(len, layout.paths)),
@@ -223,7 +225,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRows:
+class SampledRows:
     """The N drawn tokens of a micro-batch, episode after episode, and the M that have log-probs of their own."""
 
     counts: list[int]
@@ -236,7 +238,7 @@ class DrawnRows:
     """int64[M]: in the row, of the input before each."""
     targets: np.ndarray
     """int64[M]: the tokens."""
-    kept_sets: KeptSets | None
+    sampling_masks: SamplingMasks | None
     """Of the M, where the sampler cut tokens off."""
     kinds: np.ndarray | None
     """int64[N]: which of the M; None is each once."""
@@ -244,7 +246,7 @@ class DrawnRows:
     """float32[N] by name. A token that several episodes share has the value of each."""
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], layout: RowLayout, column_names: Sequence[str] = ()) -> DrawnRows:
+    def of(cls, episodes: Sequence[Episode], layout: RowLayout, column_names: Sequence[str] = ()) -> SampledRows:
         """Raises ValueError if some episodes have kept sets and others do not, or lack a column."""
         _check_columns(episodes, column_names)
         masks = [episode.trainable[1:] for episode in episodes]
@@ -256,19 +258,19 @@ class DrawnRows:
 
         places = drawn(layout.paths, np.int64)
         targets = drawn([episode.token_ids[1:] for episode in episodes], np.int64)
-        kept_sets = _kept_sets(episodes)
+        sampling_masks = _sampling_masks(episodes)
         kinds = None
-        if any(layout.shared) and (found := _distinct(places, targets, kept_sets)) is not None:
+        if any(layout.shared) and (found := _distinct(places, targets, sampling_masks)) is not None:
             first, kinds = found
             places, targets = places[first], targets[first]
-            kept_sets = None if kept_sets is None else kept_sets[first]
+            sampling_masks = None if sampling_masks is None else sampling_masks[first]
         return cls(
             [int(mask.sum()) for mask in masks],
             drawn([episode.logprobs[1:] for episode in episodes], np.float32),
             drawn([episode.policy_versions[1:] for episode in episodes], np.int32),
             places,
             targets,
-            kept_sets,
+            sampling_masks,
             kinds,
             {name: drawn([episode.column(name)[1:] for episode in episodes], np.float32) for name in column_names},
         )
@@ -283,7 +285,7 @@ def _check_columns(episodes: Sequence[Episode], names: Sequence[str]) -> None:
 
 
 def _distinct(
-    places: np.ndarray, targets: np.ndarray, kept_sets: KeptSets | None
+    places: np.ndarray, targets: np.ndarray, sampling_masks: SamplingMasks | None
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Which of N drawn tokens have log-probs of their own.
 
@@ -305,8 +307,8 @@ def _distinct(
     _, inverse, counts = np.unique(kinds, return_inverse=True, return_counts=True)
     if len(counts) == len(kinds):
         return None
-    if kept_sets is not None:
-        inverse = inverse * len(kinds) + _set_numbers(kept_sets, np.flatnonzero(counts[inverse] > 1))
+    if sampling_masks is not None:
+        inverse = inverse * len(kinds) + _set_numbers(sampling_masks, np.flatnonzero(counts[inverse] > 1))
     _, first, inverse = np.unique(inverse, return_index=True, return_inverse=True)
     by_place = np.argsort(first)
     rank = np.empty_like(by_place)
@@ -314,23 +316,24 @@ def _distinct(
     return first[by_place], rank[inverse]
 
 
-def _set_numbers(kept_sets: KeptSets, tokens: np.ndarray) -> np.ndarray:
+def _set_numbers(sampling_masks: SamplingMasks, tokens: np.ndarray) -> np.ndarray:
     """int64[N]: equal for equal sets among ``tokens``; 0 for all other tokens."""
-    numbers, known = np.zeros(len(kept_sets.counts), np.int64), dict[bytes, int]()
-    ends = np.cumsum(kept_sets.counts)
+    numbers, known = np.zeros(len(sampling_masks.counts), np.int64), dict[bytes, int]()
+    ends = np.cumsum(sampling_masks.counts)
     for token in tokens.tolist():
-        ids = kept_sets.ids[ends[token] - kept_sets.counts[token] : ends[token]]
+        ids = sampling_masks.ids[ends[token] - sampling_masks.counts[token] : ends[token]]
         numbers[token] = known.setdefault(ids.tobytes(), len(known))
     return numbers
 
 
-def _kept_sets(episodes: Sequence[Episode]) -> KeptSets | None:
+def _sampling_masks(episodes: Sequence[Episode]) -> SamplingMasks | None:
     # A token that is no longer trained keeps its set in the episode, but not here.
     by_episode = [
-        None if (kept_sets := episode.kept_sets) is None else kept_sets[episode.trainable] for episode in episodes
+        None if (sampling_masks := episode.sampling_masks) is None else sampling_masks[episode.trainable]
+        for episode in episodes
     ]
     present = all_or_none(by_episode, "kept sets")
-    return KeptSets.join(present) if present else None
+    return SamplingMasks.join(present) if present else None
 
 
 def all_or_none(values: Sequence[T | None], what: str) -> list[T]:

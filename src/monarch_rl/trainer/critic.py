@@ -65,7 +65,7 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> torch.Tensor:
         """float32[N], with gradient: before each drawn token of a micro-batch."""
-        self._module.lm_head.positions = batch.drawn_after
+        self._module.lm_head.positions = batch.sampled_after
         with tensor_float32(self._computes_in_half):
             found: torch.Tensor = self._module(
                 batch.token_ids, positions=batch.positions, attention_masks=batch.attention

@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class MadeAgain:
+class StepReplay:
     """A step that a rank has made again from the journal."""
 
     metrics: dict[str, float]
@@ -26,7 +26,7 @@ class MadeAgain:
     """Whether this rank's weights are those that it had then, bit for bit; None if the run did not get to say."""
 
 
-class KnownBatch(NamedTuple):
+class JournalBatch(NamedTuple):
     """A batch of the journal that a rank could train again; equal on all ranks if it is the same batch."""
 
     version: int

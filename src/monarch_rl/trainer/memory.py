@@ -129,7 +129,7 @@ def saved_bytes(
     return 2 * width * item + 2 * sizes.head * MASTER + masks + (inputs * item + norms) // tp
 
 
-def _kept_bytes(
+def _saved_bytes(
     sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, *, sparse: bool, keys: int
 ) -> int:
     """Bytes of a token that a block keeps until its backward pass, as ``trainer.activation_checkpoint`` says."""
@@ -152,7 +152,9 @@ def _activations(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu
     """Bytes that all blocks keep, and what one block computes again for its backward pass."""
     tokens, kinds = settings.tokens_per_microbatch, {True: sizes.sparse, False: sizes.layers - sizes.sparse}
     kept = {
-        sparse: _kept_bytes(sizes, settings, item, on_gpu, sparse=sparse, keys=keys) for sparse, n in kinds.items() if n
+        sparse: _saved_bytes(sizes, settings, item, on_gpu, sparse=sparse, keys=keys)
+        for sparse, n in kinds.items()
+        if n
     }
     whole = {
         sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse, tokens=tokens, keys=keys, tp=settings.tp)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.algorithms.mismatch import quantile
-from monarch_rl.episode.episode import means_of_parts
+from monarch_rl.episode.episode import mean_parts
 from monarch_rl.episode.shard import BatchOutcomes
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.objective import Sums
@@ -62,7 +62,7 @@ def _task_metrics(shard: BatchOutcomes) -> dict[str, float]:
                 episodes.setdefault(name, []).append((float(reward), of_episode, int(length)))
     values: dict[str, float] = {}
     for name, of_name in episodes.items():
-        values |= {f"reward/{name}/{part}": mean for part, mean in means_of_parts([p for _, p, _ in of_name]).items()}
+        values |= {f"reward/{name}/{part}": mean for part, mean in mean_parts([p for _, p, _ in of_name]).items()}
         values[f"reward/{name}/mean"] = float(np.mean([reward for reward, _, _ in of_name]))
         values[f"length/{name}/mean"] = float(np.mean([length for *_, length in of_name]))
     return values

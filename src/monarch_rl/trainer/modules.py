@@ -21,7 +21,7 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear, RoPE
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs, VocabularyPart, joined, logprobs_of
+from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs, VocabularyPart, joined, logprobs_of
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
@@ -97,7 +97,7 @@ class LogprobHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.chunk = config.chunk
-        self.drawn_tokens: DrawnTokens | None = None
+        self.drawn_tokens: SampledTokens | None = None
         """For the next forward pass, which takes it away; None returns logits."""
         self._part: VocabularyPart | None = None
 
@@ -158,7 +158,7 @@ def _chunk_logprobs(
     hidden_TD: torch.Tensor,
     weight_WD: torch.Tensor,
     ids_T: torch.Tensor,
-    kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
+    sampling_masks: tuple[torch.Tensor, torch.Tensor] | None,
     others_TK: torch.Tensor | None,
     *,
     temperature: float,
@@ -168,4 +168,4 @@ def _chunk_logprobs(
     logits = F.linear(hidden_TD.float(), weight_WD)
     if temperature != 1.0:
         logits = logits / temperature
-    return logprobs_of(logits, ids_T, kept_sets, part, entropy_gradient, others_TK)
+    return logprobs_of(logits, ids_T, sampling_masks, part, entropy_gradient, others_TK)

@@ -202,7 +202,7 @@ def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
         ON_POLICY_TOKENS: on_policy.sum(),
         ON_POLICY_MISMATCH: mismatch[on_policy].sum(),
         LOGPROB_DIFFERENCE: histogram(difference[on_policy]),
-        "kept_mass": output.kept_mass.sum(),
+        "kept_mass": output.mask_mass.sum(),
         "ratio_outside": (difference.abs() > math.log(FAR_RATIO)).sum(),
     }
 

@@ -51,7 +51,7 @@ from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
+from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs  # noqa: E402
 from monarch_rl.weights.checksum import NotFinite  # noqa: E402
 
 
@@ -157,8 +157,8 @@ class Policy:
         """
         module = module or self.module
         temperature = 1.0 if batch.supervised else self.temperature
-        drawn = DrawnTokens(
-            batch.drawn_after, batch.targets, temperature, batch.kept_sets, batch.rows, entropy_gradient
+        drawn = SampledTokens(
+            batch.sampled_after, batch.targets, temperature, batch.sampling_masks, batch.rows, entropy_gradient
         )
         module.lm_head.drawn_tokens = drawn.with_others([batch.columns[name] for name in others]) if others else drawn
         routers = self._routers if module is self.module else routers_of(module)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.known_steps import JournalBatch
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
@@ -89,7 +89,7 @@ class EarlierSteps:
     ) -> None:
         self._policy = policy
         self._own, self._batches = journal_of(folder, policy.rank, policy.settings.tp, since=version - 1)
-        self.known: list[KnownBatch] = []
+        self.known: list[JournalBatch] = []
         """One after the other from the checkpoint's version on."""
         if self._is_equal(version - 1, generation) is False:
             logger.warning("the journal is of other weights than the checkpoint: no step is made again from it")
@@ -100,7 +100,7 @@ class EarlierSteps:
             rows = [] if shard.supervised is None else shard.supervised.minibatches
             content = shard.group_ids, shard.trainable_tokens, shard.num_episodes, [row.episodes for row in rows]
             taken_by = self._batches.about_batch(version)["generation"]
-            self.known.append(KnownBatch(version, taken_by, zlib.crc32(repr(content).encode())))
+            self.known.append(JournalBatch(version, taken_by, zlib.crc32(repr(content).encode())))
             version += 1
 
     def _may_be_made(self, version: int, since: int, generation: int, alike: str) -> bool:

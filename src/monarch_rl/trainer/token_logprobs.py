@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
     """float32[N], with gradient."""
     entropies: torch.Tensor
     """float32[N]: of the distribution that each token was drawn from; with gradient if the objective asks for it."""
-    kept_mass: torch.Tensor
+    mask_mass: torch.Tensor
     """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
     others: torch.Tensor | None = None
     """float32[N, k], with gradient: of k further tokens in the place of each, where they were asked for."""
@@ -37,7 +37,7 @@ def joined(chunks: Sequence[TokenLogprobs]) -> TokenLogprobs:
 
 
 @dataclass(slots=True)
-class DrawnTokens:
+class SampledTokens:
     """Which tokens were drawn, and how: what the LM head needs to compute :class:`TokenLogprobs`."""
 
     positions: torch.Tensor
@@ -45,7 +45,7 @@ class DrawnTokens:
     ids: torch.Tensor
     """int64[M]."""
     temperature: float
-    kept_sets: tuple[torch.Tensor, torch.Tensor] | None
+    sampling_masks: tuple[torch.Tensor, torch.Tensor] | None
     """``(counts int64[M], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
     rows: torch.Tensor | None = None
     """int64[N]: which of the M are returned for each drawn token; None returns each once."""
@@ -54,14 +54,14 @@ class DrawnTokens:
     others: torch.Tensor | None = None
     """int64[M, k]: further ids whose log-probs are asked for; None is none."""
 
-    def with_others(self, columns: Sequence[torch.Tensor]) -> DrawnTokens:
+    def with_others(self, columns: Sequence[torch.Tensor]) -> SampledTokens:
         """With further ids, float32[N] of each of k, for each drawn token: also one that several episodes share has its
         own, because a teacher may name those that are about as likely in any order.
 
         Raises:
             ValueError: tokens were drawn from sets, in which further ones need not be.
         """
-        if self.kept_sets is not None:
+        if self.sampling_masks is not None:
             raise ValueError("log-probs of further tokens are asked for, and tokens were drawn from kept sets")
         # What is not finite is no id, and its episode is left out of the loss. In its place stands an id that there is.
         others = torch.stack([torch.where(column.isfinite(), column, 0.0).long() for column in columns], -1)
@@ -73,10 +73,10 @@ class DrawnTokens:
         """What is to be computed of up to ``size`` tokens each."""
         ids = self.ids.split(size)
         others = [None] * len(ids) if self.others is None else self.others.split(size)
-        if self.kept_sets is None:
+        if self.sampling_masks is None:
             return [(chunk, None, further) for chunk, further in zip(ids, others, strict=True)]
-        counts = self.kept_sets[0].split(size)
-        sets = self.kept_sets[1].split([int(chunk.sum()) for chunk in counts])
+        counts = self.sampling_masks[0].split(size)
+        sets = self.sampling_masks[1].split([int(chunk.sum()) for chunk in counts])
         return list(zip(ids, zip(counts, sets, strict=True), others, strict=True))
 
 
@@ -167,7 +167,7 @@ class _Entropy(torch.autograd.Function):
 def logprobs_of(
     logits_TW: torch.Tensor,
     ids_T: torch.Tensor,
-    kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
+    sampling_masks: tuple[torch.Tensor, torch.Tensor] | None,
     part: VocabularyPart | None = None,
     entropy_gradient: bool = False,
     others_TK: torch.Tensor | None = None,
@@ -183,27 +183,27 @@ def logprobs_of(
         entropy_gradient: the entropies have a gradient, too.
         others_TK: further ids, int64, whose log-probs in the same places are asked for, too.
     """
-    kept_mass = torch.ones(len(ids_T), device=logits_TW.device)
-    if kept_sets is not None:
-        left_out = _left_out(logits_TW, kept_sets, part)
+    mask_mass = torch.ones(len(ids_T), device=logits_TW.device)
+    if sampling_masks is not None:
+        left_out = _left_out(logits_TW, sampling_masks, part)
         with torch.no_grad():
             log_mass = _logsumexp(logits_TW, part)
         logits_TW = logits_TW.masked_fill(left_out, float("-inf"))
         with torch.no_grad():
-            kept_mass = (_logsumexp(logits_TW, part) - log_mass).exp()
+            mask_mass = (_logsumexp(logits_TW, part) - log_mass).exp()
     normaliser = _logsumexp(logits_TW, part)
     logprobs = _at(logits_TW, ids_T.unsqueeze(-1), part).squeeze(-1) - normaliser
     others = None if others_TK is None else _at(logits_TW, others_TK, part) - normaliser.unsqueeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies: torch.Tensor = _Entropy.apply(logits_TW, normaliser.detach(), part)
-    return TokenLogprobs(logprobs, entropies, kept_mass, others)
+    return TokenLogprobs(logprobs, entropies, mask_mass, others)
 
 
 def _left_out(
-    logits_TW: torch.Tensor, kept_sets: tuple[torch.Tensor, torch.Tensor], part: VocabularyPart | None
+    logits_TW: torch.Tensor, sampling_masks: tuple[torch.Tensor, torch.Tensor], part: VocabularyPart | None
 ) -> torch.Tensor:
     """bool[T, W]: the ids that no set holds."""
-    counts_T, ids = kept_sets
+    counts_T, ids = sampling_masks
     left_out = torch.ones_like(logits_TW, dtype=torch.bool)
     tokens = torch.arange(len(counts_T), device=logits_TW.device).repeat_interleave(counts_T)
     ids = ids.long()

@@ -54,7 +54,7 @@ class _PolledProcess:
 
 
 @dataclass(slots=True)
-class _SeenPiece:
+class _SeenOperation:
     """A piece of work on a device when it was first seen, by ``time.monotonic()``."""
 
     since: float
@@ -129,7 +129,7 @@ class ProcessPoller:
         """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
         """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
-        self._pieces: dict[tuple[str, int | None], _SeenPiece] = {}
+        self._pieces: dict[tuple[str, int | None], _SeenOperation] = {}
         """By machine and pid: the piece of work that was last seen there."""
         self._unwatched_s = 0.0
         """Seconds so far for which this process itself did not run."""
@@ -207,7 +207,7 @@ class ProcessPoller:
                     process.piece_s = process.report.now - process.piece.since
                 for pid, name in process.report.helpers.items():
                     helper = picture.processes[name] = Process(name, pid, process.machine)
-                    helper.piece = process.report.helpers_pieces.get(pid)
+                    helper.piece = process.report.helpers_operations.get(pid)
                     if helper.piece is not None:
                         helper.piece_s = process.report.now - helper.piece.since
         await self._inspect(picture)
@@ -255,7 +255,7 @@ class ProcessPoller:
         had = CoreTime(process.state.cpu_s, process.state.queued_s)
         seen = self._pieces.get(key)
         if seen is None or seen.since != process.piece.since:
-            self._pieces[key] = _SeenPiece(process.piece.since, now, had, self._unwatched_s)
+            self._pieces[key] = _SeenOperation(process.piece.since, now, had, self._unwatched_s)
             return
         # A share, because many threads may wait at once: what waits for the device is one of them.
         without_core_s = had.queued_share(seen.had, now - seen.at) * (now - seen.at)
@@ -331,7 +331,7 @@ class ProcessPoller:
 
 
 def _leave_out_others_compilation(
-    processes: list[Process], pieces: dict[tuple[str, int | None], _SeenPiece], now: float, since_last_s: float
+    processes: list[Process], pieces: dict[tuple[str, int | None], _SeenOperation], now: float, since_last_s: float
 ) -> None:
     """Of the seconds of pieces of work, leave out those in which another process that it may wait for compiled kernels,
     and was within the time for that. Only the one that compiles can say so.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import GpuOperation
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
 from monarch_rl.runtime.wait_registry import CONTROLLER, Wait
 
@@ -56,7 +56,7 @@ class Process:
     """Of a core, over the last ``RunPicture.silence_s`` seconds."""
     queued_share: float = 0.0
     """Share of these seconds for which it was ready to run and had no core."""
-    piece: Piece | None = None
+    piece: GpuOperation | None = None
     """What its device had not ended when it was reported."""
     piece_s: float = 0.0
     """Seconds for which it had not, without those for which the process was ready to run and had no core."""

@@ -184,7 +184,7 @@ class Watch:
         if self._did_not_run() or self._ended.is_set():
             return
         self._note_progress(picture)
-        self._say_if_starved(picture)
+        self._warn_if_starved(picture)
         await self._check(picture)
 
     def _did_not_run(self) -> bool:
@@ -212,7 +212,7 @@ class Watch:
                 self._pauses.record(advanced - self._last_advance)
             self._last_advance, self._pause_reported = advanced, False
 
-    def _say_if_starved(self, picture: RunPicture) -> None:
+    def _warn_if_starved(self, picture: RunPicture) -> None:
         starved, now = picture.starved(), time.monotonic()
         if starved and now - self._starved_said_at >= STARVED_SAID_EVERY_S:
             self._starved_said_at = now

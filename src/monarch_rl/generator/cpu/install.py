@@ -41,7 +41,7 @@ def install() -> None:
     replace_method(Scheduler, "maybe_sleep_on_idle", admission.gather_after_idle, "")
     replace_method(SchedulerBatchResultProcessor, "process_batch_result_decode", results.process_decode, "batch result")
     check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
-    sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
+    sampler.sampling_from_probs_torch = sample_if_unseeded(sampler.sampling_from_probs_torch)
     prefix_cache.install()
     share_gloo_device()
     replace_method(EnvField, "get", _read_variable, "")
@@ -115,7 +115,7 @@ def draw(probabilities: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(ends, at, right=True)[:, 0].to(torch.int32)
 
 
-def draw_if_unseeded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def sample_if_unseeded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Replaces SGLang's ``sampling_from_probs_torch``, which draws with seeds too."""
 
     @wraps(original)
