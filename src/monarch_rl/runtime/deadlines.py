@@ -93,8 +93,9 @@ async def within(
         awaitable: what to await. After the deadline, a call to an actor still runs in that actor; only this wait ends.
         what: completes the sentence "waited for ...": names the thing and who has to deliver it, for example
             ``"the gradients of step 3 from trainer rank 1"``.
-        on: who has to deliver it: a registered name (:func:`wait_registry.register`), all of a kind (``"trainer ranks"``),
-            or the name of something outside the run. The stall report follows these names to the cause.
+        on: who has to deliver it: a registered name (:func:`wait_registry.register`), all of a kind
+            (``"trainer ranks"``), or the name of something outside the run. The stall report follows these names to the
+            cause.
         flag: the setting that the deadline comes from, as on the command line, for the message.
 
     Raises :class:`DeadlineExceeded`, :class:`ProcessLost`, and whatever the awaitable raises.
