@@ -50,9 +50,7 @@ class Opening:
             fork = Opening(list(self.ids), dict(self.turns), self.begun)
         else:
             length -= 0 if tokens is None else self.turns[length] - tokens
-            fork = Opening(
-                self.ids[:length], {end: n for end, n in self.turns.items() if end <= length}, tokens or 0
-            )
+            fork = Opening(self.ids[:length], {end: n for end, n in self.turns.items() if end <= length}, tokens or 0)
         fork.numbers = self.numbers
         return fork
 

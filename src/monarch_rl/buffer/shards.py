@@ -77,7 +77,9 @@ class CutBatch:
         if self._asked is None:
             self._asked, self._shards = asked, cut(batch, way)
         elif self._asked != asked:
-            raise ValueError(f"trainer ranks disagree on version and {ShardPlan._fields}: {self._asked} before, {asked} now")
+            raise ValueError(
+                f"trainer ranks disagree on version and {ShardPlan._fields}: {self._asked} before, {asked} now"
+            )
         return self._shards
 
     def forget(self) -> None:

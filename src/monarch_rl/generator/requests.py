@@ -451,7 +451,9 @@ def _completion(
 
 def _check_sampling_masks(tokens: Sequence[int] | np.ndarray, sampling_masks: SamplingMasks) -> None:
     if len(sampling_masks.counts) != len(tokens):
-        raise GenerationError(f"SGLang reported sampling masks of {len(sampling_masks.counts)} tokens, but sampled {len(tokens)}")
+        raise GenerationError(
+            f"SGLang reported sampling masks of {len(sampling_masks.counts)} tokens, but sampled {len(tokens)}"
+        )
     matches = sampling_masks.ids == np.repeat(tokens, sampling_masks.counts)
     if matches.sum() != len(tokens):  # ids of a set differ, so each has one match at most
         raise GenerationError("SGLang reported kept sets without the token that was drawn from them")

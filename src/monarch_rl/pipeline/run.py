@@ -42,7 +42,7 @@ from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import make_again
-from monarch_rl.pipeline.resume import Resumed, going_on, note_settings, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_resume, note_settings, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
