@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_an_import_of_a_module_that_has_moved_names_the_new_one() -> None:
     for old, new in MOVED.items():
-        with pytest.raises(ImportError, match=rf"monarch_rl\.{re.escape(new)}$"):
-            importlib.import_module(f"monarch_rl.{old}")
-        assert (ROOT / "src/monarch_rl" / f"{new.replace('.', '/')}.py").is_file(), new
+        with pytest.raises(ImportError, match=rf" {re.escape(new)}$"):
+            importlib.import_module(old)
+        assert (ROOT / "src" / f"{new.replace('.', '/')}.py").is_file(), new
     with pytest.raises(ImportError, match=r"monarch_rl\.algorithms\.losses$"):
         exec("from monarch_rl.algorithms import kl")
     with pytest.raises(ModuleNotFoundError, match=r"'monarch_rl\.algorithms\.no_such_module'"):
@@ -26,6 +26,6 @@ def test_an_import_of_a_module_that_has_moved_names_the_new_one() -> None:
 
 def test_the_changelog_has_the_same_table() -> None:
     rows = re.findall(
-        r"\| `monarch_rl\.([a-z_.]+)` \| `monarch_rl\.([a-z_.]+)` \|", (ROOT / "CHANGELOG.md").read_text()
+        r"\| `(monarch_rl\.[a-z_.]+)` \| `(monarch_rl\.[a-z_.]+)` \|", (ROOT / "CHANGELOG.md").read_text()
     )
     assert dict(rows) == MOVED
