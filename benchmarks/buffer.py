@@ -114,7 +114,7 @@ class Producer(Actor):
 
         async def place() -> None:
             while (ticket := await admissions.ticket()) is not None:
-                await outbox.put(ticket.group_id, ticket.attempt, self._group(ticket.group_id))
+                await outbox.submit(ticket.group_id, ticket.attempt, self._group(ticket.group_id))
 
         await asyncio.gather(*(place() for _ in range(self._settings.places)))
 

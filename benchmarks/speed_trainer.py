@@ -109,7 +109,7 @@ class Training:
             ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
             assert ticket is not None, "the buffer is closed"
             data = pack_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
-            await within(CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
+            await within(CALL_DEADLINE_S, self.buffer.submit.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
         metrics = await update(self.trainer, self.buffer, self.version, Patience(deadline_s))
         seconds = time.perf_counter() - started

@@ -53,7 +53,7 @@ def drive(
         now, _, what, number = heapq.heappop(ends)
         if what == "group":
             versions = dict.fromkeys((began.pop(number), core.published_version), 1)
-            core.put(PackedGroup(number, number, [PackedEpisode(0.0, 1, versions, b"")], PrefixTree([0], [0])))
+            core.submit(PackedGroup(number, number, [PackedEpisode(0.0, 1, versions, b"")], PrefixTree([0], [0])))
         elif what == "step":
             core.trained(number)
             training, free_since = False, now

@@ -48,7 +48,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
     tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(groups)]
     for ticket in tickets:
-        await buffer.put.call_one(pack_group(group(ticket.group_id, [version], [version])))
+        await buffer.submit.call_one(pack_group(group(ticket.group_id, [version], [version])))
     return [ticket.group_id for ticket in tickets]
 
 
@@ -134,7 +134,7 @@ def test_close_ends_every_wait(process: Any) -> None:
         with pytest.raises(ActorError) as failure:
             await within(WAIT_S, take, "the end of take")
         assert isinstance(failure.value.exception, BufferClosed)
-        await buffer.put.call_one(pack_group(group(last.group_id, [0])))
+        await buffer.submit.call_one(pack_group(group(last.group_id, [0])))
         assert await buffer.admit.call_one("worker 0", WAIT_S) is None
 
     run(test)
@@ -160,7 +160,7 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
                 of_group.fill_column("value", np.arange(of_group.num_tokens) + of_group.reward)
                 of_group.fill_column("other", np.ones(of_group.num_tokens))
             await buffer.admit.call_one("worker 0", WAIT_S)
-            await buffer.put.call_one(pack_group(one))
+            await buffer.submit.call_one(pack_group(one))
         calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
         shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
         again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))).unpack()
@@ -210,7 +210,7 @@ def test_slots_of_stale_groups_go_to_waiting_workers(process: Any) -> None:
         admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
         ticket = await within(WAIT_S, admit, "the slot of the stale group")
-        await buffer.put.call_one(pack_group(group(ticket.group_id, [3])))
+        await buffer.submit.call_one(pack_group(group(ticket.group_id, [3])))
         await within(WAIT_S, take, "the batch")
         counts = await buffer.counts.call_one()
         assert counts.dropped == {STALE: 1}
@@ -222,7 +222,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
     async def test() -> None:
         buffer = buffer_actor(process, 2, 0)
         tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
-        await buffer.put.call_one(pack_group(group(0, [0], [0])))
+        await buffer.submit.call_one(pack_group(group(0, [0], [0])))
         dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
         await buffer.counts.call_one()
@@ -231,14 +231,14 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
         ticket = await within(WAIT_S, waiting, "the lost worker's group")
         assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
         assert "held: group 1 by worker 1" in await buffer.report.call_one()
-        await buffer.put.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
+        await buffer.submit.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
         await buffer.drop.call_one(1, "score hung")
         counts = await buffer.counts.call_one()
         assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
         assert "held: group 1 by worker 1" in await buffer.report.call_one()
         again = group(1, [0], [0])
         again.attempt = 1
-        await buffer.put.call_one(pack_group(again))
+        await buffer.submit.call_one(pack_group(again))
         shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
         assert shard.unpack().num_episodes == 4
 
@@ -252,7 +252,7 @@ def test_waits_for_a_slow_group_are_counted(process: Any) -> None:
         await buffer.admit.call_one("worker 0", WAIT_S)
         take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
         await fill(buffer, 2)
-        await buffer.put.call_one(pack_group(group(0, [0])))
+        await buffer.submit.call_one(pack_group(group(0, [0])))
         await within(WAIT_S, take, "the batch")
         counts, passed_s = await buffer.counts.call_one(), now() - began
         assert counts.order_waits == 1 and 0 < counts.order_wait_s <= passed_s
@@ -274,17 +274,17 @@ def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
         outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
-        await outbox.put(1, 0, large(1))
-        waiting = asyncio.ensure_future(outbox.put(2, 0, large(2)))
+        await outbox.submit(1, 0, large(1))
+        waiting = asyncio.ensure_future(outbox.submit(2, 0, large(2)))
         with pytest.raises(ActorError) as failure:
             await buffer.reserve.call_one(3, 0, 2**20, "worker 0", 0.1)
         message = str(failure.value.exception)
         assert "worker 0 waited 0.1 s" in message and "1048576 bytes of group 3" in message and "0.6 MiB" in message
         with pytest.raises(ActorError, match="group 3 .*reserve"):
-            await buffer.put.call_one(large(3))
+            await buffer.submit.call_one(large(3))
         counts = await buffer.counts.call_one()
         assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
-        await outbox.put(0, 0, large(0))  # the next batch's: it has room, whoever waits
+        await outbox.submit(0, 0, large(0))  # the next batch's: it has room, whoever waits
         await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
         assert not waiting.done()
         await buffer.trained.call_one(1)
@@ -320,9 +320,9 @@ def test_an_outbox_hands_on_what_the_buffer_refuses(process: Any) -> None:
         buffer = buffer_actor(process, 1, 1)
         outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         with pytest.raises(ActorError, match="group 5 .*not admitted"):
-            await within(WAIT_S, outbox.put(5, 0, pack_group(group(5, [0]))), "the refusal")
+            await within(WAIT_S, outbox.submit(5, 0, pack_group(group(5, [0]))), "the refusal")
         await buffer.admit.call_one("worker 0", WAIT_S)
-        await within(WAIT_S, outbox.put(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
+        await within(WAIT_S, outbox.submit(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
 
     run(test)
 
@@ -335,9 +335,9 @@ def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any
         outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         small = pack_group(group(2, [0] * 12_000))
         assert len(small) <= UNASKED_BYTES
-        await outbox.put(1, 0, large(1))
+        await outbox.submit(1, 0, large(1))
         await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
-        waiting = asyncio.ensure_future(outbox.put(2, 0, small))
+        waiting = asyncio.ensure_future(outbox.submit(2, 0, small))
         assert await buffer.submit_if_room.call_one(small) == [False]
         assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
         await buffer.drop.call_one(3, "makes room")
@@ -353,7 +353,7 @@ def test_groups_that_are_complete_at_once_travel_in_one_call(process: Any) -> No
         counting: Any = CountingBuffer(buffer)
         outbox = SubmitQueue(counting, "worker 0", WAIT_S)
         ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
-        await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))
+        await asyncio.gather(*(outbox.submit(i, 0, pack_group(group(i, [0]))) for i in ids))
         assert counting.puts == [8]
         assert (await buffer.counts.call_one()).complete == 8
 

@@ -27,7 +27,7 @@ def play(buffer: BufferCore, groups: int) -> None:
     for _ in range(groups):
         ticket = buffer.admit()
         assert ticket is not None
-        buffer.put(packed(ticket.group_id, [buffer.published_version]))
+        buffer.submit(packed(ticket.group_id, [buffer.published_version]))
 
 
 def step(buffer: BufferCore) -> list[PackedGroup]:
@@ -86,11 +86,11 @@ def test_groups_that_are_kept_for_another_time_make_room_for_new_ones() -> None:
     buffer.budget.limit = 100
     for group_id in range(4):
         assert buffer.admit() is not None
-        buffer.put(packed(group_id, [0], nbytes=40)) if group_id < 2 else None
+        buffer.submit(packed(group_id, [0], nbytes=40)) if group_id < 2 else None
     step(buffer)
     assert (buffer.counts().again, buffer.counts().nbytes) == (2, 80)
     for group_id in (2, 3):  # they are first in line, so they always have room
-        buffer.put(packed(group_id, [0], nbytes=40))
+        buffer.submit(packed(group_id, [0], nbytes=40))
     assert [group.group_id for group in step(buffer)] == [2, 3]
     assert buffer.counts().again == 2 and buffer.counts().nbytes <= 100, "the older ones were let go"
     buffer.published(2)
@@ -104,7 +104,7 @@ def test_batches_wait_for_the_oldest_group() -> None:
     buffer = core(1, 1)
     first, second = buffer.admit(), buffer.admit()
     assert first is not None and second is not None
-    buffer.put(packed(second.group_id, [0]))
+    buffer.submit(packed(second.group_id, [0]))
     assert buffer.take(0) is None
     assert buffer.missing() == [first.group_id]
     buffer.drop(first.group_id, "score hung")
@@ -117,7 +117,7 @@ def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_pr
     for _ in range(2):
         ticket = buffer.admit()
         assert ticket is not None
-        assert not buffer.put(packed(ticket.group_id, [5], [3, 5]))
+        assert not buffer.submit(packed(ticket.group_id, [5], [3, 5]))
     assert buffer.take(5) is None
     counts = buffer.counts()
     assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({STALE: 2}, {STALE: 6}, 2)
@@ -126,16 +126,16 @@ def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_pr
 def test_what_cannot_be_is_refused_by_name_and_state() -> None:
     buffer = core(1, 1)
     with pytest.raises(ValueError, match="group 0 .*not admitted"):
-        buffer.put(packed(0, [0]))
+        buffer.submit(packed(0, [0]))
     ticket = buffer.admit()
     assert ticket is not None
     with pytest.raises(ValueError, match="group 0 .*no token"):
-        buffer.put(packed(0))
+        buffer.submit(packed(0))
     with pytest.raises(ValueError, match="version 1 drew"):
-        buffer.put(packed(0, [1]))
-    buffer.put(packed(0, [0]))
+        buffer.submit(packed(0, [1]))
+    buffer.submit(packed(0, [0]))
     with pytest.raises(ValueError, match="group 0 .*complete"):
-        buffer.put(packed(0, [0]))
+        buffer.submit(packed(0, [0]))
     with pytest.raises(ValueError, match="version 1 .*trained.* 0 groups"):
         buffer.trained(1)
     with pytest.raises(ValueError, match="version 1 was asked for"):
@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_by_name_and_state() -> None:
     with pytest.raises(ValueError, match="version 1 .*trained"):
         buffer.trained(1)
     with pytest.raises(ValueError, match="group 0 .*trained or dropped"):
-        buffer.put(packed(0, [0]))
+        buffer.submit(packed(0, [0]))
     buffer.published(1)
     with pytest.raises(ValueError, match="version 0 .*published"):
         buffer.published(0)
@@ -162,7 +162,7 @@ def test_close_accounts_for_every_group() -> None:
     assert late is not None and buffer.take(0) is not None
     buffer.close()
     assert buffer.admit() is None
-    buffer.put(packed(late.group_id, [0]))  # its worker has not heard of the end
+    buffer.submit(packed(late.group_id, [0]))  # its worker has not heard of the end
     buffer.drop(1, "score hung")
     buffer.trained(1)
     assert buffer.take(1) is None
@@ -174,7 +174,7 @@ def test_resumed_run_goes_on_with_its_tasks_and_versions() -> None:
     buffer = BufferCore(1, BufferSettings(0), version=9, task_cursor=40)
     ticket = buffer.admit()
     assert ticket is not None and (ticket.group_id, ticket.task_cursor) == (0, 40)
-    buffer.put(packed(0, [9]))
+    buffer.submit(packed(0, [9]))
     assert buffer.take(9) is not None
 
 
@@ -209,15 +209,15 @@ def test_a_window_lets_that_many_groups_pass_and_costs_as_many_slots() -> None:
     assert (buffer.slots, buffer.window) == (3, 3)
     slow, *others = admit(buffer, 3)
     for group_id in others:
-        buffer.put(packed(group_id, [0]))
+        buffer.submit(packed(group_id, [0]))
     assert ids(buffer) == others  # two of three
     buffer.trained(1)
     buffer.published(1)
     for group_id in admit(buffer, 2):
-        buffer.put(packed(group_id, [1]))
+        buffer.submit(packed(group_id, [1]))
     assert ids(buffer) is None and buffer.held_back  # one more would be four
     assert buffer.missing() == [slow]
-    buffer.put(packed(slow, [0, 1]))
+    buffer.submit(packed(slow, [0, 1]))
     assert ids(buffer) == [slow, 3] and not buffer.held_back
 
 
@@ -226,15 +226,15 @@ def test_the_example_of_the_docs() -> None:
     slow, *others = admit(buffer, 9)
     assert [slow, *others] == [0, 1, 2, 3]
     for group_id in (1, 2):
-        buffer.put(packed(group_id, [0]))
+        buffer.submit(packed(group_id, [0]))
     assert ids(buffer) == [1, 2]
     buffer.trained(1)
     buffer.published(1)
     assert admit(buffer, 9) == [4, 5]
-    buffer.put(packed(3, [0]))
-    buffer.put(packed(4, [1]))
+    buffer.submit(packed(3, [0]))
+    buffer.submit(packed(4, [1]))
     assert ids(buffer) is None
-    buffer.put(packed(0, [0, 1]))
+    buffer.submit(packed(0, [0, 1]))
     assert ids(buffer) == [0, 3]
     buffer.trained(2)
     assert buffer.counts().lag_counts == [3, 2, 0]
@@ -244,12 +244,12 @@ def test_the_window_counts_for_every_group_by_itself() -> None:
     buffer = core(1, 4, window=2)
     admit(buffer, 3)
     for group_id in (2, 1):
-        buffer.put(packed(group_id, [0]))
+        buffer.submit(packed(group_id, [0]))
         assert ids(buffer) == [group_id]
         buffer.trained(buffer.version + 1)
     buffer.published(2)
     (last,) = admit(buffer, 1)
-    buffer.put(packed(last, [2]))
+    buffer.submit(packed(last, [2]))
     assert ids(buffer) is None  # 0 was overtaken by 2 and 1
     buffer.drop(0, "score hung")
     assert ids(buffer) == [last]
@@ -260,10 +260,10 @@ def test_without_a_bound_nothing_but_bytes_holds_groups_back() -> None:
     slow, *others = admit(buffer, 50)
     assert (buffer.slots, buffer.slots_free, buffer.counts().slots) == (None, None, None)
     for group_id in others:
-        buffer.put(packed(group_id, [0]))
+        buffer.submit(packed(group_id, [0]))
         assert ids(buffer) == [group_id]
         buffer.trained(buffer.version + 1)
-    buffer.put(packed(slow, [0]))
+    buffer.submit(packed(slow, [0]))
     step(buffer)
     assert buffer.counts().lag_counts == [1] * 50
 
@@ -274,7 +274,7 @@ def late(policy: str) -> BufferCore:
     admit(buffer, 1)
     for _ in range(3):
         for group_id in admit(buffer, 1):
-            buffer.put(packed(group_id, [buffer.version]))
+            buffer.submit(packed(group_id, [buffer.version]))
         step(buffer)
         buffer.published(buffer.version)
     return buffer
@@ -282,21 +282,21 @@ def late(policy: str) -> BufferCore:
 
 def test_late_drop_loses_the_group() -> None:
     buffer = late("drop")
-    assert not buffer.put(packed(0, [0, 1, 2, 3], [3]))
+    assert not buffer.submit(packed(0, [0, 1, 2, 3], [3]))
     counts = buffer.counts()
     assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({LATE: 1}, {LATE: 5}, 2)
 
 
 def test_late_mask_loses_the_tokens_above_the_bound() -> None:
     buffer = late("mask")
-    assert buffer.put(packed(0, [0, 1, 2, 3], [1]))
+    assert buffer.submit(packed(0, [0, 1, 2, 3], [1]))
     batch = buffer.take(3)
     assert batch is not None and batch.oldest == 2
     assert batch.lag_counts.tolist() == [1, 1]
     buffer.trained(4)
     assert buffer.counts().wasted_tokens == {MASKED: 3}
     buffer = late("mask")
-    assert not buffer.put(packed(0, [0, 1], [1]))
+    assert not buffer.submit(packed(0, [0, 1], [1]))
     assert buffer.counts().dropped == {LATE: 1}
 
 
@@ -304,7 +304,7 @@ def test_late_mask_loses_the_tokens_above_the_bound() -> None:
 def test_what_is_above_reject_lag_is_left_out_when_it_would_be_trained(reject: str) -> None:
     buffer = core(1, 3, reject_lag=1, reject=reject)
     for group_id, versions in zip(admit(buffer, 4), ([0], [0], [0, 0], [0, 0]), strict=True):
-        buffer.put(packed(group_id, versions))
+        buffer.submit(packed(group_id, versions))
     step(buffer)
     assert buffer.counts().dropped == {}
     step(buffer)  # lag 1
@@ -313,19 +313,19 @@ def test_what_is_above_reject_lag_is_left_out_when_it_would_be_trained(reject: s
     assert counts.slots_free == 2  # two are not published
     buffer.published(2)
     for group_id in admit(buffer, 1):
-        buffer.put(packed(group_id, [2]))
+        buffer.submit(packed(group_id, [2]))
     step(buffer)
 
 
 def test_reject_mask_keeps_the_fresh_tokens() -> None:
     buffer = core(1, 3, reject_lag=0)
     for group_id in admit(buffer, 2):
-        buffer.put(packed(group_id, [0]))
+        buffer.submit(packed(group_id, [0]))
     (slow,) = admit(buffer, 1)
     step(buffer)
     buffer.published(1)
     assert buffer.counts().dropped == {REJECTED: 1}
-    assert buffer.put(packed(slow, [0, 0, 1]))
+    assert buffer.submit(packed(slow, [0, 0, 1]))
     batch = buffer.take(1)
     assert batch is not None and (batch.oldest, batch.lag_counts.tolist()) == (1, [1, 0, 0, 0])
 
@@ -334,7 +334,7 @@ def test_equal_rewards_are_filtered_and_the_batch_is_refilled_exactly() -> None:
     buffer = core(2, 0, drop_equal_rewards=True)
     for equal in (True, False, True, True, False):
         (group_id,) = admit(buffer, 1)
-        assert buffer.put(packed(group_id, [0], [0], equal=equal)) != equal
+        assert buffer.submit(packed(group_id, [0], [0], equal=equal)) != equal
     assert ids(buffer) == [1, 4]
     assert buffer.counts().dropped == {EQUAL_REWARDS: 3} and buffer.counts().wasted_tokens == {EQUAL_REWARDS: 6}
 
@@ -345,7 +345,7 @@ def test_filtering_ends_at_its_limit() -> None:
         puts = 0
         while ids(buffer) is None:
             (group_id,) = admit(buffer, 1)
-            buffer.put(packed(group_id, [version], [version], equal=True))
+            buffer.submit(packed(group_id, [version], [version], equal=True))
             puts += 1
         assert puts == 3 * 2 + 2
         buffer.trained(version + 1)
@@ -356,29 +356,29 @@ def test_partial_groups_are_trained_or_dropped() -> None:
     for policy, kept in (("train", True), ("drop", False)):
         buffer = core(1, 0, partial=policy)
         admit(buffer, 1)
-        assert buffer.put(packed(0, [0], [0], failed=1)) == kept
+        assert buffer.submit(packed(0, [0], [0], failed=1)) == kept
         assert buffer.counts().dropped == ({} if kept else {PARTIAL: 1})
 
 
 def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
     buffer = core(2, 1, version=0)
     admit(buffer, 4)
-    buffer.put(packed(2, [0]))
+    buffer.submit(packed(2, [0]))
     buffer.reserve(3, 100)
     assert buffer.release([0, 2, 3]) == [0, 3]
     assert buffer.counts().nbytes == 0 and buffer.slots_free == 0
     with pytest.raises(ValueError, match="group 0 .*waiting for a worker"):
-        buffer.put(packed(0, [0], attempt=1))
-    assert not buffer.put(packed(0, [0, 0]))  # its first worker was not dead after all
+        buffer.submit(packed(0, [0], attempt=1))
+    assert not buffer.submit(packed(0, [0, 0]))  # its first worker was not dead after all
     buffer.drop(3, "score hung")  # the same
     again = [buffer.admit(), buffer.admit()]
     assert [(t.group_id, t.task_cursor, t.attempt) for t in again if t] == [(0, 0, 1), (3, 3, 1)]
-    buffer.put(packed(1, [0]))
+    buffer.submit(packed(1, [0]))
     assert ids(buffer) is None
-    assert buffer.put(packed(0, [0], attempt=1))
+    assert buffer.submit(packed(0, [0], attempt=1))
     assert ids(buffer) == [0, 1]
     buffer.trained(1)
-    assert not buffer.put(packed(0, [0, 0]))  # later still
+    assert not buffer.submit(packed(0, [0, 0]))  # later still
     assert buffer.counts().wasted_tokens == {PLAYED_AGAIN: 4}
 
 
@@ -390,13 +390,13 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
     admit(buffer, 6)
     for group_id in (2, 3):
         assert buffer.reserve(group_id, MIB // 2)
-        buffer.put(packed(group_id, [0], nbytes=MIB // 2))
+        buffer.submit(packed(group_id, [0], nbytes=MIB // 2))
     assert not buffer.reserve(4, 1)
     with pytest.raises(ValueError, match="group 4 .*buffer.max-mib 1"):
-        buffer.put(packed(4, [0], nbytes=1))
+        buffer.submit(packed(4, [0], nbytes=1))
     for group_id in (0, 1):
         assert buffer.reserve(group_id, MIB)
-        buffer.put(packed(group_id, [0], nbytes=MIB))
+        buffer.submit(packed(group_id, [0], nbytes=MIB))
     assert buffer.counts().nbytes == 3 * MIB
     assert ids(buffer) == [0, 1] and not buffer.reserve(5, 1)
     buffer.trained(1)
@@ -417,7 +417,7 @@ def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
             made.episodes[0].fill_column(f"column {number}", np.ones(made.episodes[0].num_tokens))
         data = pack_group(made)
         before = buffer.budget.used
-        buffer.put(PackedGroup.read(data))
+        buffer.submit(PackedGroup.read(data))
         assert buffer.budget.used - before == len(data)
         sizes.append(len(data))
     assert sizes[1] - sizes[0] == pytest.approx(4 * 1000, abs=64)
@@ -432,9 +432,9 @@ def test_a_core_goes_on_from_its_state() -> None:
     buffer = BufferCore(2, settings, task_cursor=7)
     admit(buffer, 5)
     for group_id in (1, 2, 3):
-        buffer.put(Read.read(pack_group(group(group_id, [0], [0]))))
+        buffer.submit(Read.read(pack_group(group(group_id, [0], [0]))))
     assert ids(buffer) is None
-    buffer.put(Read.read(pack_group(group(0, [0], [0]))))
+    buffer.submit(Read.read(pack_group(group(0, [0], [0]))))
     step(buffer)
     assert ids(buffer) == [2, 3]
     resumed = BufferCore.restore(2, settings, buffer.state())
@@ -455,7 +455,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
     settings = BufferSettings(3, window=1)
     buffer = BufferCore(1, settings)
     admit(buffer, 2)
-    buffer.put(PackedGroup.read(pack_group(group(1, [0], [0]))))
+    buffer.submit(PackedGroup.read(pack_group(group(1, [0], [0]))))
     resumed = BufferCore.restore(1, settings, buffer.state(), generation=1)
     for version, group_id in ((1, 1), (2, 3), (3, 4)):
         resumed.note_replayed(version, [group_id], np.asarray([1, 2]))
@@ -470,9 +470,9 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
             (5, attempt),
         ]
     for group_id in (5, 2):
-        assert resumed.put(packed(group_id, [3], attempt=ATTEMPTS))
+        assert resumed.submit(packed(group_id, [3], attempt=ATTEMPTS))
     assert ids(resumed) is None, "0 is due first"
-    assert resumed.put(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
+    assert resumed.submit(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
     with pytest.raises(ValueError, match="version 4 .*again"):
         resumed.note_replayed(4, [2], np.zeros(0, np.int64))
 
@@ -483,14 +483,14 @@ def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:
     buffer = BufferCore(2, settings)
     admit(buffer, 4)
     for group_id in (0, 1):
-        buffer.put(PackedGroup.read(pack_group(group(group_id, [0], [0]))))
+        buffer.submit(PackedGroup.read(pack_group(group(group_id, [0], [0]))))
     assert ids(buffer) == [0, 1]
     step(buffer)
-    buffer.put(PackedGroup.read(pack_group(group(2, [0, 1], [1]))))
-    buffer.put(PackedGroup.read(pack_group(group(3, [0], [0]))))
+    buffer.submit(PackedGroup.read(pack_group(group(2, [0, 1], [1]))))
+    buffer.submit(PackedGroup.read(pack_group(group(3, [0], [0]))))
     undone = BufferCore.restore(2, settings, buffer.state() | {"version": 0}, generation=1)
     assert undone.counts().wasted_tokens == {ROLLED_BACK: 3}
     assert (undone.counts().complete, undone.counts().playing) == (1, 1)
     again = undone.admit()
     assert again is not None and (again.group_id, again.attempt) == (2, ATTEMPTS)
-    assert not undone.put(PackedGroup.read(pack_group(group(2, [0], [0])))), "of the generation before"
+    assert not undone.submit(PackedGroup.read(pack_group(group(2, [0], [0])))), "of the generation before"

@@ -49,7 +49,7 @@ class Player(Actor):
                 if ticket.group_id % 7 == 3:
                     await buffer.drop.call_one(ticket.group_id, "score hung")
                     continue
-                await outbox.put(ticket.group_id, 0, pack_group(make(ticket.group_id, version, 0)))
+                await outbox.submit(ticket.group_id, 0, pack_group(make(ticket.group_id, version, 0)))
                 puts += 1
 
         await asyncio.gather(*(place() for _ in range(3)))

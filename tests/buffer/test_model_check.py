@@ -103,7 +103,7 @@ def successors(state: State) -> Iterator[tuple[bool, State]]:
             continue
         for version in {state.published_at[play[0]], state.core.version}:
             after = clone(state)
-            after.core.put(drawn_group(*play, version))
+            after.core.submit(drawn_group(*play, version))
             yield True, with_play(after, worker, None)
         after = clone(state)
         after.core.drop(play[0], "score raised", attempt=play[1])
@@ -115,7 +115,7 @@ def successors(state: State) -> Iterator[tuple[bool, State]]:
             yield False, with_play(after, worker, None)
     for play in state.lost:
         after = clone(state)
-        assert not after.core.put(drawn_group(*play, state.core.version))
+        assert not after.core.submit(drawn_group(*play, state.core.version))
         yield False, replace(after, lost=tuple(other for other in state.lost if other != play))
     if state.core._batch is None:
         after = clone(state)
@@ -155,7 +155,7 @@ def check(state: State) -> None:
     if state.generation:  # of the generation before, by versions that may exist again or not
         for group_id, version in itertools.product(range(GROUPS), range(GROUPS + 1)):
             if group_id in buffer.groups._attempts or buffer.groups.get(group_id) is None:
-                assert not buffer.put(drawn_group(group_id, 0, version))
+                assert not buffer.submit(drawn_group(group_id, 0, version))
     assert STALE not in counts.dropped, "the bound did not hold by structure"
     assert max(state.uses) <= buffer.settings.replay
     assert counts.trained == sum(n > 0 for n in state.uses)

@@ -269,7 +269,7 @@ class AnyOrder(RuleBasedStateMachine):
         if BOUND.excess(len(group.episodes), group.tokens) is not None:
             before = self.core.counts()
             with pytest.raises(ValueError, match="may have"):
-                self.core.put(group)
+                self.core.submit(group)
             assert self.core.counts() == before
             return
         if not self.reserve(group, play):
@@ -306,7 +306,7 @@ class AnyOrder(RuleBasedStateMachine):
             reason, b.filtered = EQUAL_REWARDS, b.filtered + 1
         else:
             reason = self.reason(group)
-        assert self.core.put(group) == (reason is None)
+        assert self.core.submit(group) == (reason is None)
         b.sampled_by[group.group_id] = [self.lineage[version] for version in tokens(group)]
         if reason is None:
             b.complete[group.group_id] = group
@@ -351,7 +351,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.core.drop(group_id, "score hung", 5, attempt)
             return
         group = self.make(group_id, attempt, pick)
-        assert self.core.reserve(group_id, group.nbytes, attempt) and not self.core.put(group)
+        assert self.core.reserve(group_id, group.nbytes, attempt) and not self.core.submit(group)
         self.books.again_tokens += group.trainable
 
     @rule()
@@ -569,7 +569,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert counts.dropped.get(RUN_ENDED, 0) == live
         assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.taken
         for group_id, play in self.books.playing.items():
-            assert not self.core.put(read_group(group_id, play.attempt, (self.core.version,), 0, False))
+            assert not self.core.submit(read_group(group_id, play.attempt, (self.core.version,), 0, False))
 
 
 def run(name: str, first: int, orders: int) -> None:

@@ -188,7 +188,7 @@ class System(Generic[G]):
             completions = await self.draw([prompt] * SIZE, sampling)
             episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
             groups.append(Group(ticket.group_id, 0, episodes))
-            await self.buffer.put.call_one(pack_group(groups[-1]))
+            await self.buffer.submit.call_one(pack_group(groups[-1]))
         return groups
 
     async def step(self, seed: int, sampling: Sampling = ALL_TOKENS) -> dict[str, float]:

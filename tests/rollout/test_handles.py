@@ -19,7 +19,7 @@ def as_handle(buffer: Buffer) -> BufferHandle:
 
 
 def test_the_endpoints_are_found() -> None:
-    assert set(ENDPOINTS) == {"admit_many", "reserve", "put", "put_if_room", "drop", "note_failure"}
+    assert set(ENDPOINTS) == {"admit_many", "reserve", "submit", "submit_if_room", "drop", "note_failure"}
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)

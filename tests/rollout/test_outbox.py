@@ -15,7 +15,7 @@ class Buffer:
     """Has room for everything."""
 
     def __init__(self) -> None:
-        self.reserve = self.put = self.submit_if_room = self
+        self.reserve = self.submit = self.submit_if_room = self
         self.groups: list[bytes] = []
 
     async def call_one(self, *arguments: Any) -> list[bool]:
@@ -37,14 +37,14 @@ def test_an_error_of_sending_reaches_all_who_wait() -> None:
         buffer: Any = Buffer()
         outbox = SubmitQueue(buffer, "worker 0", 600.0)
         small, large = b"small", bytes(UNASKED_BYTES + 1)
-        buffer.put = buffer.submit_if_room = Unsendable()
-        waiting = [asyncio.ensure_future(outbox.put(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
+        buffer.submit = buffer.submit_if_room = Unsendable()
+        waiting = [asyncio.ensure_future(outbox.submit(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
         for group in waiting:
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(group)
-        buffer.put = buffer.submit_if_room = buffer
+        buffer.submit = buffer.submit_if_room = buffer
         for group_id, data in ((3, small), (4, large)):
-            await patiently(outbox.put(group_id, 0, data))
+            await patiently(outbox.submit(group_id, 0, data))
         assert buffer.groups == [small, large]
 
     asyncio.run(put())

@@ -1,7 +1,7 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then ``put`` them.
-They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for that (``failures``).
+Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then ``submit``
+them. They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for that (``failures``).
 Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others play the groups of
 a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks
 another.
@@ -150,7 +150,7 @@ class Buffer(FailureReports):
         self._slots.serve()  # a group that was let go to make room may have given its slot back
 
     @lasting_endpoint
-    async def put(self, *groups: bytes) -> None:
+    async def submit(self, *groups: bytes) -> None:
         """Hand in complete groups, each packed (``pack_group``).
 
         Raises:
@@ -160,7 +160,7 @@ class Buffer(FailureReports):
 
     @lasting_endpoint
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
-        """:meth:`put` for those groups that there is room for; says of each whether it was."""
+        """:meth:`submit` for those groups that there is room for; says of each whether it was."""
         read = [PackedGroup.read(data) for data in groups]
         has_room = [self._core.reserve(group.group_id, group.nbytes, group.attempt) for group in read]
         self._put([group for group, fits in zip(read, has_room, strict=True) if fits])
@@ -168,7 +168,7 @@ class Buffer(FailureReports):
 
     def _put(self, groups: list[PackedGroup]) -> None:
         for group in groups:
-            self._core.put(group)
+            self._core.submit(group)
             self._end_lease(group.group_id, group.attempt)
             self._failures.note_put()
         self._serve()

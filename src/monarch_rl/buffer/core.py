@@ -131,7 +131,7 @@ class BufferCore:
                 self._retire(trained)
         return self.budget.reserve(live, nbytes, always=due)
 
-    def put(self, group: PackedGroup) -> bool:
+    def submit(self, group: PackedGroup) -> bool:
         """Hand in a complete group; True if it is kept.
 
         It is not kept if a rule of the settings leaves it out, if it was given to another worker, or after ``close``.

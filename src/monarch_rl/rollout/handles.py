@@ -28,7 +28,7 @@ class BufferHandle(Protocol):
         ...
 
     @concurrent_endpoint
-    async def put(self, *groups: bytes) -> None:
+    async def submit(self, *groups: bytes) -> None:
         """Hand in complete groups, each packed (``pack_group``)."""
         ...
 

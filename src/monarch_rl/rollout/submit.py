@@ -51,7 +51,7 @@ class SubmitQueue:
         self._next_at = -math.inf
         """When the next call may be made."""
 
-    async def put(self, group_id: int, attempt: int, data: bytes) -> None:
+    async def submit(self, group_id: int, attempt: int, data: bytes) -> None:
         """Return once the buffer has the group.
 
         Raises:
@@ -70,7 +70,7 @@ class SubmitQueue:
         parcels.append(parcel)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send_all())
-        return await parcel.put  # waits: for _send_all of this worker, whose calls have deadlines
+        return await parcel.submitted  # waits: for _send_all of this worker, whose calls have deadlines
 
     async def _send_all(self) -> None:
         """Send all parcels; those that become complete meanwhile go with the next call, :data:`PACE_S` later."""
@@ -80,29 +80,29 @@ class SubmitQueue:
             if unasked:
                 await self._call(unasked, self._buffer.submit_if_room)
             if granted:
-                await self._call(granted, self._buffer.put)
+                await self._call(granted, self._buffer.submit)
             self._next_at = now() + PACE_S
 
     async def _call(self, parcels: list[_Parcel], endpoint: Endpoint[..., list[bool] | None]) -> None:
         what = f"the buffer to take group {', '.join(str(parcel.group_id) for parcel in parcels)}"
         try:
             call = endpoint.call_one(*(parcel.data for parcel in parcels))
-            put = await within(BUFFER_DEADLINE_S, call, what, on="buffer") or [True] * len(parcels)
+            submitted = await within(BUFFER_DEADLINE_S, call, what, on="buffer") or [True] * len(parcels)
         except Exception as error:  # whichever it is of: all groups of the worker go this way, and it is lost
             for parcel in parcels:
-                if not parcel.put.done():
-                    parcel.put.set_exception(error)
+                if not parcel.submitted.done():
+                    parcel.submitted.set_exception(error)
             return
-        for parcel, is_put in zip(parcels, put, strict=True):
-            if not parcel.put.done():  # who waited for it was cancelled
-                parcel.put.set_result(is_put)
+        for parcel, is_submitted in zip(parcels, submitted, strict=True):
+            if not parcel.submitted.done():  # who waited for it was cancelled
+                parcel.submitted.set_result(is_submitted)
 
 
 @dataclass(eq=False, slots=True)
 class _Parcel:
     group_id: int
     data: bytes
-    put: asyncio.Future[bool]
+    submitted: asyncio.Future[bool]
     """Whether the buffer has the group."""
 
 
@@ -204,7 +204,7 @@ class GroupSubmitter:
     ) -> None:
         self._buffer = buffer
         self._transcripts = transcripts
-        self._outbox = SubmitQueue(buffer, worker, slot_deadline_s)
+        self._queue = SubmitQueue(buffer, worker, slot_deadline_s)
         self._stages = Stages(stages, statistics.add_stage)
         self._statistics = statistics
         self._known_failures: set[tuple[str, str]] = set()
@@ -215,7 +215,7 @@ class GroupSubmitter:
         """Groups that may be in stages at a time."""
         return self._stages.places
 
-    async def put(self, ticket: Ticket, item: Any, group: Group) -> None:
+    async def submit(self, ticket: Ticket, item: Any, group: Group) -> None:
         """Put a group that passes the stages; drop one that a stage leaves out or fails at."""
         try:
             await self._stages.run(item, group)
@@ -228,7 +228,7 @@ class GroupSubmitter:
         data = pack_group(group) if small else await asyncio.to_thread(pack_group, group)
         if self._transcripts is not None:
             self._transcripts.add(group)
-        await self._outbox.put(group.group_id, group.attempt, data)
+        await self._queue.submit(group.group_id, group.attempt, data)
         self._statistics.add_put()
         wait_registry.progress("group put")
 

@@ -281,7 +281,7 @@ class RolloutWorker(AsksFrozenModels):
                 with self._statistics.group_running():
                     item, group = await self._run_group(ticket)
             if group is not None:
-                await self._hand_in.put(ticket, item, group)
+                await self._hand_in.submit(ticket, item, group)
 
     async def _run_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
         """The item and the group that was played, which is dropped if too few of its episodes are left to compare."""
