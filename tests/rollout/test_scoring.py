@@ -511,7 +511,7 @@ from monarch_rl.runtime import wait_registry
 from tests.rollout import scores
 
 async def main():
-    presence.register("rollout worker 0")
+    wait_registry.register("rollout worker 0")
     scorer = Scorer(1, deadline_s=3.0)
     try:
         scorer.deadline_s = 600.0  # the process starts, for as long as that takes
