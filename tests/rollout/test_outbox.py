@@ -38,7 +38,9 @@ def test_an_error_of_sending_reaches_all_who_wait() -> None:
         outbox = SubmitQueue(buffer, "worker 0", 600.0)
         small, large = b"small", bytes(UNASKED_BYTES + 1)
         buffer.submit = buffer.submit_if_room = Unsendable()
-        waiting = [asyncio.ensure_future(outbox.submit(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
+        waiting = [
+            asyncio.ensure_future(outbox.submit(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))
+        ]
         for group in waiting:
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(group)

@@ -1,10 +1,10 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then ``submit``
-them. They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for that (``failures``).
-Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others play the groups of
-a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks
-another.
+Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then
+``submit`` them. They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for
+that (``failures``). Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others
+run the groups of a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that
+waits never blocks another.
 """
 
 from __future__ import annotations

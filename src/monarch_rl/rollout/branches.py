@@ -3,8 +3,8 @@
 A *branch* is one way in which a play went: a line for each seat. A *line* is a conversation and the turns that it
 consists of. A fork goes on from what there was until then; these turns are the same objects in both, which is how a
 shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (:class:`TurnSplits`). A
-branch that has nothing but what its forks took over is their common beginning. Every other one is a leaf, of which each line
-becomes a sequence (``sequences.py``).
+branch that has nothing but what its forks took over is their common beginning. Every other one is a leaf, of which
+each line becomes a sequence (``sequences.py``).
 """
 
 from __future__ import annotations
