@@ -1,11 +1,12 @@
-"""On-policy distillation: a teacher says, token by token, what it thinks of what the student has written.
+"""On-policy distillation: a teacher scores the student's own samples, token by token.
 
     python recipes/grpo.py                                                          a run trains the teacher
     python tools/export.py runs/grpo-<date>-<time>-<pid> .cache/tiny-teacher
     python recipes/distill.py
 
-The student draws. A frozen engine has the teacher read that, while other groups are played, and the student is trained
-to minimise the reverse KL divergence at each token (docs/algorithms.md). The task's reward is measured alone.
+The student generates rollouts. The teacher, on a frozen engine, computes the log-probs of their tokens while other
+groups are rolled out, and the student is trained to minimise the reverse KL divergence at each token
+(docs/algorithms.md). The task's reward is only measured, not trained on.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class Settings(RunSettings):
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name of the student."""
     teacher: str = ".cache/tiny-teacher"
-    """Hugging Face folder or Hub name of the teacher. It has the student's tokenizer, and may be larger."""
+    """Hugging Face folder or Hub name of the teacher. It must have the student's tokenizer, and may be larger."""
     frozen: FrozenSettings = field(default_factory=FrozenSettings)
-    """Those of the teacher."""
+    """The teacher's engines."""
     snapshot_every: Annotated[int, Range(0, 10**9, "0 is never")] = 0
-    """Versions after which the teacher takes over the student's weights (self-distillation; give the student's own
-    folder as `teacher`). 0 is never."""
+    """Versions after which the teacher loads the student's current weights, for self-distillation: give the student's
+    own folder as `teacher`. 0 is never."""
     by: Literal["loss", "advantage"] = "loss"
-    """`loss`: the divergence is minimised itself. `advantage`: log teacher - log student is each token's advantage in
-    the policy gradient of `trainer.loss`."""
+    """`loss`: minimise the divergence directly. `advantage`: use log teacher - log student as each token's advantage in
+    the policy gradient of trainer.loss."""
     steps: int = 100
-    """Optimiser steps."""
+    """Training steps, each on one batch."""
     evaluate_every: int = 20
-    """Steps between two evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
     task: TaskSettings = field(default_factory=lambda: TASK)
     trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
@@ -70,7 +71,7 @@ def task(s: Settings) -> Task:
 
 async def train(run: Run, s: Settings) -> None:
     reader = run.frozen("teacher", s.teacher, s.frozen, snapshot_every=s.snapshot_every)
-    # The stage fills the column `teacher`. To have rewards count, too: stages=[reference(reader)], advantage="dr_grpo",
+    # The stage fills the column `teacher`. To train on rewards, too: stages=[reference(reader)], advantage="dr_grpo",
     # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-in reward.
     objective = distillation(s.trainer.loss) if s.by == "loss" else reinforcement(s.trainer.loss)
     stages = [teacher(reader, top=s.trainer.loss.teacher_top)]

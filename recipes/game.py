@@ -1,11 +1,11 @@
-"""Self-play: one model sits on both sides of a game, and learns from who wins.
+"""Self-play: one model plays both sides of a game, and learns from wins and losses.
 
     python tools/make_tiny_model.py --output .cache/tiny-digits --task.name count_bits \\
         --task.config '{"max_n": 400}' --task.template '{number} -> ' --task.held-out-size 20
     python recipes/game.py
 
-Nim: two players take one to three stones in turn, and who takes the last one wins. Each side is a seat of the policy,
-with its own conversation, reward and advantage. What it learns is measured against the model that it started from.
+Nim: two players take turns to remove one to three stones, and the player who takes the last one wins. Each side is a
+seat of the policy, with its own conversation, reward and advantage. Evaluations play against the initial model.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ class Settings(RunSettings):
     model: str = ".cache/tiny-digits"
     """Hugging Face folder or Hub name of the model to train."""
     steps: int = 200
-    """Optimiser steps."""
+    """Training steps, each on one batch."""
     groups_per_step: int = 16
-    """Games with different numbers of stones of one optimiser step; each is played rollout.group-size times."""
+    """Games per batch, with different numbers of stones. Each is played rollout.group-size times."""
     evaluate_every: int = 20
-    """Steps between two evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
     held_out: int = 136
-    """Games against the model as it was: each number of stones, from both sides, four times."""
+    """Evaluation games against the initial model. With 136 each number of stones is played four times from each side.
+    """
     stones: Annotated[int, Range(4, 1000)] = 20
-    """Stones that a game has at most."""
+    """Maximum number of stones in a game."""
     trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
 
 
 async def play(game: dict[str, Any], policy: Policy, start: FrozenModel | None = None) -> dict[str, float]:
-    """One game; ``game["start"]`` is the seat of the model that the policy started from, if that plays."""
+    """Play one game. ``game["start"]`` is the seat of the initial model; it is empty in self-play."""
     players: dict[str, Any] = {seat: policy.seat(seat) for seat in SEATS}
     if start is not None and game["start"]:
         players[game["start"]] = start.conversation()
     stones = game["stones"]
     for seat in itertools.cycle(SEATS):
         move = await players[seat].reply(f"{stones} -> ", temperature=1.0 if seat == game["start"] else None)
-        stones -= {"2": 2, "3": 3}.get(move.text, 1)  # whatever is no move takes one stone
+        stones -= {"2": 2, "3": 3}.get(move.text, 1)  # an invalid move takes one stone
         if stones <= 0:
             return {player: 1.0 if player == seat else -1.0 for player in SEATS}
     raise AssertionError
@@ -82,15 +83,15 @@ def task(s: Settings, start: FrozenModel | None = None) -> Task:
 
 async def train(run: Run, s: Settings) -> None:
     start = run.frozen("start", s.model)
-    # Each seat is compared with the same seat in the other games from the same number of stones. SeatBaselines() is the
-    # other way: a running mean of each seat's rewards (RAE, arXiv:2506.24119).
+    # Each seat is compared with the same seat in the other games with the same number of stones. The alternative is
+    # SeatBaselines(), a running mean of each seat's rewards (RAE, arXiv:2506.24119).
     await run.start(task(s, start), advantage=BySeat(dr_grpo), objective=reinforcement(s.trainer.loss))
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):
         await run.step()
         if s.evaluates_after(step):
-            await run.evaluate()  # accuracy: the share of games won against the start
+            await run.evaluate()  # accuracy: the share of games won against the initial model
     await run.evaluate()
 
 

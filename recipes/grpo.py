@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=4 recipes/grpo.py                its GPUs, or 4 CPU ranks
     torchrun --nnodes=2 ... recipes/grpo.py                    the same, on two machines
 
-Trainer ranks and generator replicas hold different devices, or share them (--colocate). Rollout workers play
-groups of episodes on the generators and put them into a buffer; the trainer takes a batch, makes one optimiser step,
-and the new weights flow to the generators while they decode. No token is trained that is more than
+Trainer ranks and generator replicas use different devices, or share them (--colocate). Rollout workers roll out groups
+of episodes on the generators and submit them to a buffer; the trainer takes a batch, makes one optimiser step, and the
+new weights are transferred to the generators while they decode. No token is trained that is more than
 buffer.max-policy-lag versions old.
 
 The flags that matter most: --model, --steps, --groups-per-step, --task.name, --trainer.lr, --trainer.ranks,
@@ -31,7 +31,7 @@ from monarch_rl import (
     reinforcement,
 )
 
-# The task: the model reads "cat -> " and writes "tac". The reward: 1 for exactly the word spelled backward, else 0.
+# The task: the prompt is "cat -> ", the answer "tac". The reward is 1 for exactly the word spelled backward, else 0.
 TASK = TaskSettings(
     name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> ", pass_mark=1.0
 )
@@ -41,8 +41,8 @@ TASK = TaskSettings(
 class Settings(RunSettings):
     """Asynchronous GRPO (see the top of this file)."""
 
-    # The tiny model of tools/make_tiny_model.py. What these settings give is in benchmarks/results/main_job_cpu.txt; a
-    # larger model wants a far smaller learning rate (TRL's and verl's is 1e-6).
+    # The tiny model of tools/make_tiny_model.py. The results of these settings are in
+    # benchmarks/results/main_job_cpu.txt. A larger model needs a far lower learning rate (TRL and verl use 1e-6).
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     task: TaskSettings = field(default_factory=lambda: TASK)
@@ -56,16 +56,17 @@ def task(s: Settings) -> Task:
 
 async def train(run: Run, s: Settings) -> None:
     loss = s.trainer.loss
-    # The advantage: how much better an episode is than its group; "grpo" divides by the group's spread, "dr_grpo" does
-    # not. The loss: the policy gradient, weighted for tokens that older versions drew (`--trainer.loss.*`). Both are
-    # functions: put your own here, of a group, and of the log-probs of a micro-batch (docs/algorithms.md).
+    # The advantage: how much better an episode is than its group; "grpo" divides by the group's standard deviation,
+    # "dr_grpo" does not. The loss: the policy gradient, with importance weights for tokens sampled by older versions
+    # (`--trainer.loss.*`). Both are functions, of a group and of the log-probs of a micro-batch, which you can replace
+    # by your own (docs/algorithms.md).
     await run.start(task(s), advantage=loss.advantage, objective=reinforcement(loss))
     if run.resumed is None:
         await run.evaluate()
-    async for step in run.steps(s.steps):  # rollouts go on all the time
-        figures = await run.update()  # the next batch, one optimiser step
-        await run.publish()  # the new version starts on its way; decoding goes on
-        await run.log(figures)
+    async for step in run.steps(s.steps):  # rollouts continue throughout
+        metrics = await run.update()  # wait for the next batch, make one optimiser step
+        await run.publish()  # start to publish the new version; decoding continues
+        await run.log(metrics)
         await run.evaluate_after(step)
     await run.save()
     await run.evaluate()

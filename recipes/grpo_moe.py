@@ -1,9 +1,10 @@
-"""Asynchronous GRPO of a mixture of experts: experts divided among trainer ranks, routes and kept sets of the engine.
+"""Asynchronous GRPO of a mixture of experts, with expert parallelism, replayed expert routes and sampling masks.
 
     python tools/make_tiny_model.py --kind moe && python recipes/grpo_moe.py
 
-The loop is that of grpo.py. Each token is trained by the experts that the engine chose for it (trainer.router-replay
-replay), among the tokens that the engine left to be drawn (rollout.keep-sampling-mask): docs/moe.md.
+The loop is that of grpo.py. Experts are divided among trainer ranks (trainer.expert-parallel). Each token is trained
+with the experts that the engine chose for it (trainer.router-replay replay), and with probabilities over the tokens
+that the engine could sample there (rollout.keep-sampling-mask): docs/moe.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Your own data and your own reward: a file of rows, and a function.
+"""GRPO on your own data with your own reward: a file of rows, and a function.
 
     python recipes/own_data.py
 
-Everything that is yours stands here. Rows come from a JSONL or parquet file, a list, or `datasets` (tasks/rows.py).
+This file is all the code it takes. Rows come from a JSONL or parquet file, a list, or `datasets` (tasks/rows.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Settings(RunSettings):
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name of the model to train."""
     held_out: int = 100
-    """Rows that are held out, and played by an evaluation."""
+    """Rows that are held out from training, for evaluations."""
     steps: int = 150
-    """Optimiser steps."""
+    """Training steps, each on one batch."""
     supervised_steps: Annotated[int, Range(0, 10**9, "0 is none")] = 0
-    """The first steps, of `steps`, which train on right answers."""
+    """Number of the first of the `steps` that train on correct answers only; 0 is none."""
     supervised_share: Annotated[float, Range(0, 0.99, "0 is none")] = 0.0
-    """Share of right answers in each batch after them."""
+    """Share of correct answers in each later batch; 0 is none."""
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=8, concurrent_groups=64))
 
@@ -61,12 +61,12 @@ async def train(run: Run, s: Settings) -> None:
     if run.resumed is None:
         await run.evaluate()
     rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(words.items, range(200))]
-    if s.supervised_steps:  # none of these rows is held out
+    if s.supervised_steps:  # on training rows: none of them is held out
         await run.supervised(rows, steps=s.supervised_steps)
     if s.supervised_share:
         await run.mix(rows, share=s.supervised_share)
     async for step in run.steps(s.steps):
-        await run.step()  # the next batch, one optimiser step, and the new version on its way
+        await run.step()  # wait for the next batch, make one optimiser step, start to publish the new version, log
         await run.evaluate_after(step)
     await run.evaluate()
 

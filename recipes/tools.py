@@ -1,9 +1,10 @@
-"""Learn to use tools: 23*47+58 is too much for a tiny model's head, and a calculator does it in two calls.
+"""Learn to use tools: a tiny model cannot compute 23*47+58 itself, but a calculator does it in two calls.
 
     python tools/make_tiny_model.py --recipe recipes/tools.py --steps 200 --output .cache/tiny-tools
     python recipes/tools.py
 
-The first command makes a tiny model and shows it calls, but at a third of the steps none, so that it often guesses.
+The first command trains a tiny model on demonstrations. At each call they stop and guess with probability 1/3, so the
+model often guesses, too.
 """
 
 from __future__ import annotations
@@ -59,20 +60,20 @@ Numbers = tuple[int, int, int]
 
 
 def problem(index: int) -> Numbers:
-    """One of 729,000: a, b and c of a*b+c. No two indices below that give the same."""
+    """The numbers a, b and c of problem a*b+c. All indices below 729,000 give different problems."""
     number = index * 450_539 % 729_000
     return 10 + number // 8100, 10 + number // 90 % 90, 10 + number % 90
 
 
 def demonstration(index: int) -> list[Message]:
     """A conversation that shows the format, for tools/make_tiny_model.py."""
-    (a, b, c), draw = problem(3 * index + 2), random.Random(index)
-    said = [user(f"{a}*{b}+{c}")]
+    (a, b, c), rng = problem(3 * index + 2), random.Random(index)
+    messages = [user(f"{a}*{b}+{c}")]
     for call, result in ((f"multiply(a={a},b={b})", a * b), (f"add(a={a * b},b={c})", a * b + c)):
-        if draw.random() < 1 / 3:
+        if rng.random() < 1 / 3:
             break
-        said += [assistant(f"[{call}]"), tool(str(result))]
-    return [*said, assistant(str(a * b + c))]
+        messages += [assistant(f"[{call}]"), tool(str(result))]
+    return [*messages, assistant(str(a * b + c))]
 
 
 async def episode(item: Numbers, policy: Policy) -> Outcome:
@@ -90,12 +91,12 @@ class Settings(RunSettings):
     model: str = ".cache/tiny-tools"
     """Hugging Face folder or Hub name of the model to train."""
     steps: int = 30
-    """Optimiser steps."""
+    """Training steps, each on one batch."""
     groups_per_step: int = 16
-    """Problems of one optimiser step; each is played rollout.group-size times."""
+    """Problems per batch. Each is rolled out rollout.group-size times."""
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
-    # Drawn as in training: greedily, a policy that calls in 51 of 100 cases would always call.
+    # Sampled as in training: with greedy decoding, a policy that calls in 51 of 100 cases would always call.
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(temperature=1.0))
 
 

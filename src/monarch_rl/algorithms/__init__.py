@@ -1,1 +1,1 @@
-"""Pure functions of tensors: what an advantage sees of a group, advantages, losses, corrections, packing."""
+"""Pure functions of tensors: group views, advantages, losses, corrections, packing."""

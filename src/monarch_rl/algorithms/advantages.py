@@ -1,6 +1,6 @@
-"""Advantages (how much better a sequence was than others) and changes of rewards: functions of a :class:`GroupView`.
+"""Advantages (how much better a sequence is than others) and reward shaping: functions of a :class:`GroupView`.
 
-An advantage of your own is a function of the recipe, given to ``run.start(advantage=...)``.
+A custom advantage is a function in the recipe, passed to ``run.start(advantage=...)``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from monarch_rl.algorithms.returns import group_advantages
 
 
 def grpo(group: GroupView, eps: float = 1e-6) -> torch.Tensor:
-    """``(R - mean) / (std + eps)`` in the group, std over the S - 1 degrees of freedom (arXiv:2402.03300).
+    """``(R - mean) / (std + eps)`` over the group, std with S - 1 degrees of freedom (arXiv:2402.03300).
 
     Returns:
         float32[S]; zeros for a group of one or of equal rewards.
@@ -27,8 +27,8 @@ def grpo(group: GroupView, eps: float = 1e-6) -> torch.Tensor:
 
 
 def _normalised(values: torch.Tensor, eps: float) -> torch.Tensor:
-    """``(x - mean) / (std + eps)``, std over the n - 1 degrees of freedom: float32[n]."""
-    # In float64: the rounding error of the mean of equal values must stay far below eps.
+    """float32[n]: ``(x - mean) / (std + eps)``, std with n - 1 degrees of freedom."""
+    # In float64, so that the rounding error of the mean of equal values is far below eps.
     wide = values.double()
     centred = wide - wide.mean()
     if len(wide) > 1:
@@ -37,7 +37,7 @@ def _normalised(values: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def dr_grpo(group: GroupView) -> torch.Tensor:
-    """``R - mean`` in the group: without the division by std, which favours prompts whose rewards differ little
+    """``R - mean`` over the group, without the division by std, which favours prompts whose rewards differ little
     (arXiv:2503.20783).
 
     Returns:
@@ -47,8 +47,8 @@ def dr_grpo(group: GroupView) -> torch.Tensor:
 
 
 def rloo(group: GroupView) -> torch.Tensor:
-    """``R_i - mean of the others' R`` in the group: a baseline that does not depend on the sequence's own reward, so
-    the policy gradient is unbiased (RLOO, arXiv:2402.14740). It is ``dr_grpo`` times S / (S - 1).
+    """``R_i - mean of the others' R`` over the group: the baseline does not depend on the sequence's own reward, so the
+    policy gradient is unbiased (RLOO, arXiv:2402.14740). Equals ``dr_grpo`` times S / (S - 1).
 
     Returns:
         float32[S]; zeros for a group of one.
@@ -58,14 +58,14 @@ def rloo(group: GroupView) -> torch.Tensor:
 
 
 def max_rl(group: GroupView) -> torch.Tensor:
-    """``(R - mean) / mean`` in the group: hard prompts count more, as in the gradient of log(success rate), which it
-    approaches as the group grows (MaxRL, arXiv:2602.02710).
+    """``(R - mean) / mean`` over the group: hard prompts count more, as in the gradient of log(success rate), which it
+    approximates for large groups (MaxRL, arXiv:2602.02710).
 
     Returns:
-        float32[S]; zeros where all rewards are 0.
+        float32[S]; zeros if all rewards are 0.
 
     Raises:
-        ValueError: a reward is below 0: then the mean is no success rate, and its sign would turn the gradient round.
+        ValueError: a reward is negative: the mean is then no success rate, and a negative one would flip the gradient.
     """
     if (group.rewards < 0).any():
         rewards = group.rewards.tolist()
@@ -76,11 +76,11 @@ def max_rl(group: GroupView) -> torch.Tensor:
 
 @of_batch
 def reinforce_pp(groups: Sequence[GroupView], eps: float = 1e-6) -> list[torch.Tensor]:
-    """``(R - mean) / (std + eps)`` over the whole batch: no group has a baseline of its own, so one sequence a prompt
-    is enough, and a group of equal rewards teaches, too (REINFORCE++, arXiv:2501.03262).
+    """``(R - mean) / (std + eps)`` over the whole batch: there is no baseline per group, so one sequence per prompt is
+    enough, and groups of equal rewards teach, too (REINFORCE++, arXiv:2501.03262).
 
     Returns:
-        For each group float32[S].
+        float32[S] for each group.
     """
     of_all = torch.cat([group.rewards for group in groups])
     return list(_normalised(of_all, eps).split([len(group) for group in groups]))
@@ -89,12 +89,12 @@ def reinforce_pp(groups: Sequence[GroupView], eps: float = 1e-6) -> list[torch.T
 @needs("value")
 @of_batch
 def gae(groups: Sequence[GroupView], gamma: float = 1.0, lam: float = 1.0, eps: float = 1e-6) -> list[PerToken]:
-    """GAE of each drawn token with the values in the column ``value`` (:func:`group_advantages`, which has the source
-    of the defaults), then ``(A - mean) / (std + eps)`` over all tokens of the batch, as in PPO's implementations (TRL,
-    verl).
+    """GAE of each sampled token with the values in the column ``value`` (:func:`group_advantages`;
+    :func:`~monarch_rl.algorithms.returns.generalised_advantages` has the source of the defaults), then
+    ``(A - mean) / (std + eps)`` over all tokens of the batch, as in PPO's implementations (TRL, verl).
 
     Returns:
-        For each group, of S sequences: float32[length].
+        For each group, float32[length] for each of S sequences.
     """
     by_group = [group_advantages(group, gamma, lam) for group in groups]
     of_all = _normalised(torch.cat([values for of_group in by_group for values in of_group]), eps)
@@ -103,19 +103,19 @@ def gae(groups: Sequence[GroupView], gamma: float = 1.0, lam: float = 1.0, eps: 
 
 
 class SeatBaselines:
-    """``R - b``, b the running mean of the rewards of the task's seat: ``b <- decay b + (1 - decay) R`` with each
+    """``R - b``, with b the running mean of rewards for task and seat: ``b <- decay b + (1 - decay) R`` for each
     sequence, before it is subtracted (role-conditioned advantages, SPIRAL, arXiv:2506.24119, whose decay is 0.95).
 
-    In self-play a group's mean says nothing: what one seat wins another loses, and seats are not equally hard.
+    In self-play a group's mean is no useful baseline: what one seat wins another loses, and seats are not equally hard.
 
     Args:
-        decay: in [0, 1): larger remembers longer.
+        decay: decay of the running mean, in [0, 1).
     """
 
     def __init__(self, decay: float = 0.95) -> None:
         self.decay = decay
         self.baselines: dict[str, float] = {}
-        """By task and seat; 0 at first."""
+        """Running means by task and seat; initially 0."""
 
     def __call__(self, group: GroupView) -> torch.Tensor:
         """float32[S]."""
@@ -145,44 +145,45 @@ ADVANTAGES: dict[str, Callable[[], Advantage]] = {
     "distillation": lambda: distillation,
     "sequence_distillation": lambda: sequence_distillation,
 }
-"""What makes them, by their names in the settings: a new one for each run, because some remember."""
+"""Factories by the names in the settings: each run creates its own advantage, because some have state."""
 
 if TYPE_CHECKING:
     AdvantageName = str
 else:
     AdvantageName = Literal[tuple(ADVANTAGES)]
-"""For settings, whose command line and check read its choices."""
+"""A type for settings, whose command line and checks read its choices."""
 
 
-# -- advantages of several seats: each is compared with its own kind --------------------------------------------------
+# -- advantages for several seats: each seat is a separate group ------------------------------------------------------
 
 
 class BySeat:
-    """An advantage that sees the sequences of each seat as a group of their own.
+    """Applies an advantage to the sequences of each seat as a separate group.
 
-    What one seat wins another may lose, so the mean of all says nothing; and who moves first may win more often.
+    What one seat wins another may lose, so the mean over all seats is no useful baseline; and who moves first may win
+    more often.
 
     Args:
-        advantage: from a group to its advantages, such as ``dr_grpo``.
+        advantage: an advantage of one group, such as ``dr_grpo``.
 
     Raises:
-        ValueError: it takes all groups of a batch at once.
+        ValueError: the advantage takes all groups of a batch at once.
     """
 
     def __init__(self, advantage: Callable[[GroupView], Values]) -> None:
         if is_of_batch(advantage):
             raise ValueError(
-                f"BySeat({place_of(advantage)}): it takes all groups of a batch at once, and a seat is a part of one "
+                f"BySeat({place_of(advantage)}): it takes all groups of a batch at once, but a seat is a part of one "
                 "group. Give an advantage of one group"
             )
         self.advantage = advantage
         self.needed_columns = needed_columns(advantage)
 
     def __call__(self, group: GroupView) -> Values:
-        """What the advantage returns for each seat, in the order of the sequences.
+        """The advantages of all seats, in the order of the sequences.
 
         Raises:
-            ValueError: it returned something else, or not the same kind for each seat.
+            ValueError: the advantage returned a wrong number of values, or different types for different seats.
         """
         found: list[Any] = [None] * len(group)
         kinds = set()
@@ -201,25 +202,25 @@ class BySeat:
         if len(kinds) > 1:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
-                f"the advantage {place_of(self.advantage)} returned {names}: return one kind for all seats"
+                f"the advantage {place_of(self.advantage)} returned {names}: return the same type for all seats"
             )
         (kind,) = kinds
         return kind(found) if issubclass(kind, PerTurn | PerToken) else torch.stack(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the advantage keeps from batch to batch; empty if it keeps nothing."""
+        """State of the advantage; empty if it has none."""
         advantage = remembering(self.advantage)
         return {} if advantage is None else advantage.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
+        """Restore the state of the advantage."""
         advantage = remembering(self.advantage)
         if advantage is not None:
             advantage.load_state_dict(state)
 
 
 def part(group: GroupView, places: list[int]) -> GroupView:
-    """The group as if it had these sequences alone. One whose origin is not among them begins with nothing."""
+    """The group reduced to these sequences. A branch whose origin is not among them loses its fork."""
     return replace(
         group,
         rewards=group.rewards[places],
@@ -236,31 +237,31 @@ def part(group: GroupView, places: list[int]) -> GroupView:
 
 
 def _forks_among(group: GroupView, places: list[int]) -> list[tuple[int, int] | None]:
-    """The forks of some sequences, whose origins are counted among those of the play that are in ``places``."""
-    of_play: dict[int, list[int]] = {}
-    for place, play in enumerate(group.plays.tolist()):
-        of_play.setdefault(play, []).append(place)
+    """The forks of the sequences at ``places``, with origins as indices among those of the rollout in ``places``."""
+    by_rollout: dict[int, list[int]] = {}
+    for place, rollout in enumerate(group.plays.tolist()):
+        by_rollout.setdefault(rollout, []).append(place)
     chosen, found = set(places), list[tuple[int, int] | None]()
     for place in places:
-        fork, play = group.forks[place], of_play[int(group.plays[place])]
-        if fork is None or play[fork[0]] not in chosen:
+        fork, rollout = group.forks[place], by_rollout[int(group.plays[place])]
+        if fork is None or rollout[fork[0]] not in chosen:
             found.append(None)
         else:
-            found.append((sum(other in chosen for other in play[: fork[0]]), fork[1]))
+            found.append((sum(other in chosen for other in rollout[: fork[0]]), fork[1]))
     return found
 
 
-# -- changes of rewards and advantages that go with any objective -----------------------------------------------------
+# -- reward and advantage shaping for any objective -------------------------------------------------------------------
 
 
 def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
-    """What to add to the reward of long answers: 0 up to ``max_tokens - buffer``, then falling linearly to -1 at
+    """Penalty to add to the reward of long answers: 0 up to ``max_tokens - buffer``, then falling linearly to -1 at
     ``max_tokens`` (DAPO's soft overlong punishment, arXiv:2503.14476: 16,384 + 4,096 tokens, the last 4,096 of them the
     buffer).
 
     Args:
-        lengths: int[G], tokens that each episode drew.
-        max_tokens: that an episode may draw.
+        lengths: int[G], sampled tokens of each episode.
+        max_tokens: sampled tokens at which the penalty is -1.
         buffer: tokens over which the penalty grows.
 
     Returns:
@@ -271,9 +272,9 @@ def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> tor
 
 
 def positives_only(advantages: torch.Tensor) -> torch.Tensor:
-    """``max(A, 0)``: only what was better than its baseline teaches, float[...].
+    """``max(A, 0)``, float[...]: only sequences better than their baseline teach.
 
     Nothing pushes probabilities down, so entropy falls faster, and stale tokens do less harm (filtering of rejected
-    samples: RAFT, arXiv:2304.06767; asymmetric REINFORCE, arXiv:2506.20520, says why off-policy learners want it).
+    samples: RAFT, arXiv:2304.06767; asymmetric REINFORCE, arXiv:2506.20520, explains why this helps off-policy).
     """
     return advantages.clamp(min=0)

@@ -1,4 +1,4 @@
-"""What advantages and objectives declare about themselves, and how they are looked up and named in messages."""
+"""Declarations on advantages and objectives (decorators), looking them up by name, and naming them in messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _NEEDS, _OF_BATCH, _ENTROPY, _OTHERS = "needed_columns", "of_batch", "entropy_gr
 
 
 def needs(*columns: str) -> Callable[[F], F]:
-    """Decorator of an advantage or an objective: the columns that it reads. That somebody fills them is checked before
-    anything is spawned. Of an object ``__call__`` is decorated, as with all decorators here; or it has the attribute
-    ``needed_columns``, which then counts alone."""
+    """Decorator of an advantage or an objective that declares the columns it reads. Whether they are filled is checked
+    before anything is spawned.
+
+    For a callable object decorate ``__call__``, as with all decorators here, or give the object an attribute
+    ``needed_columns``, which takes precedence.
+    """
 
     def mark(function: F) -> F:
         setattr(function, _NEEDS, (*needed_columns(function), *columns))
@@ -26,21 +29,21 @@ def needs(*columns: str) -> Callable[[F], F]:
 
 
 def of_batch(function: F) -> F:
-    """Decorator of an advantage: it is called once with the views of all groups of a batch, not once for each group."""
+    """Decorator of an advantage that is called once with the views of all groups of a batch, not once per group."""
     setattr(function, _OF_BATCH, True)
     return function
 
 
 def entropy_gradient(function: F) -> F:
-    """Decorator of an objective: its loss contains the entropies, which have a gradient then. That takes memory and
-    time, so without it they have none."""
+    """Decorator of an objective whose loss contains the entropies. Only then do they have a gradient, because it takes
+    memory and time."""
     setattr(function, _ENTROPY, True)
     return function
 
 
 def other_tokens(names: Sequence[str]) -> Callable[[F], F]:
-    """Decorator of an objective: it reads ``output.others``, the policy's log-probs of further tokens in the place of
-    each that was drawn. Columns of these ``names``, which it needs, too, hold their ids."""
+    """Decorator of an objective that reads ``output.others``, the policy's log-probs of further tokens at the place of
+    each sampled token. Their ids are in the columns ``names``, which are added to the needed columns."""
 
     def mark(function: F) -> F:
         setattr(function, _OTHERS, tuple(names))
@@ -50,19 +53,19 @@ def other_tokens(names: Sequence[str]) -> Callable[[F], F]:
 
 
 def other_token_columns(function: object) -> tuple[str, ...]:
-    """The columns that hold the ids of further tokens whose log-probs an objective reads."""
+    """The columns with the ids of further tokens whose log-probs an objective reads."""
     found: tuple[str, ...] = getattr(_inner(function, _OTHERS), _OTHERS, ())
     return found
 
 
 def needed_columns(function: object) -> tuple[str, ...]:
-    """The columns that a function has said to read; those of what a ``functools.partial`` calls, too."""
+    """The columns that a function, or the function of a ``functools.partial``, declares to read."""
     found: tuple[str, ...] = getattr(_inner(function, _NEEDS), _NEEDS, ())
     return found
 
 
 def is_of_batch(function: object) -> bool:
-    """Whether an advantage takes all groups of a batch at once."""
+    """Whether an advantage is called with all groups of a batch at once."""
     return bool(getattr(_inner(function, _OF_BATCH), _OF_BATCH, False))
 
 
@@ -72,23 +75,23 @@ def differentiates_entropy(function: object) -> bool:
 
 
 def _inner(function: object, attribute: str) -> object:
-    """The function that was decorated: of partials what they call, of an object its class's ``__call__``."""
+    """The decorated function: the function of a partial, or the ``__call__`` of an object's class."""
     while not hasattr(function, attribute) and hasattr(function, "func"):
         function = function.func
     return function if hasattr(function, attribute) else _call_of(function)
 
 
 def place_of(function: object) -> str:
-    """Name, file and line of a function, of what a partial calls, or of an object's ``__call__``; its text where these
-    are not known."""
+    """Name, file and line of a function, of the function of a partial, or of an object's ``__call__``; ``str`` of the
+    function if these are unknown."""
     function, code = _called(function)
     name = getattr(function, "__name__", type(function).__name__)
     return str(function) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def code_of(function: object) -> str:
-    """A digest of the same function's code, with that of functions in it, not of those that it calls. Another version
-    of Python gives another one."""
+    """A digest of the code of a function (as in :func:`place_of`), including nested functions, not functions that it
+    calls. It depends on the version of Python."""
     _, code = _called(function)
     return "" if code is None else hashlib.sha256(_text_of(code).encode()).hexdigest()
 
@@ -101,12 +104,13 @@ def _called(function: Any) -> tuple[object, CodeType | None]:
 
 
 def _call_of(function: object) -> object:
-    """What an object's class, or one that it inherits from, does when the object is called."""
+    """The ``__call__`` of an object's class or of one of its bases; None if there is none."""
     return next((vars(each)["__call__"] for each in type(function).__mro__ if "__call__" in vars(each)), None)
 
 
 def _text_of(constant: object) -> str:
-    """The same in every process: sets have no order, and code has an address."""
+    """A text of a code constant that is the same in every process."""
+    # repr() is not: sets have no fixed order, and the repr of code contains its address.
     if isinstance(constant, CodeType):
         return f"{constant.co_code.hex()} {constant.co_names} {_text_of(constant.co_consts)}"
     if isinstance(constant, tuple):
@@ -115,21 +119,25 @@ def _text_of(constant: object) -> str:
 
 
 class Columns(dict[str, T]):
-    """Columns by name. One that is not there is refused with what to do."""
+    """Columns by name. Reading a missing one raises ValueError, which states what to do."""
 
     def __missing__(self, name: str) -> T:
-        here = f"here are {', '.join(sorted(self))}" if self else "there are none here"
+        available = f"only {', '.join(sorted(self))}" if self else "and no other one"
         raise ValueError(
-            f"there is no column {name!r}, {here}. Decorate the function that reads it with @needs({name!r}) "
+            f"there is no column {name!r}, {available}. Decorate the function that reads it with @needs({name!r}) "
             "(from monarch_rl), and give run.start() a stage that fills it"
         )
 
 
-# -- functions by the names that settings give them -------------------------------------------------------------------
+# -- functions by their names in the settings -------------------------------------------------------------------------
 
 
 def named(registry: Mapping[str, T], name: str, kind: str) -> T:
-    """What has this name. Raises ValueError, with all names, if nothing has; ``kind``: what it is."""
+    """The entry ``name``. Raises ValueError, listing all names, if there is none.
+
+    Args:
+        kind: what the registry holds, for the message.
+    """
     if name not in registry:
         raise ValueError(f"there is no {kind} {name!r}: give one of {', '.join(registry)}, or a function")
     return registry[name]

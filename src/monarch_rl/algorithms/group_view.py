@@ -1,4 +1,4 @@
-"""What an advantage sees of a group, and what it may return."""
+"""The input and output types of advantages."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ from monarch_rl.algorithms.functions import Columns
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """The S sequences of one group: all plays of one item. A play is one sequence, or several: one for each seat, one
-    for each branch."""
+    """The S sequences of one group: all rollouts of one item. A rollout has one sequence, or one per seat and
+    branch."""
 
     rewards: torch.Tensor
     """float32[S]."""
     lengths: torch.Tensor
-    """int32[S]: tokens that each sequence drew."""
+    """int32[S]: sampled tokens of each sequence."""
     cut: torch.Tensor
-    """bool[S]: whether it ended because it reached a limit of tokens."""
+    """bool[S]: whether the sequence was cut off at a token limit."""
     plays: torch.Tensor
-    """int32[S]: which play of the item it belongs to."""
+    """int32[S]: index of the rollout that the sequence belongs to."""
     seats: Sequence[str]
-    """S names; empty where there are no seats."""
+    """S names of seats; "" without seats."""
     forks: Sequence[tuple[int, int] | None]
-    """Of S sequences: ``(an earlier sequence of the play, n)``, whose first n turns they have in common; None of none.
-    These turns are trained there; here they have length 0. An advantage of whole sequences becomes, for a turn that
-    several begin with, the mean of theirs (:func:`~monarch_rl.algorithms.returns.branch_means`)."""
+    """For each of S sequences: ``(index of an earlier sequence of the rollout, n)`` if it shares that one's first n
+    turns; None if it is no branch. The shared turns are trained in the earlier sequence, and have length 0 in this one.
+    If an advantage returns one value per sequence, a turn that several sequences share gets the mean of theirs
+    (:func:`~monarch_rl.algorithms.returns.branch_means`)."""
     parts: Sequence[dict[str, float]]
-    """Of S sequences: the named parts of the reward."""
+    """For each of S sequences: the named components of the reward."""
     turn_lengths: Sequence[torch.Tensor]
-    """Of S sequences, int32[turns]: tokens that each turn drew. Their sum is the sequence's length."""
+    """For each of S sequences, int32[turns]: sampled tokens of each turn. Their sum is the sequence's length."""
     turn_rewards: Sequence[torch.Tensor]
-    """Of S sequences, float32[turns]: what each turn alone was given; 0 where it was given nothing."""
+    """For each of S sequences, float32[turns]: the reward of each turn; 0 if it has none."""
     columns: Mapping[str, Sequence[torch.Tensor]]
-    """Of the columns that the advantage needs (:func:`monarch_rl.algorithms.functions.needs`), of S sequences:
-    float32[length], a number for each token that was drawn."""
+    """The columns that the advantage needs (:func:`monarch_rl.algorithms.functions.needs`), by name; for each of S
+    sequences float32[length], a value per sampled token."""
     task: str = ""
     """Name of the task."""
     item: int = 0
     """Cursor of the item: ``task.items(item)`` makes it."""
 
     @classmethod
-    def of(cls, rewards: torch.Tensor | Sequence[float], **known: Any) -> GroupView:
-        """A group of which little but the rewards, float[S], is known: one token and one turn a sequence."""
+    def of(cls, rewards: torch.Tensor | Sequence[float], **fields: Any) -> GroupView:
+        """A group from its rewards, float[S], with defaults for all fields not in ``fields``: one token and one turn
+        per sequence."""
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
         size = len(rewards)
-        lengths = torch.as_tensor(known.pop("lengths", [1] * size), dtype=torch.int32)
+        lengths = torch.as_tensor(fields.pop("lengths", [1] * size), dtype=torch.int32)
         defaults: dict[str, Any] = {
             "cut": torch.zeros(size, dtype=torch.bool),
             "plays": torch.arange(size, dtype=torch.int32),
@@ -60,8 +62,8 @@ class GroupView:
             "turn_lengths": [length.reshape(1) for length in lengths],
             "turn_rewards": [torch.zeros(1) for _ in range(size)],
         }
-        columns = Columns(known.pop("columns", {}))
-        return cls(rewards=rewards, lengths=lengths, columns=columns, **(defaults | known))
+        columns = Columns(fields.pop("columns", {}))
+        return cls(rewards=rewards, lengths=lengths, columns=columns, **(defaults | fields))
 
     def __len__(self) -> int:
         """S."""
@@ -72,40 +74,42 @@ class PerTurn(NamedTuple):
     """Advantages of turns."""
 
     values: Sequence[torch.Tensor]
-    """Of S sequences: float[turns]."""
+    """float[turns] for each of S sequences."""
 
 
 class PerToken(NamedTuple):
     """Advantages of tokens."""
 
     values: Sequence[torch.Tensor]
-    """Of S sequences: float[length], of the tokens that were drawn."""
+    """float[length] for each of S sequences: a value per sampled token."""
 
 
 Values = torch.Tensor | PerTurn | PerToken
-"""Advantages of a group: float[S], one for each sequence, or of its turns or tokens."""
+"""Advantages of a group: float[S], one per sequence, or one per turn or token."""
 Advantage = Callable[[GroupView], Values] | Callable[[Sequence[GroupView]], Sequence[Values]]
-"""From a group to its advantages. One that is marked with :func:`monarch_rl.algorithms.functions.of_batch` takes a list
-of groups, all those of a batch, and returns a list."""
+"""A function from a group to its advantages. If decorated with :func:`monarch_rl.algorithms.functions.of_batch`, it
+takes a list of all groups of a batch, and returns a list."""
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """An advantage that keeps something from batch to batch, such as a running baseline. It is an object, which every
-    trainer rank has for itself: what it keeps must depend on nothing but the groups that it was called with. Or an
-    objective: what it keeps is that of its rank."""
+    """An advantage or an objective with state that it keeps from batch to batch, such as a running baseline.
+
+    Every trainer rank has its own object. The state of an advantage must depend only on the groups that it was called
+    with, so that it is the same on all ranks. The state of an objective belongs to its rank.
+    """
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, as plain values and tensors; a part of the checkpoint."""
+        """The state, as plain values and tensors. It is part of the checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
+        """Restore the state."""
         ...
 
 
 def remembering(function: object) -> Remembers | None:
-    """The function, or what a ``functools.partial`` calls, if it keeps something from batch to batch."""
+    """The function, or the function of a ``functools.partial``, if it has state; else None."""
     while isinstance(function, partial):
         function = function.func
     return function if isinstance(function, Remembers) else None

@@ -1,9 +1,8 @@
-"""The loss of a batch: policy losses, off-policy corrections, KL estimates, and how tokens are weighted into a sum.
+"""The loss of a batch: policy losses, off-policy corrections, KL estimators, and token weights.
 
-All are pure functions of per-token tensors, each of shape [N] over the trainable tokens. A policy loss returns the loss
-of each token, to be minimised, unreduced; :func:`token_weights` gives each token its weight. ``old`` are the log-probs
-that a ratio ``r = exp(logprobs - old)`` is taken against. The table of all of them, with what to use when, is
-docs/algorithms.md.
+All are pure functions of per-token tensors of shape [N], over the trainable tokens. A policy loss returns the unreduced
+loss of each token, to be minimised; :func:`token_weights` gives the weight of each token. ``old`` are the log-probs in
+the denominator of the ratio ``r = exp(logprobs - old)``. docs/algorithms.md lists all of them, and when to use which.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import torch
 
 
 class TokenLoss(NamedTuple):
-    """The loss of each token, and where the rule has taken hold."""
+    """The loss of each token, and which tokens are clipped or dropped."""
 
     loss: torch.Tensor
     """float[N], with gradient."""
     limited: torch.Tensor
-    """bool[N]: tokens whose ratio is outside the rule's range, and those that it drops, for metrics."""
+    """bool[N]: tokens whose ratio is outside the rule's range, or that it drops, for metrics."""
 
 
 def ratio_of(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
-    """``exp(logprobs - old_logprobs)``, within ``LOG_RATIO_BOUND``: float[N]."""
+    """float[N]: ``exp(logprobs - old_logprobs)``, the exponent clamped to ``LOG_RATIO_BOUND``."""
     return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
@@ -50,13 +49,13 @@ def clipped_ratio(
     """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip`` c, ``-max(that min, c A)`` where A < 0.
 
     PPO (arXiv:1707.06347) with DAPO's wider upper bound, "clip higher" (arXiv:2503.14476), whose defaults these are.
-    Without the dual clip (arXiv:1912.09729, which takes c = 3) nothing bounds the loss where A < 0 and r is large.
+    Without the dual clip (arXiv:1912.09729, where c = 3) the loss is unbounded where A < 0 and r is large.
 
     Args:
         logprobs: float[N], with gradient.
-        old_logprobs: float[N], of the policy that the ratio is taken against.
+        old_logprobs: float[N], log-probs of the policy in the ratio's denominator.
         advantages: float[N].
-        dual_clip: above 1; 0 is off.
+        dual_clip: c, above 1; 0 is off.
     """
     ratio = ratio_of(logprobs, old_logprobs)
     gain = _clipped_gain(ratio, advantages, clip_low, clip_high)
@@ -72,10 +71,11 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 3.0,
 ) -> TokenLoss:
-    """``-stop_grad(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``: the clip bounds a token's weight, and every token
-    keeps a gradient (MiniMax-M1, arXiv:2506.13585).
+    """``-stop_grad(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``: the clip bounds the weight of a token, which
+    always keeps a gradient (MiniMax-M1, arXiv:2506.13585).
 
-    The defaults are no floor, as there, and a ceiling of 4 (arXiv:2510.13786, which finds 4 to 8 alike).
+    By default there is no floor, as in MiniMax-M1, and a ceiling of 4 (arXiv:2510.13786, which finds 4 to 8 equally
+    good).
 
     Args:
         logprobs: float[N], with gradient.
@@ -94,22 +94,22 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """PPO's clip of the sequence's ratio, the geometric mean of its tokens' (arXiv:2507.18071, whose defaults these
-    are: ratios of whole sequences are far nearer to 1 than those of tokens).
+    """PPO's clip applied to the sequence's ratio ``s = exp(mean of log r over the sequence)``, the geometric mean of
+    its tokens' ratios (arXiv:2507.18071, the source of the defaults: ratios of sequences are far closer to 1 than
+    ratios of tokens).
 
-    ``s = exp(mean of log r over the sequence)``. Each token's ratio is ``s`` in value, and has the gradient of its own
-    log-prob ("GSPO-token" there): with one advantage for a sequence, and equal weights of its tokens, their sum has
-    GSPO's gradient.
+    Each token's ratio has the value ``s``, and the gradient of its own log-prob ("GSPO-token" in the paper). With one
+    advantage per sequence and equal token weights, the sum over tokens has GSPO's gradient.
 
     Args:
         logprobs: float[N], with gradient.
         old_logprobs, advantages: float[N].
-        sequences: int64[N], the sequence of each token.
+        sequences: int64[N], index of each token's sequence.
     """
     log_ratio = (logprobs.detach() - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = torch.exp(sequence_means(log_ratio, sequences))
-    of_token = ratio * torch.exp(logprobs - logprobs.detach())
-    gain = _clipped_gain(of_token, advantages, clip_low, clip_high)
+    token_ratio = ratio * torch.exp(logprobs - logprobs.detach())
+    gain = _clipped_gain(token_ratio, advantages, clip_low, clip_high)
     return TokenLoss(-gain, outside(ratio, 1.0 - clip_low, 1.0 + clip_high))
 
 
@@ -120,10 +120,10 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> TokenLoss:
-    """``-4 / tau sigmoid(tau (r - 1)) A``, tau by the sign of A: a gate that closes gradually as r leaves 1, where its
-    slope is that of r (arXiv:2511.20347, whose defaults these are).
+    """``-4 / tau sigmoid(tau (r - 1)) A``, with tau by the sign of A: a gate that closes gradually as r moves away from
+    1, where it has the slope of r (arXiv:2511.20347, the source of the defaults).
 
-    ``limited`` counts tokens of which less than half of the policy gradient is left.
+    ``limited`` marks tokens that keep less than half of the policy gradient.
 
     Args:
         logprobs: float[N], with gradient.
@@ -139,17 +139,16 @@ def sapo(
 def dppo_tv(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, max_change: float = 0.2
 ) -> TokenLoss:
-    """``-r A``, but nothing for a token whose probability has already moved by more than ``max_change`` in the
-    direction in which A pushes it: DPPO's mask by total variation of the drawn token against the rest
-    (arXiv:2602.04879).
+    """``-r A``, and 0 for a token whose probability has already moved by more than ``max_change`` in the direction of
+    its advantage: DPPO's mask by the total variation between the sampled token and all others (arXiv:2602.04879).
 
-    A ratio says little about rare tokens, whose probability may double and stay next to nothing; this bounds what a
-    token adds to the distance between the policies.
+    A ratio says little about rare tokens, whose probability may double and stay negligible. This mask bounds a token's
+    contribution to the distance between the policies.
 
     Args:
         logprobs: float[N], with gradient.
         old_logprobs, advantages: float[N].
-        max_change: of the probability, in (0, 1].
+        max_change: largest change of the probability, in (0, 1].
     """
     ratio = ratio_of(logprobs, old_logprobs)
     moved = (torch.exp(logprobs) - torch.exp(old_logprobs)).detach() * torch.sign(advantages)
@@ -166,16 +165,16 @@ def decoupled(
     clip_high: float = 0.2,
     behaviour_cap: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clip around the trainer's policy at the start of the batch, times the weight of the policy that drew:
+    """PPO's clip around the trainer's policy at the start of the batch, times the behaviour weight:
     ``pi_old / pi_behaviour x clip(pi / pi_old)`` (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298, which
     drops tokens whose behaviour weight is above the cap).
 
-    So the trust region follows the newest policy, however old the tokens are.
+    The trust region thus follows the newest policy, however stale the tokens are.
 
     Args:
         logprobs: float[N], with gradient.
-        old_logprobs: float[N], the trainer's when the batch was formed.
-        behaviour_logprobs: float[N], of the policy that drew each token.
+        old_logprobs: float[N], the trainer's log-probs at the start of the batch.
+        behaviour_logprobs: float[N], log-probs of the policy that sampled each token.
         advantages: float[N].
     """
     clipped = clipped_ratio(logprobs, old_logprobs, advantages, clip_low, clip_high)
@@ -184,19 +183,19 @@ def decoupled(
 
 
 def _clipped_gain(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
-    """``min(r A, clip(r) A)``: float[N], with gradient."""
+    """float[N], with gradient: ``min(r A, clip(r) A)``."""
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
 
 
 def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """bool[N]: ratios outside a range, without gradient."""
+    """bool[N]: whether the ratio is outside a range."""
     ratio = ratio.detach()
     return (ratio < low) | (ratio > high)
 
 
-# -- how per-token losses become one number: each token's weight, so that the loss is a plain sum ---------------------
-# The normalisers are those of the whole batch, over all ranks and micro-batches, so that how a batch is cut does not
-# change its gradient.
+# -- token weights, with which the loss is a plain sum over tokens ----------------------------------------------------
+# The normalisers are totals over all ranks and micro-batches, so that the gradient does not depend on how the batch is
+# split.
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -209,24 +208,24 @@ def token_weights(
     batch_episodes: int,
     max_tokens: int,
 ) -> torch.Tensor:
-    """The weight of every trainable token of each episode.
+    """The weight of every trainable token of an episode.
 
     - ``token_mean``: 1 / tokens of the batch (DAPO, arXiv:2503.14476).
     - ``sequence_mean``: 1 / (tokens of the episode x episodes of the batch) (GRPO, arXiv:2402.03300).
-    - ``constant``: 1 / (max_tokens x episodes of the batch), free of the bias towards short right and long
-      wrong answers (Dr.GRPO, arXiv:2503.20783).
+    - ``constant``: 1 / (max_tokens x episodes of the batch), without the bias towards short right and long wrong
+      answers (Dr.GRPO, arXiv:2503.20783).
 
     Args:
         episode_lengths: int[E], trainable tokens of each episode.
         batch_tokens: trainable tokens of the whole batch.
         batch_episodes: episodes of the whole batch.
-        max_tokens: tokens that an episode may draw.
+        max_tokens: most tokens that an episode may generate.
 
     Returns:
         float[E].
 
     Raises:
-        ValueError: unknown aggregation.
+        ValueError: the aggregation is unknown.
     """
     lengths = episode_lengths.to(torch.float32)
     match aggregation:
@@ -236,15 +235,15 @@ def token_weights(
             return 1.0 / (lengths.clamp(min=1) * max(batch_episodes, 1))
         case "constant":
             return torch.full_like(lengths, 1.0 / (max_tokens * max(batch_episodes, 1)))
-    raise ValueError(f"unknown aggregation {aggregation!r}: token_mean, sequence_mean or constant")
+    raise ValueError(f"unknown aggregation {aggregation!r}: give token_mean, sequence_mean or constant")
 
 
 # -- off-policy corrections: weights of tokens that another policy sampled --------------------------------------------
-# rho = pi_old (trainer) / pi_behaviour (engine), per token: it differs from 1 where the token was drawn under older
-# weights and, slightly, where engine and trainer compute differently.
+# rho = pi_old (trainer) / pi_behaviour (engine), per token: it differs from 1 for tokens sampled under older weights
+# and, slightly, because engine and trainer compute differently.
 
 LOG_RATIO_BOUND = 20.0
-"""Beyond ``exp(20)``, either way, a ratio is that and has no gradient: in float32 it would become infinite at 88, and
+"""Bound of |log ratio|, beyond which a ratio is constant and has no gradient. In float32 exp overflows at 88, and
 infinity times an advantage of 0 is NaN."""
 
 
@@ -254,9 +253,9 @@ def truncated_importance_weights(
     """``min(rho, cap)``, without gradient (IMPALA, arXiv:1802.01561; "TIS", Yao et al., 2025).
 
     Args:
-        old_logprobs: float[N], the trainer's, when the batch was formed.
-        behaviour_logprobs: float[N], the engine's, when the token was drawn.
-        cap: the largest weight; larger lowers the bias and raises the variance.
+        old_logprobs: float[N], the trainer's log-probs at the start of the batch.
+        behaviour_logprobs: float[N], the engine's log-probs when it sampled the tokens.
+        cap: the largest weight. A larger cap gives less bias and more variance.
     """
     return torch.exp(old_logprobs.detach() - behaviour_logprobs).clamp(max=cap)
 
@@ -264,8 +263,8 @@ def truncated_importance_weights(
 def icepop_weights(
     old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, low: float = 0.5, high: float = 2.0
 ) -> torch.Tensor:
-    """rho where it is in [low, high], and 0 elsewhere, without gradient: tokens on which engine and trainer disagree
-    too much, either way, are dropped, not capped (IcePop, arXiv:2510.18855, which takes 0.5 and 5).
+    """rho where it is in [low, high], else 0, without gradient: tokens on which engine and trainer disagree too much in
+    either direction are dropped instead of capped (IcePop, arXiv:2510.18855, which uses 0.5 and 5).
 
     Args:
         old_logprobs, behaviour_logprobs: float[N], as in :func:`truncated_importance_weights`.
@@ -277,8 +276,8 @@ def icepop_weights(
 def capped_behaviour_weights(
     old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, cap: float = 5.0
 ) -> torch.Tensor:
-    """rho, and 0 where it is above ``cap``, without gradient: the behaviour weight of the decoupled objective (AReaL,
-    arXiv:2505.24298).
+    """rho where it is at most ``cap``, else 0, without gradient: the behaviour weight of the decoupled objective
+    (AReaL, arXiv:2505.24298).
 
     Args:
         old_logprobs, behaviour_logprobs: float[N], as in :func:`truncated_importance_weights`.
@@ -293,14 +292,14 @@ def sequence_mask(
     low: float = 0.99,
     high: float = 1.01,
 ) -> torch.Tensor:
-    """1 for tokens of sequences whose rho, the geometric mean over its tokens, is in [low, high], else 0: float[N].
+    """float[N]: 1 for tokens of sequences whose geometric mean of rho over their tokens is in [low, high], else 0.
 
-    One token that went wrong can spoil all that follow it, so the whole sequence goes (Liu et al., "When Speed Kills
+    One bad token can affect all that follow it, so the whole sequence is dropped (Liu et al., "When Speed Kills
     Stability", 2025). The mean makes the bounds independent of the length.
 
     Args:
         old_logprobs, behaviour_logprobs: float[N].
-        sequences: int64[N], the sequence of each token.
+        sequences: int64[N], index of each token's sequence.
     """
     rho = torch.exp(sequence_means(old_logprobs.detach() - behaviour_logprobs, sequences))
     return ((rho >= low) & (rho <= high)).to(old_logprobs.dtype)
@@ -313,14 +312,14 @@ def off_policy_sequence_mask(
     sequences: torch.Tensor,
     max_kl: float = 1e-4,
 ) -> torch.Tensor:
-    """0 for tokens of negative advantage in sequences that the policy has moved away from, else 1: float[N].
+    """float[N]: 0 for tokens of negative advantage in sequences that the policy has moved away from, else 1.
 
-    A sequence's estimate is the mean of ``log(pi_behaviour / pi)`` over its tokens; above ``max_kl`` it is dropped. A
-    model learns from its own mistakes, but from those of another it is only pushed away (DeepSeek-V3.2,
+    The distance is the mean of ``log(pi_behaviour / pi)`` over the sequence's tokens, which are dropped if it is above
+    ``max_kl``. A model learns from its own mistakes, but another policy's mistakes only push it away (DeepSeek-V3.2,
     arXiv:2512.02556; 1e-4 is slime's default).
 
     Args:
-        logprobs: float[N], of the policy being updated.
+        logprobs: float[N], log-probs under the policy being updated.
         behaviour_logprobs, advantages: float[N].
         sequences: int64[N].
     """
@@ -329,7 +328,7 @@ def off_policy_sequence_mask(
 
 
 def finite_tokens(*logprobs: torch.Tensor) -> torch.Tensor:
-    """bool[N]: tokens whose log-probs are all finite. The others must be masked, and counted."""
+    """bool[N]: whether all values of a token are finite. Other tokens must be masked and counted."""
     finite = torch.ones_like(logprobs[0], dtype=torch.bool)
     for values in logprobs:
         finite &= torch.isfinite(values)
@@ -337,10 +336,10 @@ def finite_tokens(*logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """The k3 estimate of KL(behaviour || old) at each token: ``rho - 1 - log rho`` (Schulman, 2020), its exponent
-    within ``LOG_RATIO_BOUND``.
+    """float[N]: the k3 estimate of KL(behaviour || old) at each token, ``rho - 1 - log rho`` (Schulman, 2020), the
+    exponent clamped to ``LOG_RATIO_BOUND``.
 
-    Its mean over tokens drawn under the trainer's own version is the mismatch of engine and trainer.
+    Its mean over tokens sampled from the trainer's current version measures the mismatch between engine and trainer.
     """
     log_ratio = old_logprobs.detach() - behaviour_logprobs
     return torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) - log_ratio
@@ -350,12 +349,12 @@ def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor ** lag``: stale tokens count less.
 
     A heuristic: asynchronous SGD gains from steps that shrink with staleness (arXiv:1511.05950 divides by it), but that
-    work is not about single tokens, nor about language models. Unlike the importance weight it needs no log-prob, and
-    it is biased: it shrinks the update by the lag of its tokens.
+    work considers neither single tokens nor language models. Unlike an importance weight it needs no log-probs, and it
+    is biased: the update shrinks with the lag of its tokens.
 
     Args:
-        lags: int[N], the version being updated minus the one that drew each token.
-        factor: 1 is off, 0 trains tokens of lag 0 only.
+        lags: int[N], the version being updated minus the version that sampled each token.
+        factor: 1 is off; 0 trains only tokens of lag 0.
 
     Returns:
         float32[N].
@@ -363,29 +362,29 @@ def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
     return torch.pow(torch.tensor(factor, dtype=torch.float32, device=lags.device), lags)
 
 
-# -- policy losses and corrections by the names that settings give them, all called alike -----------------------------
+# -- policy losses and corrections by their names in the settings, with a common signature -----------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Log-probs of N tokens under the policies that a loss compares, and what else a rule reads."""
+    """Log-probs of N tokens under the policies that a loss compares, and further inputs of the rules."""
 
     new: torch.Tensor
-    """float32[N], with gradient: the policy being updated."""
+    """float32[N], with gradient: log-probs under the policy being updated."""
     old: torch.Tensor
-    """float32[N]: the trainer's at the start of the batch. With one update a batch it is the one being updated."""
+    """float32[N]: under the trainer's policy at the start of the batch; equal to ``new`` with one update per batch."""
     behaviour: torch.Tensor
-    """float32[N]: the one that drew each token."""
+    """float32[N]: under the policy that sampled each token."""
     ratio_to: torch.Tensor
-    """float32[N]: ``old`` or ``behaviour``."""
+    """float32[N]: the denominator of the ratio, ``old`` or ``behaviour``."""
     advantages: torch.Tensor
     """float32[N]."""
     sequences: torch.Tensor
-    """int64[N]."""
+    """int64[N]: index of each token's sequence."""
 
 
 class Parameters(Protocol):
-    """What rules read of ``LossSettings``, which says what they mean."""
+    """The fields of ``LossSettings`` that rules read; they are documented there."""
 
     @property
     def clip(self) -> tuple[float, float]: ...
@@ -415,11 +414,11 @@ class PolicyLoss:
 
     rule: Callable[[Policies, Parameters], TokenLoss]
     clip: tuple[float, float] | None = None
-    """``(clip_low, clip_high)`` by default; None does not clip."""
+    """Default of ``(clip_low, clip_high)``. None: it does not clip."""
     has_ratio: bool = True
-    """To the policy that ``ratio_to`` says."""
+    """Whether it uses the ratio to the policy that ``ratio_to`` names."""
     weighs_behaviour: bool = False
-    """It multiplies by pi_old / pi_behaviour itself."""
+    """Whether it multiplies by pi_old / pi_behaviour itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,9 +426,9 @@ class Correction:
     """A correction that can be named on the command line."""
 
     weights: Callable[[Policies, Parameters], torch.Tensor]
-    """float32[N], without gradient: what each token's loss is multiplied by."""
+    """Returns float32[N], without gradient: factors on the token losses."""
     weighs_behaviour: bool = False
-    """It multiplies by pi_old / pi_behaviour; the others only drop sequences."""
+    """Whether it multiplies by pi_old / pi_behaviour; other corrections only drop sequences."""
 
 
 def _policy_gradient(p: Policies, _: Parameters) -> TokenLoss:
@@ -451,7 +450,7 @@ POLICY_LOSSES = {
         weighs_behaviour=True,
     ),
 }
-"""By their names in the settings."""
+"""Policy losses by their names in the settings."""
 
 CORRECTIONS = {
     "tis": Correction(lambda p, s: truncated_importance_weights(p.old, p.behaviour, s.importance_cap), True),
@@ -459,7 +458,7 @@ CORRECTIONS = {
     "sequence_mask": Correction(lambda p, s: sequence_mask(p.old, p.behaviour, p.sequences, *s.sequence_range)),
     "opsm": Correction(lambda p, s: off_policy_sequence_mask(p.new, p.behaviour, p.advantages, p.sequences, s.opsm_kl)),
 }
-"""By their names in the settings. A token's weight is the product of all that are applied."""
+"""Corrections by their names in the settings. A token's weight is the product of all applied ones."""
 
 if TYPE_CHECKING:
     PolicyLossName = str
@@ -467,18 +466,18 @@ if TYPE_CHECKING:
 else:
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     CorrectionName = Literal[tuple(CORRECTIONS)]
-"""For settings, whose command line and check read the choices."""
+"""Types for settings, whose command line and checks read the choices."""
 
 
-# -- estimates of the KL divergence from a reference, KL(pi || reference), at each sampled token ----------------------
+# -- estimators of the KL divergence from a reference, KL(pi || reference), at each sampled token ---------------------
 # Pure functions over tokens [N].
 #
-# All three are unbiased or nearly so in value, for tokens drawn from pi (Schulman, "Approximating KL divergence",
-# 2020). What differs is the gradient, where the estimate is a part of the loss (arXiv:2506.09477): that of ``k1`` is
-# zero in expectation, whatever the reference; that of ``k2`` is the gradient of KL(pi || reference); that of ``k3``
-# is the gradient of KL(reference || pi). Where the estimate is taken from the advantage, that of ``k1`` alone is the
-# gradient of KL(pi || reference). So ``k1`` belongs in the reward, ``k2`` in the loss, and ``k3``, GRPO's, is always
-# at least 0 and pulls towards all that the reference may say.
+# The values of all three are unbiased or nearly so, for tokens sampled from pi (Schulman, "Approximating KL
+# divergence", 2020). Their gradients differ if the estimate is part of the loss (arXiv:2506.09477): for ``k1`` it is
+# zero in expectation, whatever the reference; for ``k2`` it is the gradient of KL(pi || reference); for ``k3`` it is
+# the gradient of KL(reference || pi). If the estimate is subtracted from the advantage, only ``k1`` gives the gradient
+# of KL(pi || reference). So use ``k1`` in the reward and ``k2`` in the loss. ``k3``, GRPO's, is never negative, and is
+# mode-covering: it pulls towards everything that the reference might generate.
 
 Estimate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``(logprobs float[N] of pi, with gradient; reference log-probs float[N]) -> float[N]``."""
@@ -495,31 +494,31 @@ def k2(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """``reference / pi - 1 - log(reference / pi)`` (GRPO, arXiv:2402.03300), its exponent within
+    """``reference / pi - 1 - log(reference / pi)`` (GRPO, arXiv:2402.03300), the exponent clamped to
     ``LOG_RATIO_BOUND``."""
     log_ratio = reference - logprobs
     return torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) - log_ratio
 
 
 ESTIMATES: dict[str, Estimate] = {"k1": k1, "k2": k2, "k3": k3}
-"""By their names in the settings."""
+"""KL estimators by their names in the settings."""
 
 if TYPE_CHECKING:
     EstimateName = str
 else:
     EstimateName = Literal[tuple(ESTIMATES)]
-"""For settings, whose command line and check read the choices."""
+"""Types for settings, whose command line and checks read the choices."""
 
 
 # -- sums and means over the tokens of each sequence ------------------------------------------------------------------
 
 
 def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """The mean over a token's whole sequence, at each token.
+    """For each token, the mean of ``values`` over its sequence.
 
     Args:
         values: float[N].
-        sequences: int64[N], the sequence of each token: any numbers from 0 on.
+        sequences: int64[N], index of each token's sequence, from 0 on, in any order.
 
     Returns:
         float[N].
@@ -530,5 +529,5 @@ def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tenso
 
 
 def whole_sequences(tokens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """bool[N]: tokens of sequences all of whose tokens are in ``tokens``, bool[N]."""
+    """bool[N]: whether all tokens of a token's sequence are in ``tokens``, bool[N]."""
     return sequence_means((~tokens).float(), sequences) == 0

@@ -1,4 +1,4 @@
-"""How a batch is divided: into micro-batches of each trainer rank, and within them into sequences padded together."""
+"""Dividing a batch into the micro-batches of each trainer rank, and a micro-batch into sequences to pad together."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import NamedTuple
 
 KEYS_PER_TOKEN = 4
 """Keys that a micro-batch may gather, as a multiple of its token budget. Each episode's queries read the keys and
-values of its whole prefix, so one behind a long shared prefix gathers far more keys than it computes. Without this
-bound a micro-batch of many short answers to one long prompt would have no bound on its memory. What four times as many
-keys and values add to what a layer keeps for the backward pass depends on how many heads have keys of their own: 6 to
-15 % in models with grouped queries, a quarter where each head has its own (Llama-2-7B), half where keys of 128 heads
-are made of a latent vector (DeepSeek-V3): ``python benchmarks/key_memory.py``."""
+values of its whole prefix, so an episode with a long shared prefix gathers far more keys than it computes. Without this
+bound the memory of a micro-batch of many short answers to one long prompt would be unbounded. How much four times as
+many keys and values add to what a layer saves for the backward pass depends on the number of key heads: 6 to 15 % with
+grouped-query attention, a quarter if each head has its own keys (Llama-2-7B), half if the keys of 128 heads are
+computed from a latent vector (DeepSeek-V3): ``python benchmarks/key_memory.py``."""
 
 SLOWER = 0.05
-"""Share by which the slowest rank may be slower than by another plan that computes more in all. A choice: between 0 and
-0.1 it matters only where a rank has one or two groups, and there by 4 % (``python benchmarks/slower.py``)."""
+"""Share by which the slowest rank may be slower than in another plan that computes more in total. A choice: values
+between 0 and 0.1 differ only if a rank has one or two groups, and then by 4 % (``python benchmarks/slower.py``)."""
 
 
 class SharingGroup(NamedTuple):
-    """The lengths of a group's episodes, and what they share: ``PrefixTree`` of ``episode/prefixes.py``."""
+    """The lengths of a group's episodes, and their shared prefixes: ``PrefixTree`` of ``episode/prefixes.py``."""
 
     lengths: Sequence[int]
-    """Tokens of each episode. Its inputs are one fewer: the last token is only ever a target."""
+    """Tokens of each episode. It has one input fewer: the last token is only ever a target."""
     order: Sequence[int]
-    """All episodes, so that any two share the least that neighbours between them share."""
+    """All episodes, in an order in which any two share the minimum of what the neighbours between them share."""
     shared: Sequence[int]
     """Inputs that each episode, in this order, shares with the one before it; 0 for the first."""
 
     def inputs(self, place: int) -> int:
-        """Of the episode at a place of ``order``; also the keys that its queries read, shared ones included."""
+        """Inputs of the episode at a place of ``order``. Also the number of keys that its queries read, shared ones
+        included."""
         return max(self.lengths[self.order[place]] - 1, 0)
 
     def computed(self, places: Sequence[int]) -> int:
-        """Inputs that a micro-batch computes of some episodes, by ascending places in ``order``."""
+        """Inputs that a micro-batch of some episodes, given by ascending places in ``order``, computes."""
         inputs = sum(map(self.inputs, places))
         for before, place in zip(places[:-1], places[1:], strict=True):
             inputs -= self.shared[place] if place == before + 1 else min(self.shared[before + 1 : place + 1])
@@ -44,13 +45,13 @@ class SharingGroup(NamedTuple):
 
 
 def separate(lengths: Sequence[int]) -> list[SharingGroup]:
-    """Episodes that share nothing, each a group of its own."""
+    """Groups of one episode each, which share nothing."""
     return [SharingGroup([tokens], [0], [0]) for tokens in lengths]
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Neighbours of one group that go into the same micro-batch."""
+    """Neighbouring episodes of one group that go into the same micro-batch."""
 
     group: int
     places: list[int]
@@ -63,7 +64,7 @@ class _Bin:
     """A micro-batch that is being filled."""
 
     places: dict[int, list[int]] = field(default_factory=dict)
-    """By group, ascending."""
+    """Places of episodes by group, ascending."""
     computed: int = 0
     keys: int = 0
 
@@ -72,7 +73,7 @@ class _Bin:
         if here is None:
             self.places[piece.group] = piece.places
             self.computed += piece.computed
-        else:  # pieces of one group that meet share again
+        else:  # pieces of one group in the same micro-batch share prefixes
             together = sorted(here + piece.places)
             self.places[piece.group] = together
             self.computed += group.computed(together) - group.computed(here)
@@ -80,42 +81,45 @@ class _Bin:
 
 
 _Rounds = list[list[_Bin]]
-"""Micro-batches that run at the same time, one of each rank, from the largest."""
+"""Rounds of micro-batches that run at the same time, one per rank, the largest first."""
 
 
 def plan_microbatches(
     groups: Sequence[SharingGroup], token_budget: int, dp_size: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Spread episodes over micro-batches: few, within the budget, balanced between ranks, with little computed twice.
+    """Distribute episodes over few micro-batches, within the budget, balanced between ranks, with little computed
+    twice.
 
-    A micro-batch computes what episodes of a group share once; if they are in different ones, each computes it. So
-    whole groups should stay together, but small pieces are easier to balance. Several plans are made, of whole groups,
-    of their halves, quarters, ... and of single episodes. The one of the largest pieces is taken by which the slowest
-    rank computes at most ``SLOWER`` more than by any other: it computes least twice. In each plan a piece is a run of
-    neighbours in the group's tree, cut further where the budget asks for it.
-    Pieces are placed from the largest to the smallest, each into the micro-batch that computes least so far (LPT;
-    Graham, 1969), in few micro-batches. The first plan that is within ``SLOWER`` of what no plan can undercut is taken.
+    A micro-batch computes a prefix that its episodes share once, but each micro-batch with such an episode computes it.
+    So whole groups should stay together, but small pieces are easier to balance. Several plans are made, with pieces of
+    whole groups, halves, quarters, ..., and single episodes. Chosen is the plan of the largest pieces, which computes
+    least twice, whose slowest rank computes at most ``SLOWER`` more than in any other plan. Planning stops at the first
+    plan that is within ``SLOWER`` of a lower bound for all plans.
 
-    What holds of every plan, in inputs computed:
+    In each plan a piece is a span of neighbours in the group's prefix tree, split further if it exceeds the budget.
+    Pieces are placed in few micro-batches, from the largest to the smallest, each into the micro-batch
+    that computes least so far (LPT; Graham, 1969).
+
+    Every plan satisfies, in inputs computed:
 
     1. A micro-batch computes at most ``token_budget`` inputs and gathers at most ``KEYS_PER_TOKEN`` times as many keys.
     2. Any two micro-batches differ by at most the largest piece: when the larger one got its last piece, it was no
        larger than the other, and none ever becomes smaller. Micro-batches of similar size run at the same time on all
        ranks, so the waits of a rank, summed over all of its micro-batches, are at most the largest piece, too.
 
-    And of the chosen one: the slowest rank computes, with its waits, at most 1 + ``SLOWER`` times the longest episode
-    and a rank's share of what separate episodes would compute. For the ranks of the plan of single episodes compute no
-    more than that in all, and by 2 none has more than their mean and the longest episode. That plan is made unless
-    another one keeps this bound.
+    In the chosen plan the slowest rank computes, including its waits, at most 1 + ``SLOWER`` times the sum of the
+    longest episode and a rank's share of what separate episodes would compute. Proof: the plan of single episodes
+    computes no more than separate episodes in total, and by 2 none of its ranks has more than the mean plus the longest
+    episode. That plan is made unless another one satisfies this bound.
 
     Args:
-        groups: what is to be placed.
-        token_budget: tokens that one micro-batch may compute.
-        dp_size: trainer ranks; all of them run the same number of micro-batches, because their collectives need it.
+        groups: groups of episodes to place.
+        token_budget: most tokens that one micro-batch may compute.
+        dp_size: trainer ranks. All of them run the same number of micro-batches, because their collectives need it.
 
     Returns:
-        ``plan[rank][k]``: the k-th micro-batch of that rank: ``(group, episode)``, by their indices in ``groups`` and
-        in ``lengths``, ascending. A micro-batch is empty only if there are fewer pieces than micro-batches.
+        ``plan[rank][k]``: the k-th micro-batch of a rank as ``(group, episode)`` pairs, indices into ``groups`` and
+        ``lengths``, ascending. A micro-batch is empty only if there are fewer pieces than micro-batches.
 
     Raises:
         ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
@@ -131,33 +135,33 @@ def _check(longest: int, token_budget: int, dp_size: int) -> None:
         raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
     if longest > token_budget:
         raise ValueError(
-            f"an episode of {longest} tokens does not fit the token budget of {token_budget}: "
-            f"raise the budget to at least that"
+            f"an episode of {longest} tokens exceeds the token budget of {token_budget} per micro-batch: raise it to "
+            f"at least {longest}"
         )
 
 
 def _best(groups: Sequence[SharingGroup], longest: int, token_budget: int, dp_size: int) -> _Rounds:
-    """The plan that is chosen, as :func:`plan_microbatches` says."""
+    """The chosen plan, as described in :func:`plan_microbatches`."""
     shared_once = sum(group.computed(range(len(group.order))) for group in groups)
     separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
     bound = separately / dp_size + longest
     plans: list[tuple[int, _Rounds]] = []
     least = sys.maxsize
     for parts in _parts(groups):
-        # A plan that could only be worse is not finished, if there is one already that keeps the bound.
+        # Once a plan satisfies the bound, plans that could only be slower are abandoned.
         rounds = _place(groups, parts, token_budget, dp_size, shared_once, least if least <= bound else sys.maxsize)
         if rounds is None:
             continue
         slowest = sum(at_once[0].computed for at_once in rounds)
         plans.append((slowest, rounds))
         least = min(least, slowest)
-        if slowest * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much better
+        if slowest * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much faster
             return rounds
     return next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
 
 
 def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
-    """Into how many pieces to cut each group: 1, 2, 4, ..., and as many as it has episodes."""
+    """Numbers of pieces to try per group: 1, 2, 4, ..., and the size of the largest group."""
     largest, parts = max((len(group.order) for group in groups), default=1), 1
     while parts < largest:
         yield parts
@@ -168,12 +172,12 @@ def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
 def _place(
     groups: Sequence[SharingGroup], parts: int, token_budget: int, dp_size: int, shared_once: int, least: int
 ) -> _Rounds | None:
-    """A plan of groups cut into about ``parts`` pieces: rounds of ``dp_size`` micro-batches, each from the largest.
+    """A plan of groups split into about ``parts`` pieces each: rounds of ``dp_size`` micro-batches, the largest first.
 
-    None if its slowest rank would compute ``least`` or more: the ranks' mean is that much already.
+    None if its slowest rank would compute at least ``least``, because the mean over the ranks already does.
     """
     key_budget = KEYS_PER_TOKEN * token_budget
-    pieces = [piece for index, group in enumerate(groups) for piece in _cut(group, index, parts, token_budget)]
+    pieces = [piece for index, group in enumerate(groups) for piece in _split(group, index, parts, token_budget)]
     pieces.sort(key=lambda piece: -piece.computed)
     keys = sum(piece.keys for piece in pieces)
     computed = shared_once
@@ -192,11 +196,12 @@ def _place(
         if all(filled.computed <= token_budget and filled.keys <= key_budget for filled in bins):
             bins.sort(key=lambda filled: -filled.computed)
             return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
-        rounds += 1  # the more there are, the fewer pieces of a group meet, and the more is computed
+        # With more micro-batches, fewer pieces of a group are in the same one, so more is computed.
+        rounds += 1
 
 
-def _cut(group: SharingGroup, index: int, parts: int, token_budget: int) -> list[_Piece]:
-    """A group in runs of neighbours of about equal size, each within both budgets."""
+def _split(group: SharingGroup, index: int, parts: int, token_budget: int) -> list[_Piece]:
+    """Split a group into spans of neighbours of about equal size, each within both budgets."""
     places, key_budget = range(len(group.order)), KEYS_PER_TOKEN * token_budget
     size = token_budget if parts == 1 else min(token_budget, -(-group.computed(places) // parts))
     pieces: list[_Piece] = []
@@ -217,31 +222,31 @@ def _episodes(groups: Sequence[SharingGroup], of_bin: _Bin) -> list[tuple[int, i
     return sorted((index, groups[index].order[place]) for index, places in of_bin.places.items() for place in places)
 
 
-# -- which sequences are padded to each other, so that one call attends to them all -----------------------------------
+# -- which sequences to pad to a common size and compute in one attention call ----------------------------------------
 
 
 class Padding(NamedTuple):
-    """How much of a call may be computed in vain."""
+    """How much of a call may be padding."""
 
     waste: float
-    """Padded pairs of query and key for each real one."""
+    """Padding pairs of query and key per real pair."""
     free_pairs: int
-    """Further pairs, which cost about as much as a call of its own."""
+    """Further padding pairs: as many as cost about as much as a separate call."""
 
     def allows(self, padded: int, real: int) -> bool:
-        """Whether a call may compute ``padded`` pairs, of which ``real`` count."""
+        """Whether a call may compute ``padded`` pairs in total, of which ``real`` are needed."""
         return padded <= (1 + self.waste) * real + self.free_pairs
 
 
 def runs_of_similar_size(sizes: Sequence[tuple[int, int]], padding: Padding) -> list[range]:
-    """Divide sequences among few calls in which little is padding.
+    """Divide sequences among few calls with little padding.
 
     Args:
-        sizes: ``(queries, keys)`` of each sequence, by falling keys.
-        padding: what a call may compute in vain when all of its sequences have the most queries and keys among them.
+        sizes: ``(queries, keys)`` of each sequence, by descending keys.
+        padding: how much of a call may be padding if all of its sequences are padded to its most queries and keys.
 
     Returns:
-        The calls: places in ``sizes`` that follow each other.
+        The calls, as consecutive ranges of indices into ``sizes``.
     """
     runs: list[range] = []
     most_queries = most_keys = real = 0

@@ -1,4 +1,4 @@
-"""Returns, values and advantages of single tokens: after a reward, under a critic, before a fork. Pure functions."""
+"""Returns, values and advantages per token: GAE, the critic's loss, and tokens that branches share. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from monarch_rl.algorithms.losses import TokenLoss
 def generalised_advantages(
     rewards: torch.Tensor, values: torch.Tensor, gamma: float = 1.0, lam: float = 1.0, last_value: float = 0.0
 ) -> torch.Tensor:
-    """``A_t = sum over k of (gamma lam)^k delta_(t + k)`` with ``delta_t = r_t + gamma V_(t + 1) - V_t`` (GAE,
-    arXiv:1506.02438), float[n].
-
-    Summed by doubling: log2(n) steps over the whole sequence. ``A + V`` is what a critic learns.
+    """float[n]: ``A_t = sum over k of (gamma lam)^k delta_(t + k)`` with ``delta_t = r_t + gamma V_(t + 1) - V_t``
+    (GAE, arXiv:1506.02438). ``A + V`` is the critic's target.
 
     Args:
-        rewards: float[n], of each drawn token: what followed it.
-        values: float[n], the critic's, before each token.
-        gamma, lam: 1 and 1 are verl's defaults: ``A_t`` is the return minus ``V_t``. A smaller lam trusts the critic
-            more; TRL has 0.95.
-        last_value: the critic's after the last token; 0 where the episode ended.
+        rewards: float[n], the reward after each sampled token.
+        values: float[n], the critic's value before each token.
+        gamma, lam: 1 and 1 are verl's defaults, with which ``A_t`` is the return minus ``V_t``. A smaller lam trusts
+            the critic more; TRL has 0.95.
+        last_value: the critic's value after the last token; 0 if the episode ended.
     """
+    # Summed by doubling: log2(n) operations on the whole sequence.
     following = torch.cat([values[1:], values.new_full((min(len(values), 1),), last_value)])
     total = rewards + gamma * following - values
     decay, shift = gamma * lam, 1
@@ -36,13 +35,16 @@ def generalised_advantages(
 
 
 def token_rewards(reward: float, turn_rewards: torch.Tensor, turn_lengths: torch.Tensor) -> torch.Tensor:
-    """Each turn's own reward at its last drawn token, and the episode's at the very last one.
+    """Places each turn's reward at its last sampled token, and the episode's at the last token of all.
 
     Args:
-        turn_rewards: float32[turns]; turn_lengths: int32[turns], tokens that each drew.
+        reward: reward of the episode.
+        turn_rewards: float32[turns].
+        turn_lengths: int32[turns], sampled tokens of each turn.
 
     Returns:
-        float32[n], n the sum of ``turn_lengths``. A turn that drew nothing has its reward at the token before it.
+        float32[n], n the sum of ``turn_lengths``. The reward of a turn without sampled tokens is placed at the token
+        before it.
     """
     ends = turn_lengths.long().cumsum(0)
     rewards = torch.zeros(int(ends[-1]) if len(ends) else 0)
@@ -53,18 +55,18 @@ def token_rewards(reward: float, turn_rewards: torch.Tensor, turn_lengths: torch
 
 
 def group_advantages(group: GroupView, gamma: float = 1.0, lam: float = 1.0) -> list[torch.Tensor]:
-    """:func:`generalised_advantages` of all tokens that a group drew, with the values in its column ``value``. A
-    sequence that was cut counts as ended.
+    """:func:`generalised_advantages` of all sampled tokens of a group, with the values in its column ``value``.
+    Truncated sequences count as ended.
 
-    A token that several branches begin with has the mean of what each of them, followed to its own end, gives it.
+    A token that several branches share gets the mean of its advantages along each branch.
 
     Returns:
-        Of S sequences: float32[length].
+        float32[length] for each of S sequences.
     """
     values = torch.cat(list(group.columns["value"]))
     along = [
-        generalised_advantages(token_rewards(reward, given, path.turn_lengths), values[path.tokens], gamma, lam)
-        for path, reward, given in zip(paths(group), group.rewards.tolist(), group.turn_rewards, strict=True)
+        generalised_advantages(token_rewards(reward, turn_rewards, path.turn_lengths), values[path.tokens], gamma, lam)
+        for path, reward, turn_rewards in zip(paths(group), group.rewards.tolist(), group.turn_rewards, strict=True)
     ]
     return path_means(group, along)
 
@@ -72,15 +74,15 @@ def group_advantages(group: GroupView, gamma: float = 1.0, lam: float = 1.0) -> 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float = 0.2
 ) -> TokenLoss:
-    """``max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2``: the critic's loss in PPO as OpenAI
-    implemented it, and as TRL and verl have it. A value that has already moved by more than ``clip`` is pushed no
-    further; one that has gone far past its return comes back.
+    """``max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2``: the critic's loss in OpenAI's implementation
+    of PPO, in TRL and in verl. A value that has moved by more than ``clip`` towards its return gets no gradient; one
+    that has overshot it far enough is pulled back.
 
     Args:
         values: float[N], with gradient.
-        old_values: float[N], at the start of the batch.
-        returns: float[N], what the values should have been.
-        clip: 0 is off.
+        old_values: float[N], values at the start of the batch.
+        returns: float[N], targets of the values.
+        clip: largest change of a value; 0 is off.
     """
     error = (values - returns).square()
     if not clip:
@@ -91,37 +93,39 @@ def clipped_value_loss(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """``1 - var(R - V) / var(R)``: 1 where the values foresee every difference between returns, 0 where they foresee
-    none, or returns do not differ; below 0 they are worse than a constant.
+    """``1 - var(R - V) / var(R)``: 1 if the values predict all differences between returns, 0 if they predict none or
+    the returns are equal, negative if they are worse than a constant.
 
     Args:
         values, returns: float[N].
     """
-    spread = returns.double().var(correction=0)
-    left = (returns.double() - values.double()).var(correction=0)
-    return float(1 - left / spread) if spread > 0 else 0.0
+    total = returns.double().var(correction=0)
+    residual = (returns.double() - values.double()).var(correction=0)
+    return float(1 - residual / total) if total > 0 else 0.0
 
 
-# -- advantages of tokens before a fork: the mean over the branches that begin with them ------------------------------
+# -- advantages of tokens before a fork: the mean over the branches that share them -----------------------------------
 
 Forks = Sequence[tuple[int, int] | None]
-"""Of each sequence of a play: ``(an earlier one, n)``, whose first n turns it begins with; None of none."""
+"""For each sequence of a rollout: ``(index of an earlier sequence, n)`` if it shares that one's first n turns, else
+None.
+"""
 
 
 def branch_means(values: torch.Tensor, forks: Forks, turns: Sequence[int]) -> list[torch.Tensor]:
-    """What each turn of a play's sequences counts with, in the first sequence that has it.
+    """The value of each turn of a rollout's sequences, given one value per sequence.
 
-    A token that m sequences begin with was drawn once. Trained once with the mean of their m values, it has the
-    gradient that they would give it together, over m.
+    A token that m sequences share was sampled once, and is trained once, with the mean of their m values: this gives
+    1 / m of the gradient that the m sequences together would give it.
 
     Args:
-        values: float[S], of each sequence.
-        forks: of each sequence.
-        turns: how many each sequence has.
+        values: float[S], value of each sequence.
+        forks: forks of the sequences.
+        turns: number of turns of each sequence.
 
     Returns:
-        For each sequence, float[turns]: the mean of its value and those of all sequences that begin with the turn. For
-        turns that an earlier sequence has, which are trained there, it has no meaning.
+        float[turns] for each sequence: the mean of the values of all sequences that have the turn. Meaningless for
+        turns that the sequence shares with an earlier one, where they are trained.
     """
     sums = [value.double().repeat(count) for value, count in zip(values, turns, strict=True)]
     counts = [torch.ones(count, dtype=torch.float64) for count in turns]
@@ -136,37 +140,37 @@ def branch_means(values: torch.Tensor, forks: Forks, turns: Sequence[int]) -> li
 
 
 class Path(NamedTuple):
-    """All that one sequence drew, from its first token on."""
+    """All sampled tokens of one sequence, including those before its fork."""
 
     tokens: torch.Tensor
-    """int64[n]: places among the tokens that the group drew, those of one sequence behind those of the one before."""
+    """int64[n]: indices into the sampled tokens of the group, concatenated in the order of its sequences."""
     turn_lengths: torch.Tensor
-    """int32[turns]: tokens of each turn; their sum is n."""
+    """int32[turns]: sampled tokens of each turn; their sum is n."""
 
 
 def paths(group: GroupView) -> list[Path]:
-    """Of each sequence of a group: its own tokens, behind those of the turns that it begins with."""
+    """The path of each sequence of a group: the tokens of the turns that it shares, then its own."""
     own = torch.arange(int(group.lengths.sum())).split(group.lengths.tolist())
     found: list[Path] = []
-    for tokens, lengths, fork, play in zip(own, group.turn_lengths, group.forks, group.plays, strict=True):
+    for tokens, lengths, fork, rollout in zip(own, group.turn_lengths, group.forks, group.plays, strict=True):
         if fork is not None:
-            origin = found[int((group.plays == play).nonzero()[fork[0]])]
-            before = origin.turn_lengths[: fork[1]]
-            tokens = torch.cat([origin.tokens[: int(before.sum())], tokens])
-            lengths = torch.cat([before, lengths[fork[1] :]])
+            origin = found[int((group.plays == rollout).nonzero()[fork[0]])]
+            shared = origin.turn_lengths[: fork[1]]
+            tokens = torch.cat([origin.tokens[: int(shared.sum())], tokens])
+            lengths = torch.cat([shared, lengths[fork[1] :]])
         found.append(Path(tokens, lengths))
     return found
 
 
 def path_means(group: GroupView, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Values of all tokens along each path, as values of the tokens that a group drew: one that several branches begin
-    with has the mean of what each of them gives it.
+    """Values of the sampled tokens of a group, from values along each path. A token that several branches share gets
+    the mean of its values.
 
     Args:
-        values: of each of :func:`paths`, float[n].
+        values: float[n] for each of :func:`paths`.
 
     Returns:
-        Of S sequences: float[length].
+        float[length] for each of S sequences.
     """
     size = int(group.lengths.sum())
     total, branches = torch.zeros(size, dtype=values[0].dtype), torch.zeros(size, dtype=values[0].dtype)

@@ -1,10 +1,10 @@
-"""The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
+"""The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and splitting into shards.
 
-Rollout workers ``admit`` groups and ``submit_if_room`` small ones; for others they ``reserve`` room and then
-``submit`` them. They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for
-that (``failures``). Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others
-run the groups of a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that
-waits never blocks another.
+Rollout workers ``admit`` groups and submit small ones by ``submit_if_room``; for larger ones they ``reserve`` memory
+first and then ``submit``. They ``drop`` groups that cannot be trained, and report why (``note_failure``); the pipeline
+waits for these reports (``failures``). Trainer ranks ``take`` batches. The pipeline reports ``trained`` and
+``published``, makes the groups of a lost worker available to others (``release``), and ends the run with ``close``. All
+endpoints are concurrent: one that waits never blocks another.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from monarch_rl.buffer.failures import FailureReports
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.buffer.shards import CutBatch, ShardPlan
-from monarch_rl.buffer.waiting import Interruptions, Line
+from monarch_rl.buffer.shards import ShardPlan, SplitBatch
+from monarch_rl.buffer.waiting import Interruptions, WaitQueue
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import PackedGroup
@@ -45,10 +45,10 @@ SLOT_DEADLINE = "rollout.slot-deadline-s"
 
 @dataclass(frozen=True, slots=True)
 class SavedBuffer:
-    """What a resumed run's buffer goes on from."""
+    """The saved state from which a resumed run's buffer continues."""
 
     path: Path
-    """Of :func:`write_state`."""
+    """File written by :func:`write_state`."""
     generation: int
     """How often the run was resumed."""
 
@@ -58,15 +58,15 @@ class BufferClosed(RuntimeError):
 
 
 class Buffer(FailureReports):
-    """The one buffer of a run.
+    """The only buffer of a run.
 
     Args:
-        groups_per_step: groups of a batch.
-        settings: see there.
-        version: batches trained, and served, at the start.
-        task_cursor: where in the stream of tasks to start.
-        resumed: what to go on from instead.
-        bound: what each group may hold.
+        groups_per_step: groups per batch.
+        settings: the buffer's settings.
+        version: batches trained, and version served, at the start.
+        task_cursor: start position in the stream of tasks.
+        resumed: saved state to resume from, in place of ``version`` and ``task_cursor``.
+        bound: maximum sequences and tokens of each group.
     """
 
     def __init__(
@@ -78,52 +78,54 @@ class Buffer(FailureReports):
         resumed: SavedBuffer | None = None,
         bound: GroupBound = UNBOUNDED,
     ) -> None:
-        super().__init__(groups_per_step, lambda: self._core.first_playing)
+        super().__init__(groups_per_step, lambda: self._core.first_in_progress)
         self._core = BufferCore(groups_per_step, settings, version, task_cursor, bound)
         if resumed is not None:
             state = read_state(resumed.path)
             self._core = BufferCore.restore(groups_per_step, settings, state, resumed.generation, bound)
-            self._failures.note_put()  # it has worked before
+            self._failures.note_submitted()  # groups were submitted before the run was resumed
         self._staged: dict[str, Any] | None = None
-        """What is written next."""
+        """State that the next :meth:`write_checkpoint` writes."""
         self._leases: dict[int, Lease] = {}
-        self._cut = CutBatch()
+        self._split = SplitBatch()
         self._held = False
-        """No more batches are given out."""
-        self._slots, self._room, self._batches = Line(alike=True), Line(), Line()
+        """Whether :meth:`hold` was called: no new batch is given out."""
+        self._slots, self._memory, self._batches = WaitQueue(alike=True), WaitQueue(), WaitQueue()
+        """Callers that wait for a slot, for memory, and for a batch."""
         self._lost: Counter[str] = Counter()
         """How often a worker of this name was lost."""
         self._held_back = Interruptions()
-        """Of batches, for a slow group; counted while a rank waits for a batch."""
+        """Times that a batch waited for a slow group although enough groups were complete, while a rank waited."""
         wait_registry.register("buffer", lambda: waits(self._core, self._leases.copy()))
 
     @concurrent_endpoint
     async def setup(self) -> None:
-        """Get ready for a long run; everything works without."""
+        """Reduce garbage collection for a long run; optional."""
         freeze_heap()
 
     @lasting_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
-        """Wait for a slot and start a group in it; None when the run has ended, or the worker was reported as lost.
+        """Wait for a slot and start a group in it; None if the run has ended, or the worker was reported lost.
 
-        The deadline is kept here and not by the caller: a caller that no longer listens would still be given a slot.
+        The deadline is enforced here and not by the caller: a caller that no longer listens would still get a slot.
 
         Raises:
-            DeadlineExceeded: no slot within ``timeout_s`` seconds; says what holds them.
+            DeadlineExceeded: no slot within ``timeout_s`` seconds; names the holders of the slots.
         """
         tickets = await self._admit(worker, 1, timeout_s)
         return tickets[0] if tickets else None
 
     @lasting_endpoint
     async def admit_many(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
-        """:meth:`admit` for up to ``max_groups`` groups: waits for one slot and takes those free; none at the end."""
+        """Like :meth:`admit`, for up to ``max_groups`` groups: waits for one slot and takes all that are free, up to
+        that number. Empty if the run has ended, or the worker was reported lost."""
         return await self._admit(worker, max_groups, timeout_s)
 
     async def _admit(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
         tickets: list[Ticket] = []
         losses = self._lost[worker]
 
-        def served() -> bool:
+        def try_admit() -> bool:
             if self._lost[worker] != losses:
                 return True
             while len(tickets) < max_groups and (ticket := self._core.admit()) is not None:
@@ -131,51 +133,51 @@ class Buffer(FailureReports):
                 self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
             return bool(tickets) or self._core.closed
 
-        await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
+        await self._wait(self._slots, try_admit, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
         return tickets
 
     @lasting_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float) -> None:
-        """Wait until a complete group of ``nbytes`` may be put.
+        """Wait until a complete group of ``nbytes`` may be submitted.
 
         Raises:
-            DeadlineExceeded: no room within ``timeout_s`` seconds; says what takes it.
+            DeadlineExceeded: not enough memory within ``timeout_s`` seconds; reports what uses it.
         """
 
-        def served() -> bool:
+        def try_reserve() -> bool:
             return self._core.reserve(group_id, nbytes, attempt)
 
-        what = f"room for the {nbytes} bytes of group {group_id}"
-        await self._wait(self._room, served, timeout_s, worker, what, SLOT_DEADLINE)
-        self._slots.serve()  # a group that was let go to make room may have given its slot back
+        what = f"memory for the {nbytes} bytes of group {group_id}"
+        await self._wait(self._memory, try_reserve, timeout_s, worker, what, SLOT_DEADLINE)
+        self._slots.serve()  # a trained group that was retired to free memory may have freed its slot
 
     @lasting_endpoint
     async def submit(self, *groups: bytes) -> None:
-        """Hand in complete groups, each packed (``pack_group``).
+        """Submit complete groups, each packed by ``pack_group``.
 
         Raises:
-            ValueError: a group is not being played, or does not fit and had no room reserved.
+            ValueError: a group is not in progress, or does not fit and had no memory reserved.
         """
-        self._put([PackedGroup.read(data) for data in groups])
+        self._submit([PackedGroup.read(data) for data in groups])
 
     @lasting_endpoint
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
-        """:meth:`submit` for those groups that there is room for; says of each whether it was."""
+        """Submit the groups that fit in memory; returns for each group whether it did."""
         read = [PackedGroup.read(data) for data in groups]
         has_room = [self._core.reserve(group.group_id, group.nbytes, group.attempt) for group in read]
-        self._put([group for group, fits in zip(read, has_room, strict=True) if fits])
+        self._submit([group for group, fits in zip(read, has_room, strict=True) if fits])
         return has_room
 
-    def _put(self, groups: list[PackedGroup]) -> None:
+    def _submit(self, groups: list[PackedGroup]) -> None:
         for group in groups:
             self._core.submit(group)
             self._end_lease(group.group_id, group.attempt)
-            self._failures.note_put()
+            self._failures.note_submitted()
         self._serve()
 
     @lasting_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
-        """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
+        """Drop a group for which ``tokens`` tokens were sampled. Raises ValueError if it is not in the buffer."""
         if self._core.drop(group_id, reason, tokens, attempt):
             self.note_dropped(group_id, reason, self._core.groups.next_id)
         self._end_lease(group_id, attempt)
@@ -183,10 +185,10 @@ class Buffer(FailureReports):
 
     @lasting_endpoint
     async def release(self, worker: str) -> list[int]:
-        """A worker is lost: other workers start its groups again, in the same slots and places.
+        """A worker is lost: other workers restart its groups, in the same slots and queue places.
 
-        If it still puts them, that is ignored; its calls that wait for a slot get none. Another worker may have its
-        name from now on. Returns the groups' ids.
+        Groups that it still submits are ignored, and its calls that wait for a slot get none. Another worker may use
+        its name from now on. Returns the ids of the released groups.
         """
         self._lost[worker] += 1
         held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
@@ -208,62 +210,67 @@ class Buffer(FailureReports):
         columns: tuple[str, ...] = (),
         minibatches: int = 1,
     ) -> PackedShard:
-        """Wait for the batch that updates ``version`` and get one rank's share of it.
+        """Wait for the batch that updates ``version`` and return one rank's shard of it.
 
-        All ranks must ask for the same, but for their ``dp_rank``; asking again is harmless.
+        All ranks must pass the same arguments, except for ``dp_rank``. Repeated calls are harmless.
 
         Args:
-            version: the version being updated.
-            dp_rank, dp_size: which share, of how many; token_budget: tokens of one micro-batch.
+            version: version being updated.
+            dp_rank: index of the shard to return.
+            dp_size: number of shards.
+            token_budget: maximum tokens of one micro-batch.
             timeout_s: seconds to wait for the batch.
-            columns, minibatches: see :class:`monarch_rl.buffer.shards.ShardPlan`.
+            columns: columns that every rank gets of all episodes.
+            minibatches: number of mini-batches.
 
         Raises:
-            DeadlineExceeded: the batch was not complete in time; names the missing groups, who holds them, since when.
+            DeadlineExceeded: the batch was not complete in time; names the missing groups, their workers and since when
+                these hold them.
             BufferClosed: the run has ended.
-            ValueError: another version is being updated, ranks do not agree, an episode exceeds the budget, or groups
+            ValueError: another version is being updated, ranks disagree, an episode exceeds ``token_budget``, or groups
                 lack a column.
         """
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
         batch: Batch | None = None
 
-        def served() -> bool:
+        def try_take() -> bool:
             nonlocal batch
-            if not self._held or self._core.taken:  # ranks that ask late for the batch under way get it
+            if not self._held or self._core.taken:  # late ranks still get the batch that is being trained
                 batch = self._core.take(version)
             self._held_back.note(self._core.held_back)
             return batch is not None or self._core.closed
 
         what = f"the batch that updates version {version}"
-        await self._wait(self._batches, served, timeout_s, f"trainer rank {dp_rank}", what, "update-deadline-s")
-        self._room.serve()  # other groups are due next now, and these always have room
+        await self._wait(self._batches, try_take, timeout_s, f"trainer rank {dp_rank}", what, "update-deadline-s")
+        self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        return self._cut.shards(batch, ShardPlan(dp_size, token_budget, columns, minibatches))[dp_rank]
+        return self._split.shards(batch, ShardPlan(dp_size, token_budget, columns, minibatches))[dp_rank]
 
     @lasting_endpoint
     async def hold(self) -> int:
-        """Give out no more batches: the run ends. Groups stay here. Returns the version that there is once the batch
-        that was given out last, if one is being trained, is."""
+        """Give out no more batches, because the run ends. Groups stay in the buffer. Returns the version that the run
+        reaches once the batch being trained, if there is one, is done."""
         self._held = True
         return self._core.version + (1 if self._core.taken else 0)
 
     @lasting_endpoint
     async def trained(self, version: int) -> None:
-        """The batch that made ``version`` is trained on every rank."""
+        """Every rank has trained the batch that made ``version``."""
         self._core.trained(version)
-        self._cut.forget()
+        self._split.clear()
         self._serve()
 
     @lasting_endpoint
     async def begin_at(self, version: int) -> None:
-        """The trainer has made ``version`` without any group: see :meth:`BufferCore.begin_at`."""
+        """The trainer has made ``version`` without any group; see :meth:`BufferCore.begin_at`."""
         self._core.begin_at(version)
 
     @lasting_endpoint
     async def note_replayed(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:
-        """The trainer of a resumed run has made ``version`` again: see :meth:`BufferCore.note_replayed`."""
+        """The trainer of a resumed run has replayed the step that made ``version``; see
+        :meth:`BufferCore.note_replayed`."""
         self._core.note_replayed(version, group_ids, lag_counts)
         return self._counts()
 
@@ -279,26 +286,27 @@ class Buffer(FailureReports):
 
     @lasting_endpoint
     async def report(self) -> str:
-        """One line on the slots, the drops and who holds which group since when."""
+        """One line on slots, drops, and which worker has held which group for how long."""
         return self._report()
 
     @lasting_endpoint
     async def stage(self) -> int:
-        """Remember what is here for :meth:`write_checkpoint`; returns the version that it belongs to."""
+        """Stage the current state for :meth:`write_checkpoint`; returns its version."""
         self._staged = self._core.state()
         return self._core.version
 
     @lasting_endpoint
     async def write_checkpoint(self, path: str) -> None:
-        """Write what was staged last, while the run goes on. Raises OSError."""
+        """Write the last staged state, while the run continues. Raises OSError, and RuntimeError without
+        :meth:`stage`."""
         staged, self._staged = self._staged, None
         if staged is None:
-            raise RuntimeError("stage() must come first")
+            raise RuntimeError("nothing to write: call stage() before write_checkpoint()")
         await asyncio.to_thread(write_state, Path(path), staged)
 
     @lasting_endpoint
     async def close(self) -> Counts:
-        """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the last counts."""
+        """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the final counts."""
         self._core.close()
         self._leases.clear()
         self._slots.serve(everybody=True)
@@ -314,16 +322,17 @@ class Buffer(FailureReports):
             del self._leases[group_id]
 
     def _serve(self) -> None:
-        """The state has changed: let callers go on that can."""
+        """Serve all waiting callers that can be served, after a change of state."""
         self._batches.serve()
         self._slots.serve()
-        self._room.serve()
+        self._memory.serve()
 
     async def _wait(
-        self, line: Line, served: Callable[[], bool], timeout_s: float, who: str, what: str, flag: str
+        self, queue: WaitQueue, try_serve: Callable[[], bool], timeout_s: float, who: str, what: str, flag: str
     ) -> None:
-        """Wait in ``line``; at the deadline, which ``flag`` sets, say what was waited for and what is here."""
-        if not await line.wait(served, timeout_s, what):  # waits: timeout_s, stretched where there are no cores
+        """Wait in ``queue``. At the deadline, which ``flag`` sets, raise an error that names what was waited for and
+        reports the buffer's state."""
+        if not await queue.wait(try_serve, timeout_s, what):  # waits: timeout_s, stretched where there are no cores
             message = f"{who} waited {timeout_s:g} s for {what} (see --{flag}); {self._report()}"
             raise DeadlineExceeded(message, what, timeout_s)
 
@@ -331,36 +340,37 @@ class Buffer(FailureReports):
         return report(self._core, self._leases)
 
 
-# -- status: who holds which group since when, and what the next batch misses -----------------------------------------
+# -- status: which worker holds which group, and which groups the next batch is missing -------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who plays a group, and since when (:func:`now`, seconds)."""
+    """Which worker generates a group."""
 
     worker: str
     since: float
+    """Start in seconds, by :func:`now`."""
     attempt: int = 0
 
 
 def report(core: BufferCore, leases: Mapping[int, Lease]) -> str:
-    """One line on the slots, the drops and who holds which group since when."""
+    """One line on slots, drops, and which worker has held which group for how long."""
     counts, moment = core.counts(), now()
     holders = [
         f"group {group_id} by {lease.worker} for {moment - lease.since:.1f} s" for group_id, lease in leases.items()
     ]
     missing = core.missing()
-    playing = [str(group_id) for group_id in missing if group_id is not None]
-    unadmitted = len(missing) - len(playing)
-    next_batch = f"groups {', '.join(playing)}" if playing else "no admitted group"
+    in_progress = [str(group_id) for group_id in missing if group_id is not None]
+    unadmitted = len(missing) - len(in_progress)
+    next_batch = f"groups {', '.join(in_progress)}" if in_progress else "no admitted group"
     if unadmitted:
-        next_batch += f" and {unadmitted} that no worker has asked for"
+        next_batch += f" and {unadmitted} that no worker has started"
     return (
         f"policy version {counts.version}, published {counts.published}; slots: "
-        f"{'any number' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
-        f"{counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
-        f"{f'{counts.again} trained and kept for another time, ' if counts.again else ''}"
-        f"{counts.unpublished} trained and not published; the next batch misses "
+        f"{'unlimited' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
+        f"{counts.playing} in progress, {counts.complete} complete, {counts.taken} in training, "
+        f"{f'{counts.again} trained before and still in use, ' if counts.again else ''}"
+        f"{counts.unpublished} trained and not published; the next batch is missing "
         f"{next_batch if missing else 'nothing'}; {counts.nbytes / 2**20:.1f} MiB; "
         f"held: {'; '.join(holders) or 'none'}; "
         f"dropped so far: {counts.dropped or 'none'}"
@@ -368,31 +378,32 @@ def report(core: BufferCore, leases: Mapping[int, Lease]) -> str:
 
 
 def waits(core: BufferCore, leases: Mapping[int, Lease]) -> list[Wait]:
-    """What the next batch lacks, as waits: groups on who plays them, new ones on workers and on what frees slots.
+    """The waits of the next batch for its missing groups: for the workers of those in progress; for the rollout workers
+    to start the others; and, if that may free slots, for the controller to publish a version.
 
-    Called on another thread: it only reads what is right at every moment.
+    Called on another thread, so it only reads state that is consistent at any time.
     """
     missing = core.missing()
     here = f"{core.groups_per_step - len(missing)} of {core.groups_per_step} groups of the batch are in"
-    owed = []
+    waiting_for = []
     for group_id in missing:
         lease = leases.get(group_id) if group_id is not None else None
         if lease is not None:
             what = f"group {group_id}, held by {lease.worker} ({here})"
-            owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
+            waiting_for.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
     if None in missing:
-        moment = time.monotonic()  # on another thread than the event loop's
-        owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", moment, math.inf))
+        moment = time.monotonic()  # not now(), which needs the event loop's thread
+        waiting_for.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", moment, math.inf))
         if core.version > core.published_version:
             what = f"version {core.version} to be served, which frees slots ({here})"
-            owed.append(Wait("buffer", what, "controller", moment, math.inf))
-    return owed
+            waiting_for.append(Wait("buffer", what, "controller", moment, math.inf))
+    return waiting_for
 
 
-# -- the buffer's part of a checkpoint: one file with complete groups as bytes, and the core's state ------------------
+# -- checkpoint: one file with the core's state and the complete groups as bytes --------------------------------------
 #     4 bytes "BUF3", 8 bytes length of the header, the header (JSON), then the groups one after the other
 #
-# The header is :meth:`BufferCore.state` with the number of bytes in place of each complete group.
+# The header is :meth:`BufferCore.state`, with the number of bytes in place of each complete group.
 
 FORMAT = b"BUF3"
 """The last character is the version of the format."""
@@ -400,7 +411,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write what :meth:`BufferCore.state` gave, and have the disk hold it. Raises OSError."""
+    """Write a state from :meth:`BufferCore.state`, and flush it to disk. Raises OSError."""
     groups = [group for *_, group in state["live"] if group is not None]
     live = [(*place, None if group is None else len(group)) for *place, group in state["live"]]
     header = json.dumps(state | {"live": live}, separators=(",", ":")).encode()

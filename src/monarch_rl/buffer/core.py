@@ -1,14 +1,14 @@
 """Decides which groups may start, which are trained next, and which are left out.
 
-A group needs a *slot* to start (``admit``); there are ``((max_policy_lag + 1) * groups_per_step - window) / replay`` of
-them, rounded up. The batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in line,
-but no group is overtaken by more than ``window`` others before it is trained (``take``, ``next_batch``). A trained
-group goes to the end of the line, until ``replay`` batches had it or the bound ends it. A slot returns when its group
-is dropped, or when the version made from its last batch is *published*, that is, served by every generator. It follows
-that no token is trained more than ``max_policy_lag`` versions after the one that drew it: docs/buffer.md has the
-proof, and ``take`` asserts it over the tokens' own versions.
+A group needs a *slot* to start (``admit``). There are ``((max_policy_lag + 1) * groups_per_step - window) / replay``
+slots, rounded up. The batch that updates version ``v`` consists of the first ``groups_per_step`` complete groups in
+the queue, except that no group may be overtaken by more than ``window`` others before it is trained (``take``,
+``next_batch``). A trained group moves to the end of the queue, until it has been in ``replay`` batches or the lag bound
+retires it. A slot is freed when its group is dropped, or when the version made from its last batch is *published*, that
+is, served by every generator. It follows that no token is trained more than ``max_policy_lag`` versions after the one
+that sampled it: docs/buffer.md has the proof, and ``take`` asserts it on the tokens' own versions.
 
-This module knows no actors and never waits.
+This module has no actors and never waits.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from monarch_rl.episode.serialization import PackedGroup
 
 
 class BufferCore:
-    """The state machine of the module's rules. Its parts can be understood alone: ``LiveGroups`` and ``next_batch`` in
-    ``groups.py``, ``Ledger`` in ``ledger.py``, :class:`ByteBudget` and :class:`Rules` below.
+    """The state machine that enforces the module's rules. Its components can be understood in isolation: ``LiveGroups``
+    and ``next_batch`` in ``groups.py``, ``Ledger`` in ``ledger.py``, :class:`ByteBudget` and :class:`Rules` below.
 
     Args:
-        groups_per_step: groups of a batch.
-        settings: see there.
-        version: batches trained, and served, at the start (a resumed run starts above 0).
-        task_cursor: where in the stream of tasks to start.
-        bound: what each group may hold.
+        groups_per_step: groups per batch.
+        settings: the buffer's settings.
+        version: batches trained, and version served, at the start (a resumed run starts above 0).
+        task_cursor: start position in the stream of tasks.
+        bound: maximum sequences and tokens of each group.
 
     Raises:
-        ValueError: a number is out of range. Every method raises ValueError, with group and state, when it is asked
-            for something impossible.
+        ValueError: a number is out of range. Every method raises ValueError, naming the group and its state, if a call
+            is impossible in the current state.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class BufferCore:
         self.budget = ByteBudget(settings.max_mib * 2**20)
         self._batch: tuple[Batch, list[Live]] | None = None
         self._unpublished: dict[int, int] = {}
-        """Groups by the version that was made from their last batch."""
+        """Number of groups by the version that was made from their last batch."""
         self._rules = Rules(settings, groups_per_step)
         self._ledger = Ledger()
 
     @property
     def slots_free(self) -> int | None:
-        """None is any number."""
+        """None: unlimited."""
         if self.slots is None:
             return None
         used = len(self.groups) + self.taken + sum(self._unpublished.values())
@@ -97,15 +97,15 @@ class BufferCore:
         return len(self._batch[1]) if self._batch is not None else 0
 
     @property
-    def first_playing(self) -> int | None:
-        """The group admitted first of those that are not complete; None if there is none. After ``close`` it is 0:
-        nothing is known of the groups that were being played."""
+    def first_in_progress(self) -> int | None:
+        """The earliest-admitted group that is not complete; None if all are. After ``close`` it is 0, because the state
+        of groups that were in progress is unknown."""
         return 0 if self.closed else next((live.group_id for live in self.groups if live.group is None), None)
 
-    # -- workers ----------------------------------------------------------------------------------------------
+    # -- called by workers ------------------------------------------------------------------------------------
 
     def admit(self) -> Ticket | None:
-        """Start a group if a slot is free and the run is not closed; first those that a lost worker had begun."""
+        """Start a group if a slot is free and the run is not closed. Groups that a lost worker had begun come first."""
         if self.closed:
             return None
         live = self.groups.restart_idle()
@@ -116,15 +116,15 @@ class BufferCore:
         return Ticket(live.group_id, live.task_cursor, live.attempt, self.bound)
 
     def reserve(self, group_id: int, nbytes: int, attempt: int = 0) -> bool:
-        """Promise room for a group of ``nbytes`` bytes; False if it has to wait.
+        """Reserve ``nbytes`` bytes for a group; False if it has to wait.
 
-        The groups admitted first among those still here, as many as a batch has, never wait: with them the next batch
-        is complete, and its training makes room. A group that is not expected any more never waits either. Before
-        another one waits, groups that were trained are let go, where that is enough.
+        The first ``groups_per_step`` groups in the queue never wait: they complete the next batch, and training it
+        frees memory. An attempt that is no longer expected never waits either, because submitting it stores nothing.
+        Before any other group waits, already trained groups are retired if that frees enough.
         """
         if self._is_unexpected(group_id, attempt):
             return True
-        live = self.groups.playing(group_id, "be given room")
+        live = self.groups.in_progress(group_id, "reserve memory")
         due = any(first.group_id == group_id for first in self.groups.first(self.groups_per_step))
         if not due and not live.reserved:
             for trained in self.budget.in_the_way((other for other in self.groups if other.uses), nbytes):
@@ -132,29 +132,29 @@ class BufferCore:
         return self.budget.reserve(live, nbytes, always=due)
 
     def submit(self, group: PackedGroup) -> bool:
-        """Hand in a complete group; True if it is kept.
+        """Submit a complete group; True if the buffer keeps it.
 
-        It is not kept if a rule of the settings leaves it out, if it was given to another worker, or after ``close``.
+        It is not kept if the settings filter it out, if it was reassigned to another worker, or after ``close``.
         """
         if self._is_unexpected(group.group_id, group.attempt):
             if not self.closed:
                 self._ledger.note_wasted(PLAYED_AGAIN, group.trainable)
             return False
-        live = self.groups.playing(group.group_id, "be put")
+        live = self.groups.in_progress(group.group_id, "be submitted")
         if group.newest_version is None:
-            raise ValueError(f"group {group.group_id} cannot be put: it has no token to train")
+            raise ValueError(f"group {group.group_id} cannot be submitted: it has no token to train")
         if group.newest_version > self.version:
             raise ValueError(
-                f"group {group.group_id} cannot be put: version {group.newest_version} drew a token of it, "
-                f"but only {self.version} optimiser steps were reported"
+                f"group {group.group_id} cannot be submitted: version {group.newest_version} sampled one of its "
+                f"tokens, but only {self.version} optimiser steps were reported"
             )
         excess = self.bound.excess(len(group.episodes), group.tokens)
         if excess is not None:
-            raise ValueError(f"group {group.group_id} cannot be put: it has {excess}")
+            raise ValueError(f"group {group.group_id} cannot be submitted: it has {excess}")
         if not self.reserve(group.group_id, group.nbytes, group.attempt):
             raise ValueError(
-                f"group {group.group_id} cannot be put: its {group.nbytes} bytes do not fit beside "
-                f"{self.budget.used} within buffer.max-mib {self.settings.max_mib}; reserve room first"
+                f"group {group.group_id} cannot be submitted: its {group.nbytes} bytes exceed buffer.max-mib "
+                f"{self.settings.max_mib}, of which {self.budget.used} bytes are in use; reserve memory first"
             )
         self.budget.fill(live, group)
         reason = self._rules.on_arrival(group, self.version)
@@ -163,12 +163,12 @@ class BufferCore:
         return reason is None
 
     def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> bool:
-        """Drop a group, played or complete; its slot is free again.
+        """Drop a group, in progress or complete, and free its slot.
 
-        Changes nothing, and returns False, after ``close``, or if the group was given to another worker.
+        Changes nothing and returns False after ``close``, or if the group was reassigned to another worker.
 
         Args:
-            tokens: that were drawn for it, if it was not put.
+            tokens: number of tokens sampled for the group, if it was not submitted.
         """
         if self._is_unexpected(group_id, attempt):
             return False
@@ -180,10 +180,10 @@ class BufferCore:
         return True
 
     def release(self, group_ids: Iterable[int]) -> list[int]:
-        """The worker that played these groups is lost: others start them again, in the same slots and places.
+        """The worker that held these groups is lost: other workers restart them, in the same slots and queue places.
 
         Returns:
-            Those that were being played; the others are complete or gone, and stay as they are.
+            The groups that were in progress. The others are complete or gone, and are not changed.
         """
         released = self.groups.release(group_ids)
         for live in released:
@@ -191,7 +191,7 @@ class BufferCore:
         return [live.group_id for live in released]
 
     def _is_unexpected(self, group_id: int, attempt: int) -> bool:
-        """Nobody expects this play of the group any more: the run has ended, or another worker has the group."""
+        """Whether this attempt no longer counts: the run has ended, or the group was reassigned to another worker."""
         ended = self.closed and self.groups.was_admitted(group_id)
         return ended or self.groups.is_superseded(group_id, attempt)
 
@@ -200,19 +200,19 @@ class BufferCore:
             return f"in the batch that updates version {self.version}"
         return self.groups.state_of(group_id)
 
-    # -- trainer ----------------------------------------------------------------------------------------------
+    # -- called by the trainer and the publisher --------------------------------------------------------------
 
     def take(self, version: int) -> Batch | None:
         """The batch that updates ``version``; None while one of its groups is missing.
 
-        Asked again for the same version it gives the same batch, so that every trainer rank can ask.
+        Repeated calls for the same version return the same batch, so that every trainer rank can call it.
 
         Raises:
-            ValueError: another version is next; or a token above the bound would be trained, which no order of calls
-                leads to.
+            ValueError: another version is next. Or a token above the lag bound would be trained: this is an assertion,
+                no order of calls leads to it.
         """
         if version != self.version:
-            raise ValueError(f"a batch for version {version} was asked for, but the policy is at {self.version}")
+            raise ValueError(f"the batch of version {version} was requested, but the policy is at {self.version}")
         if self._batch is None and not self.closed and (chosen := self._next_batch()) is not None:
             groups = [live.group for live in chosen if live.group is not None]
             oldest = self._rules.oldest(version)
@@ -227,7 +227,7 @@ class BufferCore:
         return next_batch(self.groups, self.groups_per_step, self.window)
 
     def trained(self, version: int) -> None:
-        """The optimiser step that made ``version`` is done, with the batch taken for ``version - 1``."""
+        """The update that made ``version``, from the batch taken for ``version - 1``, is done."""
         if version != self.version + 1 or self._batch is None:
             raise ValueError(
                 f"version {version} cannot have been trained: the policy is at {self.version} "
@@ -245,7 +245,7 @@ class BufferCore:
         self._advance_to(version)
 
     def _advance_to(self, version: int) -> None:
-        """The policy is ``version``: leave out what can be trained no more."""
+        """The policy is at ``version``: remove groups that can no longer be trained."""
         self._rules.filtered, self.version = 0, version
         for live in list(self.groups):
             reason = self._rules.lag_reason(live.group, version) if live.group is not None else None
@@ -255,41 +255,42 @@ class BufferCore:
                 self.drop(live.group_id, reason, attempt=live.attempt)
 
     def _is_used_up(self, live: Live) -> bool:
-        """Whether a trained group is not kept. It is no loss, so it makes room for others."""
+        """Whether a trained group is retired. Retiring it loses nothing, so it also makes room for other groups."""
         return live.uses == self.settings.replay or self.budget.exceeded or self.closed
 
     def _retire(self, live: Live) -> None:
-        """Train a group no more. Its slot is free when what its last batch made is published."""
+        """Remove a trained group. Its slot is freed once the version made from its last batch is published."""
         self.budget.free(self.groups.remove(live.group_id))
         if live.made > self.published_version:
             self._unpublished[live.made] = self._unpublished.get(live.made, 0) + 1
 
     def begin_at(self, version: int) -> None:
-        """The trainer has made ``version`` without any group, which only counts before the first one is admitted. No
-        slot is free until it is published.
+        """The trainer has made ``version`` without any group. Allowed only before the first admission. No slot is free
+        until ``version`` is published.
 
         Raises:
-            ValueError: groups were admitted, or the policy is further.
+            ValueError: groups were admitted already, or the policy is past ``version``.
         """
         if self.groups.admitted or version < self.version:
             raise ValueError(
                 f"the run cannot begin at version {version}: the policy is at {self.version}, and "
-                f"{self.groups.admitted} groups were admitted, whose lag would grow without a batch"
+                f"{self.groups.admitted} groups were admitted, whose lag would grow without training a batch"
             )
         self.version, self._unpublished = version, {version: self.slots or 0}
 
     def note_replayed(self, version: int, group_ids: Iterable[int], lag_counts: np.ndarray) -> None:
-        """The trainer of a resumed run has made ``version`` again, from the batch that made it before. Only before
-        anything is admitted; ``version`` counts as published: every generator serves it before that.
+        """The trainer of a resumed run has replayed the step that made ``version``, from its original batch. Allowed
+        only before the first admission. ``version`` counts as published, because every generator serves it before
+        anything is admitted.
 
         Args:
-            group_ids: of the batch. Those that are here are trained, and gone; others were admitted after the
-                checkpoint. Groups before these that were not trained are admitted first from now on.
+            group_ids: groups of the batch. Those that are here are now trained and gone; the others were admitted after
+                the checkpoint. Skipped groups, with lower ids than these but not trained, are the next to be admitted.
             lag_counts: int64[L]: the batch's tokens by lag.
         """
         if version != self.version + 1 or self._batch is not None or self._unpublished:
             raise ValueError(
-                f"version {version} cannot have been made again: the policy is at {self.version}, "
+                f"version {version} cannot have been replayed: the policy is at {self.version}, "
                 f"{self.taken} groups are taken, and {self.published_version} is published"
             )
         ids = list(group_ids)
@@ -299,22 +300,25 @@ class BufferCore:
         new = sum(self.groups.note_gone(group_id) for group_id in ids)
         self._ledger.note_trained(new + sum(not live.uses for live in here), lag_counts)
         note_overtaking(self.groups, ids)
+        # In the original run, a group in progress may have been dropped and then overtaken by more than the window. It
+        # is now generated from scratch, so its count is capped at the window.
         for live in (live for live in self.groups if live.group is None and self.window is not None):
-            live.overtaken = min(live.overtaken, self.window or 0)  # it is drawn anew, and was passed by as many
+            live.overtaken = min(live.overtaken, self.window or 0)
         self.published_version = version
         self._advance_to(version)
 
     def published(self, version: int) -> None:
-        """Every generator serves ``version`` now: the slots of all batches up to it are free again."""
+        """Every generator serves ``version`` now: free the slots of all batches up to it."""
         if not self.published_version <= version <= self.version:
             raise ValueError(
-                f"version {version} cannot be published: {self.published_version} is, and {self.version} is trained"
+                f"version {version} cannot be published: {self.published_version} is published, and {self.version} is "
+                "trained"
             )
         self.published_version = version
         self._unpublished = {made: groups for made, groups in self._unpublished.items() if made > version}
 
     def close(self) -> None:
-        """End the run: nothing more is admitted or taken, and groups that were not taken are dropped as ``run ended``.
+        """End the run: nothing more is admitted or taken, and groups not yet taken are dropped as ``run ended``.
 
         A batch that is being trained may still be reported as trained.
         """
@@ -325,17 +329,17 @@ class BufferCore:
                 self.drop(live.group_id, RUN_ENDED, attempt=live.attempt)
         self.closed = True
 
-    # -- figures ----------------------------------------------------------------------------------------------
+    # -- status and metrics -----------------------------------------------------------------------------------
 
     def missing(self) -> list[int | None]:
-        """The groups that the next batch lacks; None stands for one that is not admitted yet."""
+        """The groups that the next batch is missing; None for each one not admitted yet."""
         first = self.groups.first(self.groups_per_step)
-        playing: list[int | None] = [live.group_id for live in first if live.group is None]
-        return playing + [None] * (self.groups_per_step - len(first))
+        in_progress: list[int | None] = [live.group_id for live in first if live.group is None]
+        return in_progress + [None] * (self.groups_per_step - len(first))
 
     @property
     def held_back(self) -> bool:
-        """Enough groups are complete for a batch, but a slow one is due first."""
+        """Enough groups are complete for a batch, but the window requires a slow group first."""
         enough = self._batch is None and self.groups.complete() >= self.groups_per_step
         return enough and self._next_batch() is None
 
@@ -360,10 +364,10 @@ class BufferCore:
             lag_counts=self._ledger.lag_counts.tolist(),
         )
 
-    # -- resuming ---------------------------------------------------------------------------------------------
+    # -- checkpoint and resume --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as plain values (complete groups as their bytes)."""
+        """Everything that a resumed run needs, as plain values (complete groups as bytes)."""
         return {
             "groups_per_step": self.groups_per_step,
             "slots": self.slots,
@@ -384,25 +388,25 @@ class BufferCore:
         generation: int = 0,
         bound: GroupBound = UNBOUNDED,
     ) -> BufferCore:
-        """Go on from :meth:`state`, once every generator serves its version.
+        """Resume from :meth:`state`, once every generator serves its version.
 
-        A batch that was being trained is complete again, and groups that were being played are started again. So are
-        groups with a token of a later version: the trainer that goes on has not made it, and may make another one of
-        that number.
+        The groups of a batch that was being trained count as complete again. Groups that were in progress are
+        restarted, and so are groups with a token of a later version: the resumed trainer has not made that version, and
+        may make a different one with the same number.
 
         Args:
-            generation: how often the run was resumed; what was begun in an earlier one is not expected any more.
+            generation: how often the run was resumed; attempts of earlier generations are ignored.
 
         Raises:
-            ValueError: the settings give other slots, another window or another batch than the state had.
+            ValueError: groups per step, slots, window or replay differ from those of the state.
         """
         core = cls(groups_per_step, settings, state["version"], bound=bound)
         given = {"groups_per_step": groups_per_step, "slots": core.slots, "window": core.window}
         for name, value in (given | {"replay": settings.replay}).items():
             if value != state[name]:
                 raise ValueError(
-                    f"a buffer with {name} {state[name]} cannot go on with {value}: its bound was "
-                    "counted with the former; resume with the same groups-per-step and buffer settings"
+                    f"Cannot resume: the buffer's {name} was {state[name]} and is now {value}, but the lag bound "
+                    "depends on it. Resume with the same groups-per-step and buffer settings."
                 )
         core._rules.filtered = state["filtered"]
         core._ledger = Ledger.restore(state["ledger"])
@@ -416,14 +420,14 @@ class BufferCore:
         return core
 
 
-# -- the bytes of complete groups, and those promised to workers, within a limit --------------------------------------
+# -- memory budget: bytes of complete groups, and bytes reserved by workers -------------------------------------------
 
 
 class ByteBudget:
-    """Counts what groups take. A group takes what was promised to its worker, then its own bytes until it is trained.
+    """Counts the bytes that groups use: the bytes reserved by the worker, then the group's own until it is trained.
 
     Args:
-        limit: bytes.
+        limit: maximum bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -432,11 +436,12 @@ class ByteBudget:
 
     @property
     def exceeded(self) -> bool:
-        """More is used than the limit: groups of the next batch always have room."""
+        """Whether more than the limit is used, which happens because groups of the next batch always fit."""
         return self.used > self.limit
 
     def in_the_way(self, dispensable: Iterable[Live], nbytes: int) -> list[Live]:
-        """The first groups of these without which ``nbytes`` fit; none if they fit, or do not even without all."""
+        """The fewest first groups of ``dispensable`` whose removal makes ``nbytes`` fit; empty if ``nbytes`` already
+        fit, or would not fit even without all of them."""
         found, excess, others = list[Live](), self.used + nbytes - self.limit, iter(dispensable)
         while excess > 0 and (live := next(others, None)) is not None:
             found.append(live)
@@ -444,7 +449,7 @@ class ByteBudget:
         return found if excess <= 0 else []
 
     def reserve(self, live: Live, nbytes: int, always: bool) -> bool:
-        """Promise ``nbytes`` to a group, once; False if they do not fit, unless the group ``always`` has room."""
+        """Reserve ``nbytes`` for a group, once; False if they do not fit. With ``always`` they count as fitting."""
         if live.reserved:
             return True
         if self.used + nbytes > self.limit and not always:
@@ -454,26 +459,26 @@ class ByteBudget:
         return True
 
     def fill(self, live: Live, group: PackedGroup) -> None:
-        """The group is here: its own bytes take the place of those promised."""
+        """The group has arrived: its own bytes replace the reserved ones."""
         self.used += group.nbytes - live.reserved
         live.reserved, live.group = 0, group
 
     def withdraw(self, live: Live) -> None:
-        """Take a promise back: its worker is lost."""
+        """Cancel a reservation, because the worker is lost."""
         self.used -= live.reserved
         live.reserved = 0
 
     def free(self, live: Live) -> None:
-        """The group is gone: trained or dropped."""
+        """The group is trained or dropped."""
         self.used -= live.nbytes
 
 
-# -- what is left out of training, and why: the rules of the settings, and the assertion behind them ------------------
+# -- filtering: the settings' rules on what is not trained, and the assertion of the lag bound ------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LagLimit:
-    """What is left out of training above a lag: the whole group, or its tokens above the limit."""
+    """What is not trained above a maximum lag: the whole group, or, with ``mask``, only its tokens above the limit."""
 
     lag: int
     mask: bool
@@ -485,7 +490,7 @@ class LagLimit:
 
 
 def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, bound: int | None) -> np.ndarray:
-    """Tokens to train by lag against ``version``: int64[bound + 1], or as long as needed without a bound.
+    """Number of tokens to train by lag behind ``version``: int64[bound + 1], or as long as needed without a bound.
 
     Raises:
         ValueError: a token would be trained whose lag is negative or above the bound.
@@ -498,8 +503,8 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
                     continue
                 if version < sampled_by or (bound is not None and version - sampled_by > bound):
                     raise ValueError(
-                        f"group {group.group_id} has {count} tokens of version {sampled_by} in the batch that updates "
-                        f"version {version}; the bound is {bound}"
+                        f"group {group.group_id} has {count} tokens sampled by version {sampled_by} in the batch that "
+                        f"updates version {version}, but the maximum policy lag is {bound}"
                     )
                 by_lag[version - sampled_by] += count
     length = 1 + (max(by_lag, default=0) if bound is None else bound)
@@ -507,7 +512,7 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
 
 
 def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
-    """Trainable tokens that versions before ``oldest`` drew."""
+    """Number of trainable tokens sampled by versions before ``oldest``."""
     if oldest is None:
         return 0
     by_version = (item for group in groups for episode in group.episodes for item in episode.tokens_by_version.items())
@@ -515,13 +520,13 @@ def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
 
 
 class Rules:
-    """The rules of ``settings`` for batches of ``groups_per_step`` groups."""
+    """Which groups and tokens the settings exclude from training, for batches of ``groups_per_step`` groups."""
 
     def __init__(self, settings: BufferSettings, groups_per_step: int) -> None:
         self._partial = settings.partial
         self._equal_rewards = settings.max_filtered * groups_per_step if settings.drop_equal_rewards else 0
         self.filtered = 0
-        """Groups dropped for their equal rewards since the last batch was trained."""
+        """Groups dropped for equal rewards since the last batch was trained."""
         self._limits: list[LagLimit] = []
         if settings.max_policy_lag is not None:
             reason = STALE if settings.late == "wait" else LATE
@@ -530,18 +535,18 @@ class Rules:
             self._limits.append(LagLimit(settings.reject_lag, settings.reject == "mask", REJECTED))
 
     def oldest(self, version: int) -> int | None:
-        """The oldest version whose tokens may be trained in the update of ``version``; None is any."""
+        """The oldest version whose tokens may be trained in the update of ``version``; None: any version."""
         return version - min(limit.lag for limit in self._limits) if self._limits else None
 
     def lag_reason(self, group: PackedGroup, version: int) -> str | None:
-        """Why the group cannot be in the update of ``version``, or of later ones; None if it can."""
+        """Why the group is too old for the update of ``version`` and of later ones; None if it is not."""
         return next((limit.reason for limit in self._limits if limit.drops(group, version)), None)
 
     def on_arrival(self, group: PackedGroup, version: int) -> str | None:
-        """Why a group that was just put is left out of training; None if it is kept."""
+        """Why a group that was just submitted is not trained; None if it is kept."""
         if group.failed and self._partial == "drop":
             return PARTIAL
-        # Beyond this number they are trained: to refill the batch without end would be a hang.
+        # Beyond this number they are trained: refilling the batch forever would hang the run.
         if self.filtered < self._equal_rewards and rewards_are_equal(group):
             self.filtered += 1
             return EQUAL_REWARDS
@@ -549,7 +554,7 @@ class Rules:
 
 
 def rewards_are_equal(group: PackedGroup) -> bool:
-    """Whether all sequences have one reward, or those of each seat."""
+    """Whether all sequences of the group, or with seats all sequences of each seat, have the same reward."""
     return len({(episode.seat, episode.reward) for episode in group.episodes}) == len(
         {episode.seat for episode in group.episodes}
     )

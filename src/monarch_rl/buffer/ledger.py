@@ -1,4 +1,4 @@
-"""What became of the groups and tokens of a run: the figures of the buffer."""
+"""The buffer's metrics: what became of the groups and tokens of a run."""
 
 from __future__ import annotations
 
@@ -7,67 +7,69 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# -- reasons for which groups are dropped and tokens wasted: keys of ``Counts.dropped`` and ``Counts.wasted_tokens`` --
+
 STALE = "stale"
-"""Reason of a group above the bound although late is `wait`: a generator served an older version than the published."""
+"""A group above the lag bound although late is `wait`: a generator served an older version than the published one."""
 LATE = "late"
-"""Reason of a group above the bound with late `drop` (or `mask`, and no token is left)."""
+"""A group above the lag bound, with late `drop` (or `mask`, if no token is left to train)."""
 REJECTED = "rejected for its lag"
-"""Reason of a group above reject-lag."""
+"""A group above reject-lag."""
 EQUAL_REWARDS = "equal rewards"
-"""Reason of a group that drop-equal-rewards filtered."""
+"""A group that drop-equal-rewards filtered out."""
 PARTIAL = "partial"
-"""Reason of a group of which an episode failed, with partial `drop`."""
+"""A group in which an episode failed, with partial `drop`."""
 RUN_ENDED = "run ended"
-"""Reason of the groups that were still here when the run was closed."""
+"""A group still in the buffer when the run was closed."""
 ROLLED_BACK = "rolled back"
-"""Reason of tokens that a version drew which the trainer has not made since the run was resumed."""
+"""Tokens sampled by a version that no longer exists, because the run resumed from an earlier one."""
 MASKED = "masked"
-"""Reason of tokens of trained groups that were left out for their lag."""
+"""Tokens of trained groups that were masked for their lag."""
 PLAYED_AGAIN = "played again"
-"""Reason of tokens that a worker put for a group that had been given to another worker."""
+"""Tokens that a worker submitted for a group that had been reassigned to another worker."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the groups so far. ``admitted = trained + dropped + playing + complete + taken``. Those that are
-    playing, complete, taken, again or unpublished hold slots."""
+    """What became of the groups so far. ``admitted = trained + dropped + playing + complete + taken``. Groups counted
+    in ``playing``, ``complete``, ``taken``, ``again`` and ``unpublished`` hold slots."""
 
     admitted: int
     trained: int
-    """Once or more often."""
+    """Groups trained at least once."""
     dropped: dict[str, int]
     """Groups by reason."""
     wasted_tokens: dict[str, int]
-    """Tokens that were drawn and are not trained, by reason."""
+    """Tokens that were sampled but not trained, by reason."""
     playing: int
-    """Admitted and not yet put."""
+    """Groups in progress: admitted and not yet submitted."""
     complete: int
-    """Put and waiting for the trainer."""
+    """Groups submitted and waiting for their first training."""
     taken: int
-    """In the batch being trained, their first one."""
+    """Groups in the batch being trained, for the first time."""
     again: int
-    """Trained, and in the batch being trained again, or waiting for it (``buffer.replay``)."""
+    """Groups already trained, and waiting to be trained again or in the batch being trained (``buffer.replay``)."""
     unpublished: int
-    """Trained for the last time, but the version made from them is not served yet: they hold their slots."""
+    """Groups trained for the last time whose version is not served yet: they still hold their slots."""
     slots: int | None
-    """None without a bound on the lag."""
+    """None without a lag bound."""
     slots_free: int | None
     version: int
-    """Optimiser steps done."""
+    """Batches trained: the current policy version."""
     published: int
-    """The version that every generator serves."""
+    """Version that every generator serves."""
     nbytes: int
-    """Bytes of the groups that are complete or taken, and bytes promised to workers."""
+    """Bytes of groups that are complete or taken, and bytes reserved by workers."""
     lag_counts: list[int] = field(default_factory=list)
     """Trained tokens by lag 0, 1, ..."""
     order_waits: int = 0
-    """Batches that the trainer had to wait for although enough groups were complete: a slow one was due first."""
+    """Batches that the trainer waited for although enough groups were complete: the window required a slow one."""
     order_wait_s: float = 0.0
-    """Seconds of those waits."""
+    """Total seconds of those waits."""
 
 
 class Ledger:
-    """Sums over the run, kept by the core."""
+    """Totals over the run, kept by the core."""
 
     def __init__(self) -> None:
         self.trained = 0
@@ -84,7 +86,7 @@ class Ledger:
             self.wasted_tokens[reason] += tokens
 
     def note_trained(self, groups: int, lag_counts: np.ndarray) -> None:
-        """A batch was trained, the first one of so many groups."""
+        """Count a trained batch, which was the first one for ``groups`` groups; ``lag_counts``: its tokens by lag."""
         self.trained += groups
         sums = np.zeros(max(len(self.lag_counts), len(lag_counts)), np.int64)
         sums[: len(self.lag_counts)] += self.lag_counts

@@ -1,4 +1,4 @@
-"""A batch cut into the shares of the trainer ranks."""
+"""Splits a batch into one shard per trainer rank."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from monarch_rl.episode.shard import MiniBatch, PackedShard, outcomes
 
 
 class ShardPlan(NamedTuple):
-    """How a batch is cut."""
+    """How a batch is split."""
 
     dp_size: int
-    """Ranks that get shares of their own."""
+    """Number of data-parallel ranks, each of which gets its own shard."""
     token_budget: int
-    """Tokens of a micro-batch."""
+    """Maximum tokens of a micro-batch."""
     columns: tuple[str, ...] = ()
-    """Those that every rank gets of all episodes."""
+    """Columns that every rank gets of all episodes."""
     minibatches: int = 1
-    """Parts of about equally many groups, in order; not more than there are groups."""
+    """Number of mini-batches: consecutive groups, about equally many each. At most the number of groups."""
 
 
-def cut(batch: Batch, way: ShardPlan) -> list[PackedShard]:
-    """One shard a rank. All have the same number of micro-batches in each mini-batch, balanced: see
+def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
+    """One shard per rank. All have the same number of micro-batches in each mini-batch, balanced by
     :func:`plan_microbatches`."""
     groups = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in batch.groups]
-    bounds = [number * len(groups) // way.minibatches for number in range(way.minibatches + 1)]
-    plan: list[list[list[tuple[int, int]]]] = [[] for _ in range(way.dp_size)]
-    parts = []
+    bounds = [number * len(groups) // plan.minibatches for number in range(plan.minibatches + 1)]
+    microbatches_by_rank: list[list[list[tuple[int, int]]]] = [[] for _ in range(plan.dp_size)]
+    minibatches = []
     for start, end in pairwise(bounds):
-        planned = plan_microbatches(groups[start:end], way.token_budget, way.dp_size)
-        parts.append(_mini_batch(batch, start, end, len(planned[0])))
-        for of_rank, microbatches in zip(plan, planned, strict=True):
+        planned = plan_microbatches(groups[start:end], plan.token_budget, plan.dp_size)
+        minibatches.append(_mini_batch(batch, start, end, len(planned[0])))
+        for of_rank, microbatches in zip(microbatches_by_rank, planned, strict=True):
             of_rank += [[(start + group, episode) for group, episode in microbatch] for microbatch in microbatches]
-    known = outcomes(batch.groups, way.columns) | {"uses": batch.uses}
+    shared = outcomes(batch.groups, plan.columns) | {"uses": batch.uses}
 
     def data(place: tuple[int, int]) -> bytes | memoryview:
         group, episode = place
@@ -43,45 +43,45 @@ def cut(batch: Batch, way: ShardPlan) -> list[PackedShard]:
 
     return [
         PackedShard(
-            **known,
+            **shared,
             version=batch.version,
             places=[[(*place, len(data(place))) for place in microbatch] for microbatch in microbatches],
             data=b"".join(data(place) for microbatch in microbatches for place in microbatch),
             trainable_tokens=int(batch.lag_counts.sum()),
             lag_counts=batch.lag_counts,
             oldest=batch.oldest,
-            minibatches=parts,
+            minibatches=minibatches,
         )
-        for microbatches in plan
+        for microbatches in microbatches_by_rank
     ]
 
 
 def _mini_batch(batch: Batch, start: int, end: int, microbatches: int) -> MiniBatch:
-    """Of the groups from ``start`` to before ``end``."""
+    """The mini-batch of groups ``start`` to ``end - 1``."""
     episodes = [episode for group in batch.groups[start:end] for episode in group.episodes]
     by_version = [item for episode in episodes for item in episode.tokens_by_version.items()]
     trained = (tokens for version, tokens in by_version if batch.oldest is None or version >= batch.oldest)
     return MiniBatch(microbatches, sum(trained), len(episodes))
 
 
-class CutBatch:
-    """The shards of the batch that is being taken. All ranks get those of one cut."""
+class SplitBatch:
+    """Caches the shards of the batch being taken, so that all ranks get shards of the same split."""
 
     def __init__(self) -> None:
-        self._asked: tuple[int, ShardPlan] | None = None
+        self._requested: tuple[int, ShardPlan] | None = None
         self._shards: list[PackedShard] = []
 
-    def shards(self, batch: Batch, way: ShardPlan) -> list[PackedShard]:
-        """One a rank. Raises ValueError if a rank asks for something else than the first one did."""
-        asked = batch.version, way
-        if self._asked is None:
-            self._asked, self._shards = asked, cut(batch, way)
-        elif self._asked != asked:
+    def shards(self, batch: Batch, plan: ShardPlan) -> list[PackedShard]:
+        """One shard per rank. Raises ValueError if ranks request different versions or plans."""
+        requested = batch.version, plan
+        if self._requested is None:
+            self._requested, self._shards = requested, cut(batch, plan)
+        elif self._requested != requested:
             raise ValueError(
-                f"trainer ranks disagree on version and {ShardPlan._fields}: {self._asked} before, {asked} now"
+                f"trainer ranks disagree on version and {ShardPlan._fields}: first {self._requested}, now {requested}"
             )
         return self._shards
 
-    def forget(self) -> None:
-        """The batch is trained."""
-        self._asked, self._shards = None, []
+    def clear(self) -> None:
+        """Forget the shards, once the batch is trained."""
+        self._requested, self._shards = None, []

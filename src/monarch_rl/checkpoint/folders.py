@@ -1,12 +1,12 @@
-"""Checkpoints as folders: each appears complete or not at all, with a manifest that has the checksum of every file.
+"""Checkpoint folders. A folder appears complete or not at all, with a manifest that has the checksum of every file.
 
     checkpoints/step-000120/manifest.json      version, generation, positions in the run's files, files with checksums
                             trainer/           torch.distributed.checkpoint: each trainer rank's shards
-                            buffer.groups      complete groups, and which others had begun
+                            buffer.groups      complete groups, and which other groups were in progress
     checkpoints/latest -> step-000120, best -> step-000100
 
-All is written to ``.step-000120.partial`` and flushed, then renamed. Whoever is killed meanwhile, and whatever the disk
-refuses, a folder without a dot is whole.
+Everything is written to ``.step-000120.partial`` and flushed, then renamed. So a folder without a leading dot is
+complete, whichever process is killed and whichever write fails.
 """
 
 from __future__ import annotations
@@ -29,63 +29,64 @@ logger = logging.getLogger("monarch_rl")
 FORMAT = 3
 MANIFEST = "manifest.json"
 TRAINER = "trainer"
-"""The folder of the trainer ranks' shards."""
+"""Folder of the trainer ranks' shards."""
 GROUPS = "buffer.groups"
-"""The file of the buffer."""
+"""File of the buffer's state."""
 LATEST, BEST = "latest", "best"
-"""Links to checkpoints."""
+"""Symbolic links to checkpoints."""
 _NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint cannot be read; the message names the file and what is wrong with it."""
+    """A checkpoint cannot be read; the message names the file and its defect."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """A file of a checkpoint, by its path in the checkpoint's folder."""
+    """Size and checksum of a file of a checkpoint."""
 
     path: str
+    """Path relative to the checkpoint's folder."""
     nbytes: int
     crc32: int
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What an evaluation found: the value of the metric that decides which version is the best."""
+    """Result of an evaluation: the value of the metric that decides which version is the best."""
 
     metric: str
     value: float
     version: int
-    """The newest version that drew a token of it."""
+    """Newest version that sampled a token of the evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is known of a checkpoint without reading its tensors."""
+    """Description of a checkpoint, readable without its tensors."""
 
     version: int
     """Batches trained."""
     optimizer_steps: int
     generation: int
-    """How often the run had been resumed when it was made."""
+    """How often the run had been resumed when the checkpoint was made."""
     seconds: float
-    """Of the run so far."""
+    """Duration of the run so far, in seconds."""
     positions: dict[str, int]
-    """Bytes of the run's own files, by path in its folder: a resumed run goes on from there."""
+    """Bytes of the run's own files, by path in the run's folder: a resumed run truncates them to these sizes."""
     counters: dict[str, Any] = field(default_factory=dict)
-    """What the metrics count over the run, and no actor keeps."""
+    """Counters of metrics over the whole run that no actor holds."""
     measured: Measurement | None = None
-    """What an evaluation found that counts for it: of its own version, or of an earlier one that has no checkpoint."""
+    """Evaluation result that counts for this checkpoint: of its version, or of an earlier one without a checkpoint."""
     best: Measurement | None = None
-    """The best result of an evaluation so far, as ``best.json`` has it."""
+    """Best evaluation result so far, as in ``best.json``."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the run that made it."""
+    """Settings of the run that made it."""
     packages: dict[str, str] = field(default_factory=dict)
-    """Versions of all that was installed where the controller ran."""
+    """Versions of all packages installed where the controller ran."""
     ranks: int = 1
-    """Trainer ranks that wrote it; any number may read it."""
+    """Number of trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)
     format: int = FORMAT
 
@@ -95,17 +96,17 @@ class Manifest:
 
 
 def folder_of(root: Path, version: int) -> Path:
-    """Of the checkpoint of a version; ``root`` is the folder of all."""
+    """Folder of the checkpoint of a version; ``root``: the folder of all checkpoints."""
     return root / f"step-{version:06d}"
 
 
 def partial_of(root: Path, version: int) -> Path:
-    """Where it is written before it is complete."""
+    """Folder to which the checkpoint of a version is written before it is complete."""
     return root / f".step-{version:06d}.partial"
 
 
 def file_sum(root: Path, path: Path) -> FileSum:
-    """Of a file below ``root``, as the disk gives it back."""
+    """Size and checksum of a file below ``root``, read back from disk."""
     crc = nbytes = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -114,18 +115,19 @@ def file_sum(root: Path, path: Path) -> FileSum:
 
 
 def begin(root: Path, version: int) -> Path:
-    """Make the folder to write to, without what a process that was killed has left of others. Raises OSError."""
+    """Create the folder of a new checkpoint, and remove partial checkpoints of killed processes. Raises OSError."""
     partial = partial_of(root, version)
-    for left in root.glob(".step-*.partial"):
-        # What cannot be removed of others, such as what an NFS client still has open, costs no checkpoint.
-        shutil.rmtree(left, ignore_errors=left != partial)
+    for leftover in root.glob(".step-*.partial"):
+        # Failing to remove others, such as files that an NFS client still has open, must not prevent a checkpoint.
+        shutil.rmtree(leftover, ignore_errors=leftover != partial)
     (partial / TRAINER).mkdir(parents=True)
     return partial
 
 
 def discard(root: Path, version: int) -> None:
-    """Remove what was written of a checkpoint that will not be complete. Renamed first: a thread that a stalled disk
-    holds in :func:`commit` then has nothing to name, until the same version is begun again. Raises OSError."""
+    """Remove the partial folder of a checkpoint that will not be completed. Raises OSError."""
+    # Renamed first: a thread stuck in :func:`commit` on a stalled disk then finds no folder to rename, until the same
+    # version is begun again.
     gone = root / f".{folder_of(root, version).name}.gone-{time.time_ns()}.partial"
     with suppress(FileNotFoundError):
         partial_of(root, version).rename(gone)
@@ -133,13 +135,13 @@ def discard(root: Path, version: int) -> None:
 
 
 def commit(root: Path, manifest: Manifest) -> Path:
-    """Give a checkpoint its name, once all its files are written and flushed. Raises OSError."""
+    """Give a checkpoint its final name, after all its files are written and flushed. Raises OSError."""
     partial, folder = partial_of(root, manifest.version), folder_of(root, manifest.version)
     _write_manifest(partial, manifest)
     flush(partial / TRAINER)
     flush(partial)
     replaced = root / f".{folder.name}.replaced.partial"
-    if folder.exists():  # of the same version, before the run was resumed
+    if folder.exists():  # a checkpoint of the same version from before the run was resumed
         folder.rename(replaced)
     partial.rename(folder)
     flush(root)
@@ -152,7 +154,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it, or loses power, sees the old one or the new one. Raises OSError."""
+    """Write a file atomically: readers, also after a power failure, see the old or the new content. Raises OSError."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode())
@@ -162,7 +164,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Have the disk hold a folder's entries."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -171,7 +173,7 @@ def flush(folder: Path) -> None:
 
 
 def point(link: Path, folder: Path) -> None:
-    """Let ``link`` name a checkpoint beside it, at once."""
+    """Point ``link`` at a checkpoint in the same folder, atomically."""
     fresh = link.with_name(f".{link.name}.new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
@@ -179,19 +181,21 @@ def point(link: Path, folder: Path) -> None:
 
 
 def complete(root: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by version, oldest first."""
+    """The complete checkpoints in a folder, by version, oldest first."""
     found = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.match(path.name))}
     return dict(sorted(found.items()))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises BrokenCheckpoint."""
+    """Read the manifest of a checkpoint. Raises BrokenCheckpoint."""
     try:
         values = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise BrokenCheckpoint(f"{folder / MANIFEST} cannot be read ({error})") from error
     if values.get("format") != FORMAT:
-        raise BrokenCheckpoint(f"{folder / MANIFEST} has format {values.get('format')}; this program reads {FORMAT}")
+        raise BrokenCheckpoint(
+            f"{folder / MANIFEST} has format {values.get('format')}, but this program reads format {FORMAT}"
+        )
     for name in ("measured", "best"):
         values[name] = Measurement(**values[name]) if values[name] else None
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
@@ -199,8 +203,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def held(folder: Path, links: Path) -> Iterator[None]:
-    """For the block, hold the files of a checkpoint open, with links to them in a new folder ``links``: there this
-    process and others of its user can read them, also when its run removes the checkpoint meanwhile.
+    """Context manager that holds the files of a checkpoint open, with links to them in a new folder ``links``. This
+    process and others of the same user can read them there, even if the run removes the checkpoint meanwhile.
 
     Raises:
         BrokenCheckpoint: a file is gone, or cannot be read.
@@ -217,27 +221,28 @@ def held(folder: Path, links: Path) -> Iterator[None]:
 
 
 def verify(folder: Path, links: Path | None = None) -> Manifest:
-    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint.
+    """Compare every file of a checkpoint with the manifest. Raises BrokenCheckpoint.
 
     Args:
-        links: where its files are :func:`held`.
+        folder: folder of the checkpoint, named in errors.
+        links: folder with links from :func:`held`, from which to read in place of ``folder``.
     """
-    there = links or folder
-    manifest = read_manifest(there)
+    source = links or folder
+    manifest = read_manifest(source)
     for expected in manifest.files:
         try:
-            found = file_sum(there, there / expected.path)
+            found = file_sum(source, source / expected.path)
         except OSError as error:
             raise BrokenCheckpoint(f"{folder / expected.path} cannot be read ({error})") from error
         if found.nbytes != expected.nbytes:
-            raise BrokenCheckpoint(f"{folder / expected.path} has {found.nbytes} bytes, not {expected.nbytes}")
+            raise BrokenCheckpoint(f"{folder / expected.path} has {found.nbytes} bytes, expected {expected.nbytes}")
         if found.crc32 != expected.crc32:
-            raise BrokenCheckpoint(f"{folder / expected.path} is not what was written: its checksum differs")
+            raise BrokenCheckpoint(f"{folder / expected.path} is damaged: its checksum differs from the manifest's")
     return manifest
 
 
 def newest_whole(root: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint of which every file is as it was written. Says which newer ones are not.
+    """The newest checkpoint that passes :func:`verify`, with its manifest. Logs an error for each newer one.
 
     Raises:
         BrokenCheckpoint: there is none.
@@ -247,17 +252,19 @@ def newest_whole(root: Path) -> tuple[Path, Manifest]:
         try:
             return folder, verify(folder)
         except BrokenCheckpoint as error:
-            logger.error("%s: an earlier checkpoint is taken", error)
+            logger.error("%s. Falling back to an earlier checkpoint", error)
             broken.append(str(error))
     raise BrokenCheckpoint("; ".join(broken) or f"{root} has no checkpoint")
 
 
 def measure(root: Path, found: Measurement, best: bool) -> bool:
-    """Note what an evaluation found in the checkpoint of its version, or in the first one after it; returns whether it
-    counts there. Raises OSError, BrokenCheckpoint.
+    """Record an evaluation result in the checkpoint of its version, or in the first one after it. Returns whether the
+    result counts for that checkpoint. Raises OSError, BrokenCheckpoint.
 
     Args:
-        best: it is the best result so far.
+        root: folder of all checkpoints.
+        found: the result.
+        best: whether it is the best result so far.
     """
     folder = next((folder for version, folder in complete(root).items() if version >= found.version), None)
     if folder is None:
@@ -270,45 +277,50 @@ def measure(root: Path, found: Measurement, best: bool) -> bool:
 
 
 def closer(known: Measurement | None, found: Measurement) -> Measurement:
-    """Which of two counts for a checkpoint that is no older: that of the newer version, and of one version the larger
-    value, as for ``best.json``. Those of another metric do not count any more."""
+    """Which of two results counts for a checkpoint that is at least as new as both: the one of the newer version, or,
+    if both are of the same version, the larger value, as for ``best.json``. ``found`` replaces a result of another
+    metric."""
     if known is None or known.metric != found.metric:
         return found
     return max(found, known, key=lambda measured: (measured.version, measured.value))
 
 
 def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
-    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove earlier ones. Raises OSError.
-
-    All go but the ``newest``, and the best one. Later ones stay, since one may just have got its name, but for those of
-    an earlier resume: the run went back behind them.
+    """Point ``latest`` at the complete checkpoint of version ``made``, and remove old checkpoints. Raises OSError.
 
     Args:
-        best_by: the metric by which the best one stays, which ``best`` then names; empty keeps none.
+        root: folder of all checkpoints.
+        made: version of the checkpoint that was just made.
+        newest: number of newest checkpoints up to ``made`` to keep.
+        best_by: metric by which the best checkpoint is kept as well, to which ``best`` then points; empty keeps none.
     """
     folders = complete(root)
     point(root / LATEST, folders[made])
-    known = {version: folder for version, folder in folders.items() if version <= made}
-    kept = set(list(known)[-newest:])
-    best = _best(known.items(), best_by) if best_by else None
+    up_to_made = {version: folder for version, folder in folders.items() if version <= made}
+    kept = set(list(up_to_made)[-newest:])
+    best = _best(up_to_made.items(), best_by) if best_by else None
     if best is not None:
         kept.add(best)
-        point(root / BEST, known[best])
+        point(root / BEST, up_to_made[best])
     else:
         (root / BEST).unlink(missing_ok=True)
-    for version in known.keys() - kept:
+    for version in up_to_made.keys() - kept:
         with suppress(OSError):
             _remove(root, version)
+    # A later checkpoint stays, because it may just have been completed, unless it is from an earlier generation: then
+    # the run resumed from a version before it.
     generation = read_manifest(folders[made]).generation
-    for version in folders.keys() - known.keys():
+    for version in folders.keys() - up_to_made.keys():
         with suppress(OSError, BrokenCheckpoint):
             if read_manifest(folders[version]).generation < generation:
                 _remove(root, version)
 
 
 def go_back(root: Path, version: int) -> None:
-    """Remove the checkpoints of later versions, from which no run may go on any more: it goes on from ``version``, and
-    makes others. What was damaged may be read again when the disk is well. Raises OSError."""
+    """Point ``latest`` at ``version``, from which the run resumes, and remove checkpoints of later versions. Raises
+    OSError."""
+    # The resumed run makes different versions with these numbers. A damaged later checkpoint is removed as well: it may
+    # become readable again when the disk recovers, and no run may resume from it.
     folders = complete(root)
     point(root / LATEST, folders[version])
     for later in folders:
@@ -319,14 +331,14 @@ def go_back(root: Path, version: int) -> None:
 
 
 def _remove(root: Path, version: int) -> None:
-    """Renamed first: half of a checkpoint must not have a name that is taken for a whole one."""
+    # Renamed first: a half-removed checkpoint must not have the name of a complete one.
     gone = partial_of(root, version)
     folder_of(root, version).rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def _best(folders: Iterable[tuple[int, Path]], metric: str) -> int | None:
-    """The version of which the metric is largest, and of several the oldest; None if none was measured by it."""
+    """The version with the largest value of the metric, on a tie the oldest; None if none was evaluated by it."""
     values = dict(_values(folders, metric))
     return max(values, key=lambda version: (values[version], -version), default=None)
 
@@ -339,13 +351,13 @@ def _values(folders: Iterable[tuple[int, Path]], metric: str) -> Iterator[tuple[
                 yield version, measured.value
 
 
-# -- folders of a model that are replaced as a whole ------------------------------------------------------------------
-# Whatever ends the process that does it, the name has the old folder or the new one, at the latest when the next
-# process asks (:func:`finish_replacing`).
+# -- model folders, replaced atomically -------------------------------------------------------------------------------
+# If the replacing process is killed, the name refers to the old or to the new folder, at the latest after the next
+# process has called :func:`finish_replacing`.
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a folder is written before it is complete: on the same disk, under a name that nobody takes for it."""
+    """Where a folder is written before it is complete: on the same disk, under a hidden name."""
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -354,16 +366,13 @@ def _old_folder(folder: Path) -> Path:
 
 
 def replace_folder(folder: Path) -> None:
-    """Give what is complete in :func:`partial_folder` its name; one that has it is removed after that. Raises OSError.
-
-    All of it is flushed first: a name must not be on the disk before what it names.
-    """
+    """Rename the complete :func:`partial_folder` to ``folder``, and remove the previous folder. Raises OSError."""
     partial, old = partial_folder(folder), _old_folder(folder)
-    for file in partial.iterdir():
+    for file in partial.iterdir():  # flushed first: the name must not be on disk before the content
         _flush_file(file)
     flush(partial)
     finish_replacing(folder)
-    if partial.exists():  # else the line above has named it
+    if partial.exists():  # otherwise finish_replacing() has renamed it
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
@@ -373,12 +382,12 @@ def replace_folder(folder: Path) -> None:
 
 
 def finish_replacing(folder: Path) -> None:
-    """Do what :func:`replace_folder` of a process that was killed has left, before anything is written to
+    """Finish a :func:`replace_folder` whose process was killed. Must be called before anything is written to
     :func:`partial_folder` again. Raises OSError."""
     partial, old = partial_folder(folder), _old_folder(folder)
     if not old.exists():
         return
-    if not folder.exists():  # killed between two renames, of which the first one comes when the new folder is complete
+    if not folder.exists():  # killed between the two renames, the first of which happens after the new one is complete
         (partial if partial.exists() else old).rename(folder)
         flush(folder.parent)
     if old.exists():
@@ -386,7 +395,7 @@ def finish_replacing(folder: Path) -> None:
 
 
 def finish_all(parent: Path) -> None:
-    """As :func:`finish_replacing`, for all folders in one. Raises OSError."""
+    """:func:`finish_replacing` for all folders in ``parent``. Raises OSError."""
     for old in parent.glob(".*.old"):
         finish_replacing(parent / old.name.removeprefix(".").removesuffix(".old"))
 
@@ -399,15 +408,15 @@ def _flush_file(file: Path) -> None:
         os.close(descriptor)
 
 
-# -- what trainer ranks report ----------------------------------------------------------------------------------------
-# Here, not beside what writes tensors, whose imports would take a third of the controller's start.
+# -- reports of trainer ranks -----------------------------------------------------------------------------------------
+# Defined here and not in ``tensors.py``, whose imports would take a third of the controller's start.
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy that is ready to be written."""
+    """A staged copy of a rank's tensors that is ready to be written."""
 
     version: int
     optimizer_steps: int
     seconds: float = 0.0
-    """That the copy took."""
+    """Duration of the copy, in seconds."""

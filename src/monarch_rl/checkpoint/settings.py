@@ -1,4 +1,4 @@
-"""The user's settings of checkpoints. docs/checkpoints.md says what is in one and what a resumed run has exactly."""
+"""Checkpoint settings. docs/checkpoints.md describes the content of a checkpoint and what a resumed run restores."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 @dataclass(frozen=True)
 class CheckpointSettings(CheckedSettings, flags="checkpoint"):
-    """When the run is saved so that it can go on, and which checkpoints are kept."""
+    """When checkpoints are made, from which the run can resume, and which are kept."""
 
     every_steps: Annotated[int, Range(0, 10**9, "0 is never")] = 0
-    """Steps between two checkpoints; 0 counts no steps. A checkpoint is three times the model in float32 on disk, and
-    once in the memory of the trainer ranks' machine; a step pays for the copy there, the disk is written meanwhile."""
+    """Steps between two checkpoints; 0: no checkpoints by steps. A checkpoint takes three times the size of the float32
+    model on disk, and the same again in the trainer ranks' host memory. A step waits only for the copy to host memory;
+    the disk is written during training."""
     every_minutes: Annotated[float, Range(0, FOREVER_S, "0 is never")] = 15.0
-    """Minutes between two checkpoints, 0 counts none; what is lost with a process is what came after the last one.
-    With 0 here and in every-steps there are only those at a signal and when the run fails, before its last step."""
+    """Minutes between two checkpoints; 0: no checkpoints by time. A crash loses the work since the last one. With 0
+    here and in every-steps, a checkpoint is made only at a signal and when the run fails, before its last step."""
     keep: Annotated[int, Range(1, 1_000_000)] = 2
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints to keep on disk."""
     keep_best: bool = True
-    """The checkpoint of the version that was the best in an evaluation, by evaluation.best, stays, too. One is made
-    after each evaluation that is better than all before, unless every-steps and every-minutes are 0."""
+    """Also keep the checkpoint of the version with the best evaluation result, by evaluation.best. A checkpoint is made
+    after each evaluation with a new best result, unless every-steps and every-minutes are 0."""
     grace_s: Annotated[float, Range(0, FOREVER_S, "0 saves nothing then")] = 20.0
     """Seconds for a last checkpoint at a signal (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) or when the run fails; ending all
-    processes takes up to 20 s more. What preempts runs gives 30 s in all as a rule: have it give more where a model is
-    large."""
+    processes takes up to 20 s more. Schedulers usually give 30 s in total before they kill a preempted run: configure
+    more for large models."""
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
-    """How often a run that has lost a process which it cannot do without goes on from its last checkpoint by itself; a
-    newer checkpoint counts anew. Under torchrun --max-restarts says so."""
+    """How often a run that lost an essential process automatically resumes from its last checkpoint; each new
+    checkpoint resets the count. Under torchrun, --max-restarts applies instead."""
 
     @property
     def between_steps(self) -> bool:
-        """Whether any are made while the run goes on."""
+        """Whether checkpoints are made regularly during the run."""
         return bool(self.every_steps or self.every_minutes)
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Whether a checkpoint is due, ``steps`` and ``seconds`` after the last one."""
+        """Whether a checkpoint is due ``steps`` steps and ``seconds`` seconds after the last one."""
         by_steps = self.every_steps > 0 and steps >= self.every_steps
         return steps > 0 and (by_steps or 0 < 60 * self.every_minutes <= seconds)

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: each rank's shards by torch.distributed.checkpoint, out of a copy in its memory.
+"""The tensors of a checkpoint: torch.distributed.checkpoint writes each rank's shards from a copy in host memory.
 
-A step pays for :meth:`StagedTensors.stage` alone. The copy is written on another thread while training goes on; ranks
-agree there over a group of their own. One that cannot write says so to the others, which then raise, too.
+A step waits only for :meth:`StagedTensors.stage`. The copy is written on another thread while training continues; there
+the ranks coordinate over their own process group. If one rank cannot write, all ranks raise.
 """
 
 from __future__ import annotations
@@ -23,70 +23,73 @@ from monarch_rl.checkpoint.folders import FileSum, file_sum
 from monarch_rl.runtime.streams import finish_current
 
 Tensors = Mapping[str, torch.Tensor]
-"""By name: this rank's shards (DTensor), or what all ranks hold alike (a plain tensor)."""
+"""By name: this rank's shards (DTensor), or a tensor that is equal on all ranks (plain tensor)."""
 NICE = 10
-"""By how much writing gives way to training where both want a core."""
+"""Niceness of the writing thread, so that training gets the cores first."""
 
 
 class CannotWrite(OSError):
-    """A rank could not write its shards; says which, and why."""
+    """A rank could not write its shards; the message names the rank and the reason."""
 
 
 def checkpoint_group(timeout_s: float) -> dist.ProcessGroup:
-    """A group of all ranks for what is agreed on beside training. All ranks make it together.
+    """A process group of all ranks for coordination concurrent with training. A collective call of all ranks.
 
     Args:
-        timeout_s: that one rank may wait for the others' disks.
+        timeout_s: seconds that a rank waits for the others' disks.
     """
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return group
 
 
 def renewed_group(old: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """A :func:`checkpoint_group` in the place of one that a late rank may have broken: after its timeout gloo takes no
-    further message between two ranks. All ranks make it together."""
-    dist.destroy_process_group(old)
+    """Replace a :func:`checkpoint_group` that a late rank may have broken. A collective call of all ranks."""
+    dist.destroy_process_group(old)  # after a timeout, gloo delivers no further message between the two ranks
     return checkpoint_group(timeout_s)
 
 
 class StagedTensors:
-    """A copy of tensors on the host, made anew by each :meth:`stage` in the same memory."""
+    """A copy of tensors in host memory; each :meth:`stage` reuses the same memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies: dict[str, torch.Tensor] = {}
 
     def stage(self, tensors: Tensors) -> None:
-        """Copy; the originals may change when this returns."""
+        """Copy the tensors; the originals may change when this returns."""
         with torch.no_grad():
             for name, value in tensors.items():
                 if name not in self._copies:
-                    self._copies[name] = self._room_for(value)
+                    self._copies[name] = self._host_copy(value)
                 local_of(self._copies[name]).copy_(local_of(value), non_blocking=True)
         finish_current(self._device)
         self._copies = {name: self._copies[name] for name in tensors}
 
-    def _room_for(self, value: torch.Tensor) -> torch.Tensor:
+    def _host_copy(self, value: torch.Tensor) -> torch.Tensor:
+        """Uninitialised host memory for a copy of ``value``."""
         local = local_of(value).detach()
-        room = torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda")
+        copy = torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda")
         if not isinstance(value, DTensor):
-            return room
-        return DTensor(room, value._spec, requires_grad=False)  # from_local() would move it to the mesh's device
+            return copy
+        return DTensor(copy, value._spec, requires_grad=False)  # from_local() would move it to the mesh's device
 
     def write(
         self, folder: Path, root: Path, group: dist.ProcessGroup, check: Callable[[str, torch.Tensor], None]
     ) -> list[FileSum]:
-        """Write the copy to ``folder``, below ``root``; returns this rank's files. All ranks call it together, on a
-        thread that does nothing else.
+        """Write the copy, and return this rank's files. A collective call of all ranks, each on a thread that does
+        nothing else.
 
         Args:
+            folder: folder to write to, below ``root``.
+            root: folder to which the paths of the returned files are relative.
+            group: a :func:`checkpoint_group`.
             check: raises if a tensor must not be written.
 
         Raises:
-            CannotWrite: this rank, or another one, could not write.
+            CannotWrite: this rank or another one could not write.
         """
-        _give_way()
-        # A copy ahead would be made on a stream of its own; all is on the host already.
+        _lower_priority()
+        # No copy ahead: it would use its own stream, and all tensors are in host memory already.
         writer, rank = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), dist.get_rank()
         try:
             with torch.no_grad():
@@ -94,16 +97,16 @@ class StagedTensors:
         except CheckpointException as error:
             failures = (f"trainer rank {rank}: {_last_line(what[0])}" for rank, what in error.failures.items())
             raise CannotWrite("; ".join(failures)) from None
-        except (RuntimeError, ValueError, KeyError) as error:  # of the group: a rank is late, or has given up
+        except (RuntimeError, ValueError, KeyError) as error:  # from the group: a rank is late, or has given up
             raise CannotWrite(
-                f"trainer rank {rank} did not write together with the others: {_last_line(error)}"
+                f"trainer rank {rank} could not coordinate with the other ranks to write: {_last_line(error)}"
             ) from error
         mine = sorted(folder.glob(f"__{rank}_*")) + ([folder / ".metadata"] if rank == 0 else [])
         return [file_sum(root, path) for path in mine]
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Checks this rank's tensors where an error is one that all ranks hear of."""
+    """Checks this rank's tensors while planning, where an error is raised on all ranks."""
 
     def __init__(self, check: Callable[[str, torch.Tensor], None]) -> None:
         super().__init__()
@@ -116,10 +119,10 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def read(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill tensors, in place, with those of a checkpoint, however many ranks wrote it. All ranks call it together.
+    """Load tensors from a checkpoint in place, however many ranks wrote it. A collective call of all ranks.
 
     Raises:
-        ValueError: the checkpoint has others, or other shapes; names one.
+        ValueError: the checkpoint has other tensors or shapes; names one.
     """
     reader = dcp.FileSystemReader(folder)
     try:
@@ -133,17 +136,17 @@ def read(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def names(folder: Path) -> set[str]:
-    """Of the tensors in a checkpoint."""
+    """Names of the tensors in a checkpoint."""
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """This rank's shard of a DTensor; the tensor itself if it is a plain one."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _give_way() -> None:
-    """Let others have the cores first: Linux has a niceness for each thread."""
+def _lower_priority() -> None:
+    """Raise the niceness of the calling thread to :data:`NICE`; on Linux niceness is per thread."""
     thread = threading.get_native_id()
     if os.getpriority(os.PRIO_PROCESS, thread) < NICE:
         os.setpriority(os.PRIO_PROCESS, thread, NICE)

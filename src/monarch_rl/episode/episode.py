@@ -1,10 +1,11 @@
-"""The data contract: what a policy produced, token by token, and under which version.
+"""The data contract: what a policy generated, token by token, and which version sampled each token.
 
-Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per turn, never as objects per
-token. Token-in, token-out: ``token_ids`` are the ids the engine was given and the ids it drew; text is never
+Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per turn, never as objects per token.
+Token-in, token-out: ``token_ids`` are the ids that the engine received and the ids that it sampled; text is never
 tokenised a second time.
 
-A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes (``serialization.py``).
+A :class:`Group` (all episodes of one prompt) is sent between processes and stored on disk as bytes
+(``serialization.py``).
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 
 POSITION = -1
-"""``Episode.play`` that nobody has set: the position in the group."""
+"""Default of ``Episode.play``: the episode's position in the group."""
 NO_VERSION = -1
-"""``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
-VersionRun = tuple[int, int, bool]
-"""Tokens of one version and trainability that follow each other: their number, version, and if they are trainable."""
+"""``policy_versions`` of a token that no policy sampled (prompt and environment tokens)."""
+VersionSpan = tuple[int, int, bool]
+"""Consecutive tokens of the same version and trainability: number of tokens, policy version, whether trainable."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One call of the engine: the tokens it was given (prompt, environment) and the tokens it drew."""
+    """One request to the engine: the tokens that it received (prompt, environment) and the tokens that it sampled."""
 
     token_ids: np.ndarray
     """int32[n]."""
@@ -37,15 +38,14 @@ class Turn:
     policy_versions: np.ndarray
     """int32[n]; ``NO_VERSION`` where not trainable."""
     trainable: np.ndarray
-    """bool[n]; True for tokens that the policy drew."""
+    """bool[n]; True for tokens that the policy sampled."""
     sampling_masks: SamplingMasks | None = None
-    """n sets; empty where not trainable. None if the sampler cut no tokens off."""
+    """n sets; empty where not trainable. None if the sampler did not truncate the distribution."""
     reward: float | None = None
-    """What the turn alone was given (a process reward); None is nothing. The episode's own reward does not depend on
-    it."""
+    """Reward of this turn alone (a process reward), or None. The episode's reward does not depend on it."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32[n] by name, 0 where not trainable: numbers of each token that objectives and advantages read. All turns
-    of a group have the same names."""
+    """float32[n] by name, 0 where not trainable: per-token values that objectives and advantages read. All turns of a
+    group have the same columns."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
@@ -55,8 +55,8 @@ class Turn:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
 
     @property
-    def runs(self) -> list[VersionRun]:
-        """The turn cut into runs of one version and trainability: ``(tokens, policy version, trainable)``."""
+    def spans(self) -> list[VersionSpan]:
+        """The turn split into spans of one version and trainability: ``(tokens, policy version, trainable)``."""
         if not len(self.token_ids):
             return []
         versions, trainable = self.policy_versions, self.trainable
@@ -69,17 +69,24 @@ class Turn:
         ]
 
     @classmethod
-    def from_runs(
+    def from_spans(
         cls,
-        runs: list[VersionRun],
+        spans: list[VersionSpan],
         token_ids: np.ndarray,
         trainable_logprobs: np.ndarray,
         sampling_masks: SamplingMasks | None = None,
         trainable_columns: Mapping[str, np.ndarray] | None = None,
     ) -> Turn:
-        """The inverse of :attr:`runs`; log-probs, columns (float32) and kept sets are those of the trainable tokens
-        alone."""
-        lengths, versions, trainable = zip(*runs, strict=True) if runs else ((), (), ())
+        """The inverse of :attr:`spans`.
+
+        Args:
+            spans: spans of the whole turn.
+            token_ids: int32[n].
+            trainable_logprobs: float32[trainable tokens].
+            sampling_masks: sampling masks of the trainable tokens only.
+            trainable_columns: float32[trainable tokens] by name.
+        """
+        lengths, versions, trainable = zip(*spans, strict=True) if spans else ((), (), ())
         mask = np.repeat(np.asarray(trainable, bool), lengths)
         logprobs = _spread(mask, trainable_logprobs)
         columns = {name: _spread(mask, values) for name, values in (trainable_columns or {}).items()}
@@ -92,23 +99,23 @@ class Turn:
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
-        """Join the tokens that the engine was given (not trainable) with those it drew.
+        """Concatenate the tokens that the engine received (not trainable) and those that it sampled.
 
-        Raises ValueError if the completion has not one log-prob and one version for each token.
+        Raises ValueError unless the completion has one log-prob and one version per token.
         """
-        context, drawn = len(context_ids), len(completion.token_ids)
-        if not drawn == len(completion.logprobs) == len(completion.policy_versions):
+        context, sampled = len(context_ids), len(completion.token_ids)
+        if not sampled == len(completion.logprobs) == len(completion.policy_versions):
             raise ValueError(
-                f"a completion of {drawn} tokens has {len(completion.logprobs)} log-probs and "
+                f"a completion of {sampled} tokens has {len(completion.logprobs)} log-probs and "
                 f"{len(completion.policy_versions)} versions"
             )
-        token_ids = np.empty(context + drawn, np.int32)
+        token_ids = np.empty(context + sampled, np.int32)
         token_ids[:context], token_ids[context:] = context_ids, completion.token_ids
-        logprobs = np.zeros(context + drawn, np.float32)
+        logprobs = np.zeros(context + sampled, np.float32)
         logprobs[context:] = completion.logprobs
-        versions = np.full(context + drawn, NO_VERSION, np.int32)
+        versions = np.full(context + sampled, NO_VERSION, np.int32)
         versions[context:] = completion.policy_versions
-        trainable = np.zeros(context + drawn, bool)
+        trainable = np.zeros(context + sampled, bool)
         trainable[context:] = True
         sampling_masks = completion.sampling_masks
         if sampling_masks is not None:
@@ -117,47 +124,47 @@ class Turn:
 
 
 def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """float32[n]: ``values`` where ``mask`` (bool[n]) is set, 0 elsewhere."""
+    """float32[n]: the elements of ``values``, in order, where ``mask`` (bool[n]) is set, and 0 elsewhere."""
     spread = np.zeros(len(mask), np.float32)
     spread[mask] = values
     return spread
 
 
 class Fork(NamedTuple):
-    """Where a sequence parts from an earlier one of its play."""
+    """Where a sequence branches off an earlier one of its rollout."""
 
     sequence: int
-    """That one's place among the sequences of the play."""
+    """Index of the earlier sequence among the sequences of the rollout."""
     turns: int
-    """The first turns, which both have. They are trained there, and are context here."""
+    """Number of leading turns that both share. They are trained in the earlier sequence, and are context here."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One sequence of one play of a prompt. A play has several where it has seats or branches."""
+    """One sequence of one rollout of a prompt. A rollout with seats or branches has several."""
 
     turns: list[Turn]
     reward: float
     finish_reason: str
-    """Why it ended: ``stop``, ``length`` (of the last turn), ``context`` (no room for more)."""
+    """Why it ended: ``stop``, ``length`` (limit of the last turn), ``context`` (the context window is full)."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values to look at later (texts, the scorer's details); training never reads them."""
+    """JSON values for later inspection (texts, the scorer's details); training never reads them."""
     expert_routes: np.ndarray | None = None
-    """uint8 or uint16 [n - 1, layers, k], where recorded: the experts by which the engine read each token but the last,
-    in each layer that has experts."""
+    """uint8 or uint16 [n - 1, layers, k], if recorded: the experts to which the engine routed each token except the
+    last, in each MoE layer."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for the metrics and for advantages that read them."""
+    """Named components of the reward, for the metrics and for advantages that read them."""
     seat: str = ""
-    """Whose sequence it is, in a play of several players."""
+    """Name of the player whose sequence it is, in a rollout with several players."""
     play: int = POSITION
-    """Which play of the prompt it belongs to, 0, 1, ...; ``POSITION``, until the group is packed, is its own position
-    in the group."""
+    """Index of the rollout of the prompt that it belongs to, 0, 1, ...; ``POSITION``, until the group is packed, means
+    its own position in the group."""
     fork: Fork | None = None
-    """What it shares with an earlier sequence of its play, which was forked."""
+    """Where it branches off an earlier sequence of its rollout; None if it does not."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """All that was said, as JSON objects with role and content. They stay with the worker that played the episode."""
+    """The whole conversation, as JSON objects with role and content. Stays on the worker that ran the episode."""
     answer: str = ""
-    """The text of the last turn, without thoughts and calls. It stays with the worker, too."""
+    """Text of the last turn, without reasoning and tool calls. Stays on the worker as well."""
 
     def _joined(self, name: str) -> np.ndarray:
         if len(self.turns) == 1:
@@ -187,10 +194,10 @@ class Episode:
 
     @property
     def sampling_masks(self) -> SamplingMasks | None:
-        """Over all turns, of which all or none must have them."""
+        """Sampling masks of all turns; None if no turn has them. Raises ValueError if only some turns have them."""
         sets = [turn.sampling_masks for turn in self.turns if turn.sampling_masks is not None]
         if len(sets) not in (0, len(self.turns)):
-            raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have kept sets")
+            raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have sampling masks")
         return SamplingMasks.join(sets) if sets else None
 
     def column(self, name: str) -> np.ndarray:
@@ -198,22 +205,23 @@ class Episode:
         return np.concatenate([turn.columns[name] for turn in self.turns])
 
     def fill_column(self, name: str, values: np.ndarray) -> None:
-        """Give every turn its part of a column.
+        """Set a column of all turns.
 
         Args:
-            values: float[n], one for each token of the episode; those of tokens that are not trainable are left out.
+            name: name of the column.
+            values: float[n], one for each token of the episode; values of tokens that are not trainable are ignored.
 
         Raises:
-            ValueError: there are more or fewer values than tokens.
+            ValueError: the number of values differs from the number of tokens.
         """
         if np.shape(values) != (self.num_tokens,):
             raise ValueError(
                 f"column {name} of an episode of {self.num_tokens} tokens has values of shape {list(np.shape(values))}:"
-                " give one for each token, prompts included"
+                " provide one value per token, prompts included"
             )
         ends = np.cumsum([len(turn.token_ids) for turn in self.turns])
-        for turn, part in zip(self.turns, np.split(np.asarray(values), ends[:-1]), strict=True):
-            turn.columns[name] = np.where(turn.trainable, part, 0).astype(np.float32)
+        for turn, of_turn in zip(self.turns, np.split(np.asarray(values), ends[:-1]), strict=True):
+            turn.columns[name] = np.where(turn.trainable, of_turn, 0).astype(np.float32)
 
     @property
     def num_tokens(self) -> int:
@@ -229,16 +237,17 @@ class Group:
     """The episodes of one prompt, which advantages compare with each other."""
 
     group_id: int
-    """Order of admission, unique in a run."""
+    """Unique in a run; ids follow the order of admission."""
     task_index: int
-    """Which item of the training set the prompt is."""
+    """Position of the prompt in the stream of tasks."""
     episodes: list[Episode]
     failed: int = 0
-    """Episodes that were begun and failed; they are not in ``episodes``."""
+    """Number of episodes that started and failed; they are not in ``episodes``."""
     attempt: int = 0
-    """How often the group was started again because its worker was lost; with ``group_id`` it identifies a lease."""
+    """Number of the attempt: it grows whenever the group is restarted because its worker was lost. With ``group_id`` it
+    identifies a lease."""
     task: str = ""
-    """Name of the task that the prompt is of, for the metrics."""
+    """Name of the prompt's task, for the metrics."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -247,32 +256,32 @@ class Group:
 
     @property
     def plays(self) -> np.ndarray:
-        """int32[G]: which play of the prompt each episode belongs to."""
+        """int32[G]: index of the rollout that each episode belongs to."""
         plays = [i if episode.play == POSITION else episode.play for i, episode in enumerate(self.episodes)]
         return np.asarray(plays, np.int32)
 
 
-# -- named parts of rewards, for the metrics --------------------------------------------------------------------------
+# -- reward components, for the metrics -------------------------------------------------------------------------------
 
 
 def mean_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each part over the episodes that have it; ``parts`` are those of each episode."""
+    """Mean of each reward component over the episodes that have it; ``parts``: the components of each episode."""
     names = dict.fromkeys(name for of_episode in parts for name in of_episode)
     return {name: float(np.mean([of_episode[name] for of_episode in parts if name in of_episode])) for name in names}
 
 
-# -- tickets: the buffer lets a rollout worker start one group --------------------------------------------------------
+# -- tickets: the buffer's permission to start one group --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Leave to play one group."""
+    """Permission to roll out one group."""
 
     group_id: int
-    """Counts admissions: 0, 1, 2, ..."""
+    """Number of the admission: 0, 1, 2, ..."""
     task_cursor: int
     """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
     attempt: int = 0
-    """How often the group was begun before, by workers that were lost."""
+    """Number of the attempt: it grows whenever the group is restarted because its worker was lost."""
     bound: GroupBound = UNBOUNDED
-    """What the group may hold: the buffer takes no more."""
+    """Maximum sequences and tokens of the group; the buffer accepts no more."""

@@ -1,25 +1,25 @@
-"""Why an episode or a stage failed, in the words that the author of an environment or of a reward needs."""
+"""Why an episode or a stage failed, described for the author of the environment or reward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KINDS = 20
-"""Kinds of failures that are shown in full; an error that comes from ever new places must not fill the console."""
+"""Kinds of failures that are shown in full; an error raised at ever new places must not fill the console."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure. Those of the same :attr:`kind` are shown once and counted."""
+    """One failure. Failures of the same :attr:`kind` are shown once and counted."""
 
     reason: str
-    """Short, because failures are counted by it: ``"score raised KeyError"``."""
+    """Short, because failures are counted by reason: ``"score raised KeyError"``."""
     place: str = ""
-    """File and line, ``"reward.py:12"``, if they are known."""
+    """File and line, ``"reward.py:12"``, if known."""
     report: str = ""
-    """All that is known, in lines: the traceback, what to change, the item."""
+    """All details, as lines: the traceback, what to change, the item."""
     what: str = "an episode"
-    """What failed, for the sentence that shows it."""
+    """What failed, for the sentence that reports it."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -31,7 +31,7 @@ class Failure:
 
 
 def shortened(text: str, characters: int) -> str:
-    """``text``, of which the middle is left out if it has more than so many characters."""
+    """``text``, with its middle left out if it is longer than ``characters``."""
     left_out = len(text) - characters
     if left_out <= 0:
         return text

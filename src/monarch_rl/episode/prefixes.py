@@ -1,7 +1,7 @@
-"""Which of their first tokens the episodes of a group share.
+"""Which prefixes the episodes of a group share.
 
-The episodes of a group begin with one prompt; some share their first turns, or what the policy drew, too. A shared
-token is computed once in training (``trainer/batch.py``), so packing and the buffer count it once.
+All episodes of a group begin with the same prompt; some also share their first turns, or sampled tokens. A shared token
+is computed once in training (``trainer/batch.py``), so packing and the buffer count it once.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from monarch_rl.episode.episode import Episode
 
 
 class PrefixTree(NamedTuple):
-    """What episodes share, as a tree written down in one order of its leaves.
+    """The prefix tree of episodes, stored as an order of its leaves.
 
-    An *input* is a token that is given to the model: all tokens of an episode but its last. Two episodes share their
-    first inputs as far as the ids are equal, and the expert routes where episodes have them, because a token that other
-    experts compute is another computation.
+    An *input* is a token that the model reads: every token of an episode except its last. Two episodes share their
+    first inputs as long as the ids are equal, and, if episodes have expert routes, as long as the routes are equal,
+    because a token computed by different experts is a different computation.
 
-    In ``order`` the episodes that share most are neighbours: any two of them share the least that neighbours between
-    them share.
+    In ``order`` the episodes that share most are neighbours: any two episodes share the minimum of what the neighbours
+    between them share.
     """
 
     order: list[int]
-    """All episodes, by their places in the group."""
+    """Positions of all episodes in the group, in the order of the tree's leaves."""
     shared: list[int]
-    """Inputs that each episode, in this order, shares with the one before it; 0 for the first."""
+    """Number of inputs that each episode, in this order, shares with the one before it; 0 for the first."""
 
 
 def prefix_tree(episodes: Sequence[Episode]) -> PrefixTree:
-    """The tree of episodes of which all or none have expert routes; equal ones stay in their order."""
+    """The prefix tree of episodes, of which all or none have expert routes. Equal episodes keep their order."""
     rows = [_input_rows(episode) for episode in episodes]
-    # Bytes of rows of one width: in their order, those with long common beginnings are neighbours.
+    # All rows have the same width, so sorting by bytes makes episodes with long common prefixes neighbours.
     keys = [of_episode.tobytes() for of_episode in rows]
     order = sorted(range(len(episodes)), key=keys.__getitem__)
     shared = [_common(rows[left], rows[right]) for left, right in zip(order[:-1], order[1:], strict=True)]
@@ -42,8 +42,8 @@ def prefix_tree(episodes: Sequence[Episode]) -> PrefixTree:
 
 
 def _input_rows(episode: Episode) -> np.ndarray:
-    """What decides how an input is computed, behind the same inputs before it: the ids, or with expert routes
-    uint8[inputs, bytes]."""
+    """What determines the computation of each input, given the inputs before it: the ids, or, with expert routes,
+    uint8[inputs, bytes of id and routes]."""
     ids = episode.token_ids[:-1]
     inputs = len(ids)
     if episode.expert_routes is None or not inputs or len(episode.expert_routes) < inputs:
@@ -53,7 +53,7 @@ def _input_rows(episode: Episode) -> np.ndarray:
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """How many of their first rows are equal."""
+    """Number of leading rows that are equal."""
     inputs = min(len(left), len(right))
     if left.shape[1:] != right.shape[1:]:
         return 0

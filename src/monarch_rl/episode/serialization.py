@@ -1,4 +1,4 @@
-"""Groups as bytes, to cross processes and disks. No pickle of objects from outside.
+"""Groups as bytes, to be sent between processes and stored on disk. Data from outside is never unpickled.
 
 A packed group is
 
@@ -7,16 +7,16 @@ A packed group is
 and a packed episode is
 
     4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32),
-    if the sampler cut tokens off: sizes (int32) and ids (int32) of the sets they were drawn from,
-    if expert routes were recorded: the experts of each token but the last (uint8 or uint16),
-    each column, by its name: the values of the trainable tokens (float32)
+    if the sampler truncates: sizes (int32) and ids (int32) of the sampling masks of the trainable tokens,
+    if expert routes were recorded: the experts of each token except the last (uint8 or uint16),
+    each column, sorted by name: the values of the trainable tokens (float32)
 
-all little-endian, every part padded to 4 bytes. The header has what the buffer decides by and what each trainer rank
-gets of all episodes of a batch (reward and its parts, seat, play, fork, turns, tokens by policy version, finish reason,
-bytes), the names of the columns, and which of their first tokens episodes share (``prefixes.py``), so the buffer hands
-episodes on without reading them. Versions and trainability are stored as runs: a token takes 8 bytes, or 4 if it was
-not drawn. A column takes 4 bytes for each trainable token, a kept set 4 bytes and 4 for each id, routes one or two
-bytes for each layer and expert.
+all little-endian, every field padded to 4 bytes. The header has the fields by which the buffer decides and those that
+each trainer rank gets of all episodes of a batch (reward and its components, seat, rollout, fork, turns, tokens by
+policy version, finish reason, bytes), the names of the columns, and the prefixes that episodes share
+(``prefixes.py``). So the buffer forwards episodes without reading them. Versions and trainability are stored as spans.
+A token takes 8 bytes, or 4 if it was not sampled. A column takes 4 bytes per trainable token, a sampling mask 4 bytes
+plus 4 per id, routes one or two bytes per layer and expert.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import POSITION, Episode, Fork, Group, Turn, VersionRun
+from monarch_rl.episode.episode import POSITION, Episode, Fork, Group, Turn, VersionSpan
 from monarch_rl.episode.prefixes import PrefixTree, prefix_tree
 from monarch_rl.episode.sampling import SamplingMasks
 
 FORMAT = b"GRP6"
 """The last character is the version of the format."""
 BEHAVIOUR = "behaviour"
-"""A column that every group has: log-probs of the policy that drew each token, by its engine."""
+"""Name of a column that every group has: the engine's log-probs under the policy that sampled each token."""
 _LENGTH = struct.Struct("<I")
 _JSON = json.JSONEncoder(separators=(",", ":"))
-"""Kept, because ``json.dumps`` makes one for each call that has separators of its own."""
+"""One encoder for all calls, because ``json.dumps`` makes a new one for each call with custom separators."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedEpisode:
-    """The bytes of an episode that nobody has read, and what the group's header says about it."""
+    """An episode as unread bytes, with the fields that the group's header has about it."""
 
     reward: float
     tokens: int
-    """All of them, prompts included."""
+    """Number of all tokens, prompts included."""
     tokens_by_version: dict[int, int]
-    """Trainable tokens by the policy version that drew them."""
+    """Number of trainable tokens by the policy version that sampled them."""
     data: bytes | memoryview
     finish_reason: str = "stop"
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward."""
+    """Named components of the reward."""
     turns: list[tuple[int, float | None]] = field(default_factory=list)
-    """Of each turn: trainable tokens, and what the turn alone was given."""
+    """For each turn: number of trainable tokens, and the turn's own reward or None."""
     seat: str = ""
     play: int = POSITION
     fork: Fork | None = None
@@ -68,7 +68,12 @@ class PackedEpisode:
         return sum(self.tokens_by_version.values())
 
     def column_bytes(self, place: int, columns: int) -> bytes:
-        """One column, by its place among the group's: float32[trainable]. ``columns``: how many the group has."""
+        """Bytes of one column: float32[trainable].
+
+        Args:
+            place: position of the column among the group's columns.
+            columns: number of columns that the group has.
+        """
         width = 4 * self.trainable
         start = len(self.data) - (columns - place) * width
         return bytes(self.data[start : start + width])
@@ -79,7 +84,7 @@ class PackedEpisode:
         return bytes(self.data[start : start + 4 * self.trainable])
 
     def give_outcome(self, episode: Episode) -> Episode:
-        """``episode`` with what is known of it here, and not in its own bytes."""
+        """Set the fields of ``episode`` that are in the group's header, not in the episode's own bytes."""
         episode.reward, episode.parts, episode.fork = self.reward, self.parts, self.fork
         episode.seat, episode.play = self.seat, self.play
         for turn, (_, reward) in zip(episode.turns, self.turns, strict=True):
@@ -95,14 +100,14 @@ class PackedGroup:
     task_index: int
     episodes: list[PackedEpisode]
     tree: PrefixTree
-    """What the episodes share."""
+    """Prefixes that the episodes share."""
     failed: int = 0
     attempt: int = 0
     data: bytes = b""
-    """The whole group, as it arrived."""
+    """The whole packed group, as it arrived."""
     task: str = ""
     columns: tuple[str, ...] = ()
-    """Names of the columns that all turns have, in their order."""
+    """Names of the columns that all turns have, in their stored order."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -116,16 +121,16 @@ class PackedGroup:
 
     @property
     def cut(self) -> np.ndarray:
-        """bool[G]: whether the episode ended because it reached a limit of tokens."""
+        """bool[G]: whether the episode was truncated by a token limit."""
         return np.asarray([episode.finish_reason in ("length", "context") for episode in self.episodes], bool)
 
     @property
     def plays(self) -> np.ndarray:
-        """int32[G]: which play of the prompt each episode belongs to."""
+        """int32[G]: index of the rollout that each episode belongs to."""
         return np.asarray([episode.play for episode in self.episodes], np.int32)
 
     def column(self, name: str) -> list[np.ndarray]:
-        """For each episode, float32[trainable tokens]. Raises ValueError if the group has no such column."""
+        """A column: for each episode float32[trainable tokens]. Raises ValueError if the group has no such column."""
         if name == BEHAVIOUR:
             data = [episode.logprob_bytes() for episode in self.episodes]
         else:
@@ -139,29 +144,29 @@ class PackedGroup:
 
     @property
     def tokens(self) -> int:
-        """All tokens of all episodes, prompts included; what they share counts in each."""
+        """Number of tokens of all episodes, prompts included; a shared token counts in every episode that has it."""
         return sum(episode.tokens for episode in self.episodes)
 
     @property
     def trainable(self) -> int:
-        """Trainable tokens of all episodes."""
+        """Number of trainable tokens of all episodes."""
         return sum(episode.trainable for episode in self.episodes)
 
     @property
     def oldest_version(self) -> int | None:
-        """The smallest version that drew a trainable token of any episode."""
+        """The smallest version that sampled a trainable token of any episode."""
         return min((version for episode in self.episodes for version in episode.tokens_by_version), default=None)
 
     @property
     def newest_version(self) -> int | None:
-        """The largest version that drew a trainable token of any episode."""
+        """The largest version that sampled a trainable token of any episode."""
         return max((version for episode in self.episodes for version in episode.tokens_by_version), default=None)
 
     @classmethod
     def read(cls, data: bytes) -> PackedGroup:
         """Read the header. Raises ValueError on another format, or if there are too few or too many bytes."""
         if data[:4] != FORMAT:
-            raise ValueError(f"group format {data[:4]!r} cannot be read here, only {FORMAT!r}")
+            raise ValueError(f"group has format {data[:4]!r}, but this program reads {FORMAT!r}")
         start = 8 + _LENGTH.unpack_from(data, 4)[0]
         try:
             header = json.loads(data[8:start])
@@ -169,12 +174,12 @@ class PackedGroup:
             raise ValueError(f"the header of a group of {len(data)} bytes cannot be read: {error}") from error
         expected = start + sum(of_episode[3] for of_episode in header["episodes"])
         if expected != len(data):
-            raise ValueError(f"group {header['group_id']} has {len(data)} bytes, its header says {expected}")
+            raise ValueError(f"group {header['group_id']} has {len(data)} bytes, but its header declares {expected}")
         view, episodes = memoryview(data), []
         for reward, tokens, by_version, nbytes, finish_reason, parts, turns, seat, play, fork in header["episodes"]:
-            part, of_turns = view[start : start + nbytes], [(drawn, given) for drawn, given in turns]
-            known = PackedEpisode(reward, tokens, dict(by_version), part, finish_reason, parts, of_turns, seat, play)
-            episodes.append(known if fork is None else replace(known, fork=Fork(*fork)))
+            own, of_turns = view[start : start + nbytes], [(tokens_of, reward_of) for tokens_of, reward_of in turns]
+            packed = PackedEpisode(reward, tokens, dict(by_version), own, finish_reason, parts, of_turns, seat, play)
+            episodes.append(packed if fork is None else replace(packed, fork=Fork(*fork)))
             start += nbytes
         return cls(
             header["group_id"],
@@ -189,16 +194,16 @@ class PackedGroup:
         )
 
     def unpack(self) -> Group:
-        episodes = [known.give_outcome(unpack_episode(known.data)) for known in self.episodes]
+        episodes = [packed.give_outcome(unpack_episode(packed.data)) for packed in self.episodes]
         return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt, self.task)
 
 
 def pack_group(group: Group) -> bytes:
-    """The bytes of a group: see the top of this file. Raises ValueError if a number of a token would be lost, or turns
-    have different columns."""
-    runs = [[turn.runs for turn in episode.turns] for episode in group.episodes]
+    """Pack a group, in the format described at the top of this file. Raises ValueError if a token that is not trainable
+    has values that the format does not store, or if turns have different columns."""
+    spans = [[turn.spans for turn in episode.turns] for episode in group.episodes]
     columns = column_names(group)
-    packed = [_pack_episode(episode, by_turn, columns) for episode, by_turn in zip(group.episodes, runs, strict=True)]
+    packed = [_pack_episode(episode, by_turn, columns) for episode, by_turn in zip(group.episodes, spans, strict=True)]
     header: dict[str, Any] = {
         "group_id": group.group_id,
         "task_index": group.task_index,
@@ -215,12 +220,12 @@ def pack_group(group: Group) -> bytes:
                 sum(map(len, arrays)),
                 episode.finish_reason,
                 episode.parts,
-                [(_trained(of_turn), turn.reward) for of_turn, turn in zip(by_turn, episode.turns, strict=True)],
+                [(_trainable(of_turn), turn.reward) for of_turn, turn in zip(by_turn, episode.turns, strict=True)],
                 episode.seat,
                 play,
                 episode.fork,
             )
-            for episode, by_turn, arrays, play in zip(group.episodes, runs, packed, group.plays.tolist(), strict=True)
+            for episode, by_turn, arrays, play in zip(group.episodes, spans, packed, group.plays.tolist(), strict=True)
         ],
     }
     text = _padded(header)
@@ -228,12 +233,13 @@ def pack_group(group: Group) -> bytes:
 
 
 def unpack_group(data: bytes) -> Group:
-    """The inverse of :func:`pack_group`. Raises ValueError on another format version, or if bytes are missing."""
+    """The inverse of :func:`pack_group`. Raises ValueError on another format, or if there are too few or too many
+    bytes."""
     return PackedGroup.read(data).unpack()
 
 
 def unpack_episode(data: bytes | memoryview) -> Episode:
-    """Read one packed episode, without what is in the group's header (:meth:`PackedEpisode.give_outcome`)."""
+    """Read one packed episode. The fields in the group's header are not set: see :meth:`PackedEpisode.give_outcome`."""
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
 
@@ -241,10 +247,10 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
         nonlocal start
         array = np.frombuffer(data, "<" + dtype, count, start)
         start += array.nbytes
-        return array.astype(dtype)  # of this machine's byte order, and not of the buffer's memory
+        return array.astype(dtype)  # a copy in this machine's byte order, which does not keep ``data`` alive
 
-    lengths = [sum(length for length, _, _ in runs) for runs in head["turns"]]
-    trainable_lengths = [sum(length for length, _, trainable in runs if trainable) for runs in head["turns"]]
+    lengths = [sum(length for length, _, _ in spans) for spans in head["turns"]]
+    trainable_lengths = [sum(length for length, _, trainable in spans if trainable) for spans in head["turns"]]
     tokens, trainable = sum(lengths), sum(trainable_lengths)
     ids, logprobs, sampling_masks, expert_routes = take("i4", tokens), take("f4", trainable), None, None
     if "kept" in head:
@@ -256,49 +262,50 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     columns = {name: take("f4", trainable) for name in head.get("columns", ())}
     ends = np.cumsum(trainable_lengths)[:-1]
     ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
-    kept_by_turn = [None] * len(lengths) if sampling_masks is None else sampling_masks.split(trainable_lengths)
+    masks_by_turn = [None] * len(lengths) if sampling_masks is None else sampling_masks.split(trainable_lengths)
     split = {name: np.split(values, ends) for name, values in columns.items()}
-    columns_by_turn = [{name: parts[i] for name, parts in split.items()} for i in range(len(lengths))]
-    by_turn = zip(head["turns"], ids_by_turn, np.split(logprobs, ends), kept_by_turn, columns_by_turn, strict=True)
-    turns = [Turn.from_runs(*of_turn) for of_turn in by_turn]
+    columns_by_turn = [{name: values[i] for name, values in split.items()} for i in range(len(lengths))]
+    by_turn = zip(head["turns"], ids_by_turn, np.split(logprobs, ends), masks_by_turn, columns_by_turn, strict=True)
+    turns = [Turn.from_spans(*of_turn) for of_turn in by_turn]
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
 
 
 def column_names(group: Group) -> list[str]:
-    """The columns that every turn of a group has, sorted. Raises ValueError if turns have different ones."""
+    """Names of the columns that every turn of a group has, sorted. Raises ValueError if turns have different columns,
+    or a column has the wrong shape or a value on a token that is not trainable."""
     turns = [(e, t, turn) for e, episode in enumerate(group.episodes) for t, turn in enumerate(episode.turns)]
     names = sorted(turns[0][2].columns) if turns else []
     for e, t, turn in turns:
         if sorted(turn.columns) != names:
             raise ValueError(
                 f"group {group.group_id}: turn 0 of episode 0 has columns {names}, turn {t} of episode {e} has "
-                f"{sorted(turn.columns)}: fill the same ones for every turn of a group (Episode.fill_column)"
+                f"{sorted(turn.columns)}: fill the same columns for every turn of a group (Episode.fill_column)"
             )
         for name, values in turn.columns.items():
             if np.shape(values) != turn.token_ids.shape or np.any(values[~turn.trainable]):
                 raise ValueError(
-                    f"group {group.group_id}: column {name} of turn {t} of episode {e} must have one number for each "
+                    f"group {group.group_id}: column {name} of turn {t} of episode {e} must have one value for each "
                     f"of its {len(turn.token_ids)} tokens, and 0 where the token is not trainable"
                 )
     return names
 
 
-def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[str]) -> list[bytes]:
-    """``runs``: those of each turn. ``columns``: names."""
+def _pack_episode(episode: Episode, spans: list[list[VersionSpan]], columns: list[str]) -> list[bytes]:
+    """The arrays of a packed episode, in order. ``spans``: the spans of each turn. ``columns``: column names."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
     sampling_masks, expert_routes = episode.sampling_masks, episode.expert_routes
-    drawn, start = [], 0
-    for tokens, _, is_trainable in chain.from_iterable(runs):
-        of_run = logprobs[start : start + tokens]
+    trainable_logprobs, start = [], 0
+    for tokens, _, is_trainable in chain.from_iterable(spans):
+        of_span = logprobs[start : start + tokens]
         start += tokens
         if is_trainable:
-            drawn.append(of_run.astype("<f4").tobytes())
-        elif of_run.any():
-            raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
+            trainable_logprobs.append(of_span.astype("<f4").tobytes())
+        elif of_span.any():
+            raise ValueError("an episode has a log-prob other than 0 on a token that is not trainable")
     if sampling_masks is not None and np.any(sampling_masks.counts[~trainable]):
-        raise ValueError("an episode has a kept set on a token that is not trainable")
+        raise ValueError("an episode has a sampling mask on a token that is not trainable")
     head: dict[str, Any] = {
-        "turns": runs,
+        "turns": spans,
         "finish_reason": episode.finish_reason,
         "info": episode.info,
     }
@@ -309,7 +316,7 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[
     if columns:
         head["columns"] = columns
     text = _padded(head)
-    arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), *drawn]
+    arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), *trainable_logprobs]
     if sampling_masks is not None:
         arrays += [sampling_masks.counts[trainable].astype("<i4").tobytes(), sampling_masks.ids.astype("<i4").tobytes()]
     if expert_routes is not None:
@@ -318,21 +325,21 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[
     return arrays + [episode.column(name)[trainable].astype("<f4").tobytes() for name in columns]
 
 
-def _trained(runs: list[VersionRun]) -> int:
-    """Trainable tokens of a turn."""
-    return sum(tokens for tokens, _, trainable in runs if trainable)
+def _trainable(spans: list[VersionSpan]) -> int:
+    """Number of trainable tokens of a turn."""
+    return sum(tokens for tokens, _, trainable in spans if trainable)
 
 
-def _tokens_by_version(runs: list[list[VersionRun]]) -> Counter[int]:
-    """Trainable tokens of an episode by the version that drew them. ``runs``: those of each turn."""
+def _tokens_by_version(spans: list[list[VersionSpan]]) -> Counter[int]:
+    """Number of an episode's trainable tokens by the version that sampled them. ``spans``: the spans of each turn."""
     counts: Counter[int] = Counter()
-    for tokens, version, trainable in chain.from_iterable(runs):
+    for tokens, version, trainable in chain.from_iterable(spans):
         if trainable:
             counts[version] += tokens
     return counts
 
 
 def _padded(value: Any) -> bytes:
-    """JSON, padded with spaces to a multiple of 4 bytes, so that the arrays behind it are aligned."""
+    """JSON, padded with spaces to a multiple of 4 bytes, so that the arrays after it are aligned."""
     text = _JSON.encode(value).encode()
     return text + b" " * (-len(text) % 4)

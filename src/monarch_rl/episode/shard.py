@@ -1,4 +1,4 @@
-"""What a trainer rank takes of a batch: the outcomes of all its groups, and the episodes of its own micro-batches."""
+"""A trainer rank's shard of a batch: the outcomes of all groups, and the episodes of the rank's own micro-batches."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ T = TypeVar("T")
 
 
 class MiniBatch(NamedTuple):
-    """Some groups of a batch, which make one optimiser step: what their tokens' weights are divided by."""
+    """Size of a mini-batch, the groups of a batch that make one optimiser step; token weights are divided by it."""
 
     microbatches: int
-    """Of each rank."""
+    """Micro-batches of each rank."""
     trainable_tokens: int
-    """Of all ranks."""
+    """Trainable tokens of all ranks."""
     episodes: int
-    """Of all ranks."""
+    """Episodes of all ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchOutcomes:
-    """What is known on every trainer rank of all groups of a batch: lists with one entry for each group. ``G`` is the
+    """The fields of all groups of a batch that every trainer rank gets. Lists have one entry per group. ``G`` is the
     number of a group's episodes."""
 
     version: int
-    """The version that the update starts from; lag is counted against it."""
+    """Version from which the update starts; lag is counted against it."""
     trainable_tokens: int
-    """Trainable tokens of the whole batch, all ranks, without those that are masked for their lag."""
+    """Trainable tokens of the whole batch, over all ranks, without tokens that are masked for their lag."""
     lag_counts: np.ndarray
-    """int64[L]: those tokens by lag 0, 1, ..."""
+    """int64[L]: these tokens by lag 0, 1, ..."""
     rewards: list[np.ndarray]
     """float32[G]."""
     lengths: list[np.ndarray] = field(default_factory=list)
-    """int32[G]: tokens that each episode drew, also those masked for their lag."""
+    """int32[G]: number of sampled tokens of each episode, including those masked for their lag."""
     cut: list[np.ndarray] = field(default_factory=list)
-    """bool[G]: whether the episode ended because it reached a limit of tokens."""
+    """bool[G]: whether the episode was truncated by a token limit."""
     tasks: list[str] = field(default_factory=list)
     """Name of the task."""
     items: list[int] = field(default_factory=list)
     """Position of the prompt in the stream of tasks (``Group.task_index``)."""
     group_ids: list[tuple[int, int]] = field(default_factory=list)
-    """Id and attempt: which play of which admission."""
+    """Group id and attempt."""
     parts: list[list[dict[str, float]]] = field(default_factory=list)
-    """For each episode: the named parts of its reward."""
+    """For each episode: named components of its reward."""
     seats: list[list[str]] = field(default_factory=list)
     """For each episode: its seat."""
     plays: list[np.ndarray] = field(default_factory=list)
-    """int32[G]: which play of the prompt each episode belongs to."""
+    """int32[G]: index of the rollout that each episode belongs to."""
     forks: list[list[Fork | None]] = field(default_factory=list)
-    """For each episode: what it shares with an earlier one of its play."""
+    """For each episode: where it branches off an earlier one of its rollout."""
     turn_lengths: list[list[list[int]]] = field(default_factory=list)
-    """For each episode and turn: tokens that it drew; their sum is the episode's ``lengths``."""
+    """For each episode and turn: number of sampled tokens; their sum is the episode's entry in ``lengths``."""
     turn_rewards: list[list[list[float | None]]] = field(default_factory=list)
-    """For each episode and turn: what the turn alone was given; None is nothing."""
+    """For each episode and turn: the turn's own reward, or None."""
     uses: list[int] = field(default_factory=list)
-    """How often the group was trained before; empty where none is trained again."""
+    """How often the group was trained before; empty if ``buffer.replay`` is 1."""
     minibatches: list[MiniBatch] = field(default_factory=list)
-    """In order; empty is one of all groups."""
+    """Mini-batches in order; empty means one mini-batch of all groups."""
     column_names: tuple[str, ...] = ()
-    """Columns that the turns of all groups have."""
+    """Names of the columns that the turns of all groups have."""
     columns: dict[str, list[list[np.ndarray]]] = field(default_factory=dict)
-    """Of those that were asked for, for each group and episode: float32[tokens that it drew]."""
+    """Requested columns, by name: for each group and episode float32[sampled tokens]."""
 
     @property
     def num_episodes(self) -> int:
@@ -78,53 +78,53 @@ class BatchOutcomes:
 
 @dataclass(slots=True, kw_only=True)
 class BatchShard(BatchOutcomes):
-    """What one trainer rank takes of a batch."""
+    """One trainer rank's shard of a batch."""
 
     microbatches: list[list[tuple[int, int, Episode]]]
-    """``(group position in the batch, episode position in the group, episode)``, one mini-batch after the other. All
-    ranks have equally many micro-batches in each."""
+    """``(group position in the batch, episode position in the group, episode)``, one mini-batch after the other. In
+    each mini-batch all ranks have the same number of micro-batches."""
 
     def by_minibatch(self, of_microbatches: Sequence[T]) -> list[tuple[MiniBatch, list[T]]]:
-        """Divide a list with one value for each micro-batch among the mini-batches."""
+        """Split a list with one value per micro-batch by mini-batch."""
         whole = MiniBatch(len(self.microbatches), self.trainable_tokens, self.num_episodes)
         values = iter(of_microbatches)
-        return [(part, list(islice(values, part.microbatches))) for part in self.minibatches or [whole]]
+        return [(minibatch, list(islice(values, minibatch.microbatches))) for minibatch in self.minibatches or [whole]]
 
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedShard:
-    """Rows of prompt and answer that one trainer rank computes in a step."""
+    """Supervised rows (prompt and answer) that one trainer rank trains in a step."""
 
     share: float
-    """Of the step's loss; 1 is a step of rows alone."""
+    """Weight of the rows in the step's loss; 1 for a step without groups."""
     lr_factor: float
-    """What the learning rate of the step is multiplied by."""
+    """Factor on the step's learning rate."""
     minibatches: list[MiniBatch]
-    """In order. An episode stands for a row, a trainable token for one of an answer."""
+    """Mini-batches in order; ``episodes`` counts rows, ``trainable_tokens`` counts answer tokens."""
     lengths: list[list[tuple[int, int]]]
-    """By micro-batch, one mini-batch after the other: of each row its tokens, and how many of these are the prompt."""
+    """By micro-batch, one mini-batch after the other: for each row its number of tokens, and of prompt tokens."""
     rows: list[list[int]]
-    """By micro-batch: the places of its rows among all that the recipe gave."""
+    """By micro-batch: indices of its rows among all rows of the recipe."""
     token_ids: np.ndarray
-    """int32: of all rows, one after the other."""
+    """int32: tokens of all rows, one row after the other."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PackedShard(BatchOutcomes):
-    """What one trainer rank takes of a batch, still packed: :meth:`unpack` gives the :class:`BatchShard`."""
+    """One trainer rank's shard of a batch, still packed; :meth:`unpack` returns the :class:`BatchShard`."""
 
     places: list[list[tuple[int, int, int]]]
     """By micro-batch: ``(group position in the batch, episode position in the group, bytes)``."""
     data: bytes
-    """The episodes of all micro-batches, one after the other."""
+    """Packed episodes of all micro-batches, one after the other."""
     oldest: int | None = None
-    """Tokens that earlier versions drew are not trained; None trains all."""
+    """Oldest version whose tokens are trained; earlier tokens are masked. None trains all."""
     supervised: SupervisedShard | None = None
-    """What is trained beside the groups, or instead of any."""
+    """Supervised rows that are trained alongside the groups, or in a step without groups."""
 
     @classmethod
     def of_rows(cls, version: int, rows: SupervisedShard) -> PackedShard:
-        """A step without groups."""
+        """The shard of a step without groups."""
         none = np.zeros(0, np.int64)
         return cls(
             version=version, trainable_tokens=0, lag_counts=none, rewards=[], places=[], data=b"", supervised=rows
@@ -141,8 +141,8 @@ class PackedShard(BatchOutcomes):
                 microbatch.append((group, place, episode))
                 start += nbytes
             microbatches.append(microbatch)
-        known = {outcome.name: getattr(self, outcome.name) for outcome in fields(BatchOutcomes)}
-        return BatchShard(**known, microbatches=microbatches)
+        shared = {outcome.name: getattr(self, outcome.name) for outcome in fields(BatchOutcomes)}
+        return BatchShard(**shared, microbatches=microbatches)
 
     def _give_outcome(self, episode: Episode, group: int, place: int) -> None:
         episode.reward, episode.parts = float(self.rewards[group][place]), self.parts[group][place]
@@ -153,13 +153,14 @@ class PackedShard(BatchOutcomes):
 
 
 def outcomes(groups: Sequence[PackedGroup], columns: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of :class:`BatchOutcomes` that groups alone tell.
+    """The fields of :class:`BatchOutcomes` that follow from the groups alone.
 
     Args:
-        columns: names of those that are to be read.
+        groups: groups of the batch, in order.
+        columns: names of the columns to read.
 
     Raises:
-        ValueError: groups have different columns, or not those that are to be read.
+        ValueError: groups have different columns, or lack a column to read.
     """
     names = _column_names(groups, columns)
     return {
@@ -173,29 +174,29 @@ def outcomes(groups: Sequence[PackedGroup], columns: Sequence[str] = ()) -> dict
         "seats": [[episode.seat for episode in group.episodes] for group in groups],
         "plays": [group.plays for group in groups],
         "forks": [[episode.fork for episode in group.episodes] for group in groups],
-        "turn_lengths": [[[drawn for drawn, _ in episode.turns] for episode in group.episodes] for group in groups],
-        "turn_rewards": [[[given for _, given in episode.turns] for episode in group.episodes] for group in groups],
+        "turn_lengths": [[[tokens for tokens, _ in episode.turns] for episode in group.episodes] for group in groups],
+        "turn_rewards": [[[reward for _, reward in episode.turns] for episode in group.episodes] for group in groups],
         "column_names": names,
         "columns": {name: [group.column(name) for group in groups] for name in columns},
     }
 
 
 def _column_names(groups: Sequence[PackedGroup], needed: Sequence[str]) -> tuple[str, ...]:
-    """Those that all groups have; see :func:`outcomes`."""
+    """Names of the columns that all groups have; see :func:`outcomes`."""
     names = groups[0].columns if groups else ()
     for group in groups:
         missing = [name for name in needed if name not in (*group.columns, BEHAVIOUR)]
         if missing or group.columns != names:
-            wanted = f"column {missing[0]} is read" if missing else f"another one has {list(names)}"
+            wanted = f"training reads column {missing[0]}" if missing else f"another group has {list(names)}"
             raise ValueError(
-                f"group {group.group_id} of task {group.task!r} has columns {list(group.columns)}, and {wanted}: a "
-                "stage has to fill the same columns in every group"
+                f"group {group.group_id} of task {group.task!r} has columns {list(group.columns)}, but {wanted}: a "
+                "stage must fill the same columns in every group"
             )
     return names
 
 
 def mask_older(episode: Episode, oldest: int | None) -> None:
-    """Take the tokens that versions before ``oldest`` drew out of the loss; they stay as context."""
+    """Mask tokens sampled by versions before ``oldest`` out of the loss; they stay as context."""
     if oldest is None:
         return
     for turn in episode.turns:

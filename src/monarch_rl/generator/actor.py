@@ -1,7 +1,7 @@
-"""One generator replica: a Monarch actor that hosts an SGLang engine and takes new weights while it draws.
+"""One generator replica: a Monarch actor that hosts an SGLang engine and takes new weights while it generates.
 
-Weights arrive in two phases, each an endpoint: ``receive`` (the network, long; decoding goes on) puts a version beside
-the engine, ``commit`` (a local copy and a checksum, short) pauses decoding.
+Weights arrive in two phases, each with its own endpoint. ``receive`` (the network transfer, long) stores a version next
+to the engine while decoding continues; ``commit`` (a local copy and checksums, short) pauses decoding.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_receiver
 
-# -- the base of every actor that hosts an SGLang engine: requests and answers, its life and its end ------------------
+# -- base class of all actors that host an SGLang engine --------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class Replica(ResilientActor):
-    """An actor with an engine. A derived one starts it (:meth:`_start`) in an endpoint of its own."""
+    """An actor with an engine. Derived classes start the engine (:meth:`_start`) in an endpoint of their own."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Done when a request has failed and it was not the request's own fault."""
-        self._answering = Answering(self._draw, GenerationError)
+        """Done, with the error, when a request failed through no fault of its own."""
+        self._answering = Answering(self._generate, GenerationError)
         self._name = "a replica"
         self._devices = 1
 
     @property
     def _running(self) -> Engine:
         if self._engine is None:
-            raise RuntimeError(f"{self._name}: no engine; call setup() first")
+            raise RuntimeError(f"{self._name} has no engine yet: call setup() first")
         return self._engine
 
     async def _start(self, name: str, model_path: str, settings: GeneratorSettings, index: int, **engine: Any) -> float:
-        """Start the engine; returns the seconds it took. ``engine``: further arguments of :meth:`Engine.start`."""
+        """Start the engine; returns the seconds that it took. ``engine``: further arguments of :meth:`Engine.start`."""
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has an engine already")
         self._name, self._devices = name, settings.tp
@@ -67,7 +67,7 @@ class Replica(ResilientActor):
             settings.start_limit_s(torch.accelerator.is_available()),
             Engine.start(model_path, settings, index, name=name, **engine),
             f"SGLang's engine of {name} to load {model_path}",
-            on="the start of an engine",  # its process computes, and is not known before it has
+            on="the start of an engine",  # its processes are registered only once it has started
             flag="generator.start-deadline-s",
         )
         wait_registry.register(name, self._engine.waits)
@@ -76,22 +76,22 @@ class Replica(ResilientActor):
 
     @concurrent_endpoint
     async def answer(self, connection: str, port: Port[bytes]) -> None:
-        """Answer what is asked on a connection to ``port``. Never return; raise what ends it.
+        """Send the answers of a connection to ``port``. Never returns; raises the error that ends the connection.
 
-        For :class:`~monarch_rl.generator.dispatcher.Dispatcher`: ask through one.
+        Use it through a :class:`~monarch_rl.generator.dispatcher.Dispatcher`.
         """
         await self._answering.answer(connection, port)
 
     @one_way_endpoint
     async def generate(self, connection: str, requests: bytes) -> None:
-        """Draw after every prompt; long answers are sent in parts before. See :meth:`Engine.generate`."""
+        """Answer a message of requests; long answers are sent in parts. See :meth:`Engine.generate`."""
         self._answering.start(connection, requests)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def _generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         return await self._answered(self._running.generate(prompt_ids, sampling, on_part))
 
     async def _answered(self, answering: Awaitable[T]) -> T:
-        """An answer of the engine. An error that is not the request's own fault is what the replica is lost for."""
+        """Await an answer of the engine. An error that is not the request's own fault makes :meth:`lives` fail."""
         try:
             return await answering  # waits: the caller keeps the deadline
         except GenerationError:
@@ -103,12 +103,12 @@ class Replica(ResilientActor):
 
     @lasting_endpoint
     async def ready(self) -> None:
-        """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
+        """Return if this replica is alive. Raises EngineStopped if its engine is not."""
         self._running.check()
 
     @concurrent_endpoint
     async def lives(self) -> None:
-        """Never return; raise EngineStopped when the engine has ended, or the error by which a request failed."""
+        """Never returns; raises EngineStopped when the engine has ended, or the error for which a request failed."""
         ended = asyncio.ensure_future(self._running.ended())
         ends: set[asyncio.Future[Any]] = {ended, self._failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as the replica lives
@@ -135,12 +135,12 @@ TRANSFER_GRACE_S = 10.0
 
 
 class GeneratorStats(TypedDict):
-    """Counts of a replica since its start."""
+    """Counters of a replica since its start."""
 
     replica: int
     devices: int
     version: int
-    """The one that is served."""
+    """The served version."""
     generated_tokens: int
     finished_requests: int
     turn_prompt_tokens: int
@@ -149,11 +149,11 @@ class GeneratorStats(TypedDict):
     """The fields of :class:`~monarch_rl.generator.requests.TurnReads`."""
     requests_in_flight: int
     busy_seconds: float
-    """Seconds in which a request was in the engine and no commit was going on."""
+    """Seconds in which a request was in the engine and no commit was in progress."""
     request_seconds: float
-    """Those seconds, each counted once for every request."""
+    """Busy seconds, each multiplied by the number of requests in the engine."""
     last_commit: dict[str, Any]
-    """The fields of its :class:`CommitReport`; empty before the first."""
+    """The fields of the last :class:`CommitReport`; empty before the first commit."""
     pid: int
     child_pids: list[int]
     """SGLang's processes."""
@@ -161,17 +161,17 @@ class GeneratorStats(TypedDict):
 
 @dataclass
 class _Weights:
-    """What a replica needs to receive versions."""
+    """The receiving end of the transport."""
 
     manifest: Manifest
     receiver: Receiver
     deadline_s: float
     received: int | None = None
-    """The version that has arrived completely."""
+    """The last version that has arrived completely; None while one is arriving."""
 
 
 class Generator(Replica):
-    """A replica of the policy. ``setup`` first, then ``generate`` as often and as concurrently as you like."""
+    """A replica of the policy. Call ``setup`` first; then any number of concurrent ``generate`` calls are allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Generator(Replica):
         self._last_commit: CommitReport | None = None
         self._transfer_lock = asyncio.Lock()
         self._verified = asyncio.Event()
-        """Set once a version was committed: nothing is drawn before."""
+        """Set once a version has been committed; nothing is sampled before."""
         self._replica = 0
         self._name = "generator 0"
 
@@ -192,41 +192,44 @@ class Generator(Replica):
         lora: LoraSettings = FULL_TRAINING,
         expert_routes: bool = False,
     ) -> float:
-        """Start the engine with the model's own weights as version 0; returns the seconds it took.
+        """Start the engine with the model's own weights as version 0; returns the seconds that it took.
 
         Args:
             model_path: see :meth:`Engine.start`.
-            settings: of all replicas.
-            replica: this one's index.
-            lora: with a rank, versions are LoRA adapters of these settings, or weights that they are merged into.
-            expert_routes: requests may ask by which experts their tokens were read.
+            settings: settings of all replicas.
+            replica: index of this replica.
+            lora: with a rank above 0, versions are LoRA adapters with these settings, or weights with such adapters
+                merged in.
+            expert_routes: whether requests may ask for the expert routes of their tokens.
         """
         self._replica = replica
         name = f"generator {replica}"
         return await self._start(name, model_path, settings, replica, lora=lora, expert_routes=expert_routes)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def _generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         if not self._verified.is_set():
-            with wait_registry.waiting("a version that is verified", on="controller"):
+            with wait_registry.waiting("a verified version", on="controller"):
                 await self._verified.wait()  # waits: the caller keeps the deadline
-        return await super()._draw(prompt_ids, sampling, on_part)
+        return await super()._generate(prompt_ids, sampling, on_part)
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> float:
-        """Make the receiving end of the transport. From here on nothing is drawn before a version is committed.
+        """Create the receiving end of the transport, for versions of the trainer that connects now.
 
-        Versions are those of the trainer that connects now. What still runs under those of another one fails.
-
-        Returns the seconds for which running sequences may hold up a commit.
+        From now on nothing is sampled before a version is committed. Requests that still run under another trainer's
+        versions fail.
 
         Args:
-            manifest: of every version to come.
+            manifest: manifest of every later version.
             settings: the transport and its deadlines.
+
+        Returns:
+            Maximum seconds for which running sequences may delay a commit.
         """
         if self._weights is not None:
             self._weights.receiver.abort("another trainer connects")
             await self._weights.receiver.close()
-        async with self._transfer_lock:  # waits: what holds it has a deadline
+        async with self._transfer_lock:  # waits: every holder of the lock has a deadline
             receiver = await asyncio.to_thread(make_receiver, manifest, settings, _device())
             self._weights = _Weights(manifest, receiver, settings.deadline_s)
             self._verified.clear()
@@ -236,21 +239,27 @@ class Generator(Replica):
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Meet all senders, which are at ``addresses``, as number ``position`` of ``receivers``; all meet at once."""
+        """Connect to all senders; all senders and receivers must do so at the same time.
+
+        Args:
+            addresses: addresses of the senders.
+            position: index of this receiver.
+            receivers: number of receivers.
+        """
         weights = self._weights_ready()
         weights.received = None
-        meeting = weights.receiver.connect(addresses, position, receivers)
-        what = f"the trainer ranks to meet {self._name}"
+        connecting = weights.receiver.connect(addresses, position, receivers)
+        what = f"the trainer ranks to connect to {self._name}"
         await within(
-            weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks", flag="weights.deadline-s"
+            weights.deadline_s + TRANSFER_GRACE_S, connecting, what, on="trainer ranks", flag="weights.deadline-s"
         )
 
     @lasting_endpoint
     async def receive(self, version: int, snapshot: int) -> int:
-        """Receive ``version`` while decoding goes on; returns the bytes that came.
+        """Receive a version while decoding continues; returns the number of bytes received.
 
         Args:
-            version: that is sent.
+            version: the version that the trainer sends.
             snapshot: index of the trainer's snapshot that holds it.
         """
         return await self._receive(version, snapshot)
@@ -268,13 +277,13 @@ class Generator(Replica):
 
     @lasting_endpoint
     async def weights_abort(self, why: str) -> None:
-        """End a transfer under way, because a member is lost: ``receive`` or ``weights_connect`` fails at once."""
+        """Abort the current transfer because a member is lost: ``receive`` or ``weights_connect`` fails at once."""
         if self._weights is not None:
             self._weights.receiver.abort(why)
 
     @lasting_endpoint
     async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
-        """Serve the version that was received from ``snapshot``; see :meth:`Engine.commit`."""
+        """Serve the version received from ``snapshot``; see :meth:`Engine.commit`."""
         return await self._commit(version, snapshot, checksums)
 
     async def _commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
@@ -282,8 +291,8 @@ class Generator(Replica):
             weights = self._weights_ready()
             if weights.received != version:
                 raise RuntimeError(
-                    f"{self._name} cannot commit version {version}: what it received is "
-                    f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
+                    f"{self._name} cannot commit version {version}: it has received "
+                    f"{'no complete version' if weights.received is None else f'version {weights.received}'}"
                 )
             area = weights.receiver.area(snapshot)
             self._last_commit = await self._running.commit(version, weights.manifest, area, checksums)
@@ -292,12 +301,12 @@ class Generator(Replica):
 
     @concurrent_endpoint
     async def verify_base_weights(self, manifest: Manifest, checksums: np.ndarray) -> None:
-        """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_base_weights`."""
+        """Raise if the base weights differ from the trainer's; see :meth:`Engine.verify_base_weights`."""
         await self._running.verify_base_weights(manifest, checksums)
 
     @lasting_endpoint
     async def stats(self) -> GeneratorStats:
-        """Counts since the start."""
+        """Counters since the start."""
         engine = self._running
         return {
             "replica": self._replica,
@@ -325,11 +334,11 @@ class Generator(Replica):
 
     def _weights_ready(self) -> _Weights:
         if self._weights is None:
-            raise RuntimeError(f"{self._name}: no receiver of versions; call weights_setup() first")
+            raise RuntimeError(f"{self._name} is not connected to a trainer yet: call weights_setup() first")
         return self._weights
 
 
 def _device() -> torch.device:
-    """This process sees one accelerator, or none."""
+    """The accelerator of this process, which sees at most one; else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, 0) if accelerator is not None else torch.device("cpu")

@@ -1,18 +1,18 @@
-"""Commits: the weights of an engine are replaced while its requests run.
+"""Commits: replacing the weights of an engine while its requests run.
 
-A commit is: pause -> copy from the area that holds the version -> checksums of what the engine now holds -> compare
-with the trainer's -> continue. All of it is sent at once and done by the scheduler between two steps; if a checksum
-differs the scheduler does not continue, so that the engine serves a verified version or nothing. What becomes of
-running requests is ``GeneratorSettings.in_flight``:
+A commit is: pause -> copy from the area that holds the version -> checksums of the engine's parameters -> compare with
+the trainer's -> continue. All of it is sent at once, and the scheduler executes it between two steps. If a checksum
+differs, the scheduler does not continue, so the engine serves a verified version or nothing.
+``GeneratorSettings.in_flight`` decides what happens to running requests:
 
-``continue``    keys and values of older weights are kept; a token after a commit is drawn by the new weights from a
-                past that the old ones have read. Its log-prob is that of this draw.
-``recompute``   SGLang takes the sequences back into its queue, empties its cache, and computes keys and values of
-                prompt and drawn tokens again before it draws on.
-``resume``      requests are ended, keeping what they drew, and asked again with that as a part of the prompt.
-``drain``       the commit waits until no request is running, and new ones wait for the commit.
+``continue``    Keys and values of older weights are kept. The new weights sample a token after a commit from a context
+                that the old weights have read; its log-prob is that of this distribution.
+``recompute``   SGLang moves the sequences back to its queue, empties its cache, and computes the keys and values of
+                prompt and sampled tokens again before it continues.
+``resume``      Requests are ended, and sent again with their sampled tokens appended to the prompt.
+``drain``       The commit waits until no request is running, and new requests wait for the commit.
 
-Under the last three a token's log-prob is what its version alone gives, whatever came before it.
+With the last three, a token's log-prob is that of its version alone, whatever versions sampled the tokens before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from monarch_rl.weights.endpoint import StillServing
 from monarch_rl.weights.manifest import Manifest
 
 INTERRUPT_DEADLINE_S = 60.0
-"""Seconds that SGLang may take to answer requests that are ended: one step, at worst a prefill on a slow machine."""
+"""Seconds within which SGLang must answer the requests that it is told to end: one step, at worst a prefill on a slow
+machine."""
 
 
 class CommitError(RuntimeError):
@@ -44,37 +45,37 @@ class CommitError(RuntimeError):
 
 
 class StillRunning(StillServing):
-    """The running sequences did not end in time; the version before is served on."""
+    """Running sequences did not end in time; the engine still serves the previous version."""
 
 
 class WeightMismatch(CommitError):
-    """What the engine loaded is not what the trainer has; the engine stays paused and serves nothing."""
+    """The loaded weights differ from the trainer's; the engine stays paused and serves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit cost this replica. Times of ranks are those of the slowest."""
+    """Cost of a commit on this replica. Per-rank times are those of the slowest rank."""
 
     version: int
     nbytes: int
-    """Bytes copied from the area to the engine's parameters, by all its ranks."""
+    """Bytes copied from the area to the engine's parameters, by all ranks together."""
     seconds: float
-    """From the call until requests are taken again."""
+    """From the call until requests are accepted again."""
     paused_seconds: float
-    """From the pause to the continuation, by the scheduler's clock: decoding stood still this long."""
+    """Time without decoding, from pause to continuation, by the scheduler's clock."""
     copy_seconds: float
-    """Of those, area to parameters; the first commit also finds where each tensor lives."""
+    """Share of ``paused_seconds`` for the copy to the parameters; the first commit also finds where each tensor is."""
     checksum_seconds: float
-    """Of those, checksums of the parameters where they lie."""
+    """Share of ``paused_seconds`` for the checksums of the parameters."""
 
     @property
     def messages_seconds(self) -> float:
-        """Of the pause: SGLang's handling of the calls, the comparison, and waiting for a call on its way."""
+        """Rest of the pause: SGLang's handling of the calls, the comparison, and waiting for calls to arrive."""
         return self.paused_seconds - self.copy_seconds - self.checksum_seconds
 
     @property
     def verification_share(self) -> float:
-        """Share of the pause that the checksums took."""
+        """Fraction of the pause taken by the checksums."""
         return self.checksum_seconds / self.paused_seconds if self.paused_seconds else 0.0
 
 
@@ -83,9 +84,9 @@ class Commits:
 
     Args:
         sglang: the engine.
-        requests: its requests, which it holds back meanwhile.
-        kind: of all versions.
-        settings: of the replica.
+        requests: the engine's requests, which are held back during a commit.
+        kind: what the versions consist of.
+        settings: the replica's settings.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class Commits:
         self._drain_deadline_s = settings.drain_deadline_s
         self._rest_verified = False
         self._sheets: list[LoadSheet] = []
-        """Two, used in turn: a rank may still be reading the verdict of a commit when the next one is prepared."""
+        """Two sheets, used alternately: a rank may still be reading one commit's sheet while the next is prepared."""
         self._lock = asyncio.Lock()
 
     @property
     def hold_s(self) -> float:
-        """Seconds for which running sequences may hold up a commit."""
+        """Maximum seconds for which running sequences may delay a commit."""
         return {"drain": self._drain_deadline_s, "resume": INTERRUPT_DEADLINE_S}.get(self._in_flight, 0.0)
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
@@ -114,8 +115,8 @@ class Commits:
                 raise ValueError(f"version {version} is older than version {served}, which is served")
             if self._kind.rest_verified_first and not self._rest_verified:
                 raise ValueError(
-                    f"version {version} holds only the weights that have adapters, and the others are not known to be "
-                    "the trainer's: call verify_frozen() first"
+                    f"version {version} holds only the weights that have adapters, and the other weights have not been "
+                    "compared with the trainer's: verify the base weights before the first version"
                 )
             sheet = self._next_sheet(manifest)
             sheet.ask(expected)
@@ -127,23 +128,31 @@ class Commits:
             await self._load(self._kind.loader, area, sheet, f"version {version}", refused)
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
-                version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
+                version, cost.nbytes, seconds, cost.paused_seconds, cost.copy_seconds, cost.checksum_seconds
             )
 
     async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
         """See :meth:`monarch_rl.generator.engine.Engine.verify_base_weights`."""
         async with self._lock:
-            # The verifier takes no more of an area than its size: no page of this one is ever touched.
+            # The verifier uses only the area's size: no page of this one is ever touched.
             sheet, area = LoadSheet(manifest, self._sglang.ranks), Area(manifest.nbytes)
             sheet.ask(expected)
             self._requests.hold_new()
             self._rest_verified = False
             refused = f"{self._sglang.replica} does not hold the model whose adapter is trained"
-            await self._load(self._kind.verifier, area.handle, sheet, "frozen weights", refused)
+            await self._load(self._kind.verifier, area.handle, sheet, "base weights", refused)
             self._rest_verified = True
 
     async def _load(self, loader: str, area: bytes, sheet: LoadSheet, what: str, refused: str) -> None:
-        """Run ``loader`` on all ranks, and serve if what they hold is the trainer's; else raise ``refused`` and why."""
+        """Run a loader on all ranks, and serve if their weights are the trainer's.
+
+        Args:
+            loader: dotted name of the loader.
+            area: handle of the area that holds the version.
+            sheet: the sheet on which the ranks report.
+            what: the loaded object, in messages about waits.
+            refused: beginning of the error message if the weights are refused.
+        """
         clock = self._requests.clock
         clock.pause()
         loading = self._replace_weights(loader, area, sheet.handle)
@@ -163,13 +172,13 @@ class Commits:
         return self._sheets[0]
 
     async def _settle_running(self, version: int) -> None:
-        """Under ``drain`` and ``resume``, wait until no request is in SGLang; new ones are held back already."""
+        """With ``drain`` and ``resume``, wait until no request is in SGLang. New requests are held back already."""
         if self._in_flight not in ("resume", "drain"):
             return
-        deadline, remedy = self.hold_s, "Allow more time (generator.drain-deadline-s), draw fewer tokens a request"
+        deadline, remedy = self.hold_s, "Allow more time (generator.drain-deadline-s), limit answers to fewer tokens"
         if self._in_flight == "resume":
             self._requests.interrupt_running()
-            remedy = "The engine was asked to end them and did not"
+            remedy = "The engine was told to end them and did not"
         what = f"requests to end before version {version}"
         try:
             idle = within(deadline, self._requests.wait_until_idle(), what, on=self._sglang.name)
@@ -178,21 +187,19 @@ class Commits:
             self._requests.serve()
             raise StillRunning(
                 f"version {version} is not served, version {self._requests.version} is: {self._requests.running} "
-                f"requests still run {deadline:g} s after new ones were held back. {remedy}, or let sequences go on "
-                "across commits (in_flight)."
+                f"requests still run {deadline:g} s after new ones were held back. {remedy}, or let sequences continue "
+                "across commits (generator.in-flight)."
             ) from error
 
     async def _replace_weights(self, loader: str, area: bytes, sheet: bytes) -> list[str]:
-        """Let the scheduler run ``loader`` between two steps; returns SGLang's error messages.
-
-        Nothing is awaited between the pause and the continuation, so that none of it waits for this process: the
-        scheduler itself refuses to continue with weights that are not verified.
-        """
+        """Have the scheduler run ``loader`` between two steps; returns SGLang's error messages."""
+        # Pause, load and continuation are sent without waiting for answers in between, so the scheduler never waits for
+        # this process during a commit: the scheduler itself refuses to continue with unverified weights.
         io, manager, version = io_structs(), self._sglang.manager, str(self._requests.version)
-        mask_tokens = self._requests.next_mask_tokens()
+        retained_tokens = self._requests.next_retained_tokens()
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[
-                _serialized_order(r, area, sheet, mask_tokens) for r in range(self._sglang.ranks)
+                _serialized_order(r, area, sheet, retained_tokens) for r in range(self._sglang.ranks)
             ],
             load_format=loader,
             flush_cache=self._in_flight == "recompute",
@@ -202,24 +209,24 @@ class Commits:
         manager.auto_create_handle_loop()
         # waits: commit() cancels all of these when the engine is gone, and its caller keeps the deadline
         await manager.pause_generation(io.PauseGenerationReqInput(mode=mode))
-        # The manager's own methods hold a lock until the scheduler has answered; what they call does not.
+        # The manager's own methods hold a lock until the scheduler has answered; these communicators do not.
         calls = [
             asyncio.ensure_future(manager.begin_weight_update_communicator(io.BeginWeightUpdateReqInput())),
             asyncio.ensure_future(manager.update_weights_from_tensor_communicator(update)),
             asyncio.ensure_future(manager.end_weight_update_communicator(io.EndWeightUpdateReqInput())),
         ]
-        await asyncio.sleep(0)  # each call sends its message in its first turn
+        await asyncio.sleep(0)  # each call sends its message when it first runs
         await manager.continue_generation(io.ContinueGenerationReqInput())  # waits: as above
-        # The answer to this comes after the continuation, of which SGLang says nothing.
+        # SGLang does not report the continuation, but answers this call only after it.
         await manager.update_weight_version(io.UpdateWeightVersionReqInput(new_version=version))  # waits: as above
         answered = await asyncio.gather(*calls)  # waits: as above
         answers = [answer for answers in answered for answer in answers]
-        return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
+        return [f"SGLang reported: {answer.message}" for answer in answers if not answer.success]
 
 
-def _serialized_order(rank: int, area: bytes, sheet: bytes, mask_tokens: int) -> bytes:
+def _serialized_order(rank: int, area: bytes, sheet: bytes, retained_tokens: int) -> bytes:
     from sglang.srt.utils import MultiprocessingSerializer
 
-    # An empty tensor travels in the message itself; any other is sent through a socket of its own.
-    named = [(write_order(rank, area, sheet, mask_tokens), torch.empty(0, dtype=torch.uint8))]
+    # An empty tensor travels in the message itself; any other is sent through a separate socket.
+    named = [(write_order(rank, area, sheet, retained_tokens), torch.empty(0, dtype=torch.uint8))]
     return bytes(MultiprocessingSerializer.serialize(named))

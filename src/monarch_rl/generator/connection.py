@@ -1,19 +1,19 @@
-"""The connection from one caller to one replica: many requests a message, many answers a message.
+"""The connection from one caller to one replica, which carries many requests or answers per message.
 
-A message costs some 0.1 ms of CPU on each side, and an engine answers hundreds of requests a second. So requests that
-are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do answers,
-and parts of answers, that are ready in one turn of the replica's. Either travels at once if nothing has for
-:data:`PACE_S` or :data:`ANSWER_PACE_S` seconds; else together with all that comes until then.
+A message costs some 0.1 ms of CPU on each side, and an engine answers hundreds of requests a second. So requests made
+in one iteration of the caller's event loop, such as the episodes of a group, share a message, and so do answers and
+partial answers that become ready in one iteration of the replica's event loop. A message is sent at once if none was
+sent for :data:`PACE_S` or :data:`ANSWER_PACE_S` seconds; otherwise it waits until then and collects more.
 
     caller                                    replica
     answer(connection, port) ---------------------->     once; fails when the replica can answer no more
-    generate(connection, requests with numbers) --->
-          <---- port: answers with their numbers, of any message of requests
+    generate(connection, numbered requests) ------->
+          <---- port: numbered answers, to requests of any message
 
 A port for each message of requests would be simpler, but Monarch never frees all of it.
 
-A connection's name begins with the caller's in the run, and its pid: a replica is not told when a caller is lost, and
-forgets its connections when another process of that name opens one.
+A connection's name starts with the caller's name in the run and its pid. A replica is not notified when a caller is
+lost; it drops the caller's connections when another process with the same name opens one.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ from monarch_rl.runtime.lasting_calls import next_message
 
 T = TypeVar("T")
 PACE_S = 0.01
-"""Seconds between two messages of requests, at least: about a decoding step, which requests wait for anyhow."""
+"""Minimum seconds between two messages of requests: about a decoding step, for which requests wait anyway."""
 ANSWER_PACE_S = 0.02
-"""Seconds between two messages of answers to one caller, at least."""
+"""Minimum seconds between two messages of answers to one caller."""
 _REMEMBERED = 256
-"""Connections that have ended: requests that were on their way then come within a second."""
+"""Number of ended connections to remember; requests that were in transit when they ended arrive within a second."""
 
 
 class ReplicaLost(RequestLost):
-    """A replica cannot answer its requests: it ended, or its engine did. Another one can be asked."""
+    """A replica cannot answer its requests because it or its engine ended. Another replica can be asked."""
 
     def __init__(self, why: str, parts: Sequence[Completion] = ()) -> None:
         super().__init__(why)
         self.parts = list(parts)
-        """The parts of the answer that had arrived, in order."""
+        """The parts of the answer that have arrived, in order."""
 
 
 class AnswerPort(Protocol):
-    """Where a replica sends answers: the sending end of a Monarch channel."""
+    """The sending end of a Monarch channel, to which a replica sends answers."""
 
     def send(self, obj: bytes, /) -> None: ...
 
 
 class ReplicaHandle(Protocol):
-    """A replica as callers see it: the handle of a :class:`~monarch_rl.generator.actor.Generator`, or its stand-in."""
+    """The endpoints of a replica that callers use: a handle of :class:`~monarch_rl.generator.actor.Generator`, or a
+    test double."""
 
     @concurrent_endpoint
     async def answer(self, connection: str, port: AnswerPort) -> None: ...
@@ -77,57 +78,58 @@ class _PendingRequest:
     request: Request
     answer: asyncio.Future[Completion]
     parts: list[Completion] = field(default_factory=list)
-    """Those that have arrived."""
+    """The parts of the answer that have arrived."""
 
 
 class ReplicaConnection:
     """The caller's end of a connection to the replica behind ``handle``. Use from one event loop.
 
-    It is opened by the first request, and again by the first one after it was lost.
+    The first request opens the connection, as does the first request after it was lost.
     """
 
     def __init__(self, handle: ReplicaHandle) -> None:
         self._handle = handle
-        self._outbox: list[int] = []
+        self._unsent: list[int] = []
         """Numbers of the requests that are not sent yet."""
         self._pending: dict[int, _PendingRequest] = {}
-        """By number: those without an answer."""
+        """Unanswered requests, by number."""
         self._numbers = itertools.count()
         self._next_at = -math.inf
-        """When the next message may be sent, by the event loop's clock."""
+        """Earliest time of the next message, by the event loop's clock."""
         self._name = ""
-        """By which the replica knows it; empty while it is not open."""
+        """Name of the connection; empty while it is not open."""
         self._tasks: list[asyncio.Future[None]] = []
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """Send a request; the future holds its completion, or the error of the request or of the replica.
+        """Send a request. The future holds its completion, or the error of the request or of the replica.
 
-        A ReplicaLost has the parts of the completion that had arrived. The caller keeps the deadline.
+        A ReplicaLost carries the parts of the completion that have arrived. The caller enforces the deadline.
         """
         loop = asyncio.get_running_loop()
-        if not self._outbox:
+        if not self._unsent:
             if loop.time() >= self._next_at:
                 loop.call_soon(self._send)
             else:
                 loop.call_at(self._next_at, self._send)
         number, pending = next(self._numbers), _PendingRequest((prompt_ids, sampling), loop.create_future())
         self._pending[number] = pending
-        self._outbox.append(number)
+        self._unsent.append(number)
         return pending.answer
 
     def cancel_requests(self, why: str) -> None:
-        """Expect no more answers: whoever waits for one gets ReplicaLost."""
+        """Close the connection: all unanswered requests fail with ReplicaLost."""
         self._name = ""
         for task in self._tasks:
             task.cancel()
-        unanswered, self._pending, self._outbox = self._pending, {}, []
+        unanswered, self._pending, self._unsent = self._pending, {}, []
         for pending in unanswered.values():
             if not pending.answer.done():
                 pending.answer.set_exception(ReplicaLost(why, pending.parts))
 
     def _send(self) -> None:
-        """Send what is to be sent. An error is told to who waits: the event loop, its caller, would only log it."""
-        numbers, self._outbox = self._outbox, []
+        """Send the unsent requests."""
+        # Errors go to the requests: the event loop, which calls this, would only log them.
+        numbers, self._unsent = self._unsent, []
         for number in numbers:
             if self._pending[number].answer.done():  # it was cancelled
                 del self._pending[number]
@@ -137,7 +139,7 @@ class ReplicaConnection:
         self._next_at = asyncio.get_running_loop().time() + PACE_S
         try:
             content = _packed(wanted)
-        except Exception as error:  # it is theirs, whichever replica is asked
+        except Exception as error:  # the requests' own fault, whichever replica is asked
             for number, _ in wanted:
                 self._pending.pop(number).answer.set_exception(error)
             return
@@ -146,7 +148,7 @@ class ReplicaConnection:
                 self._open()
             self._handle.generate.broadcast(self._name, content)
         except Exception as error:
-            self.cancel_requests(f"the replica cannot be asked: {error}")
+            self.cancel_requests(f"the replica cannot be reached: {error}")
 
     def _open(self) -> None:
         from monarch.actor import Channel
@@ -160,7 +162,7 @@ class ReplicaConnection:
 
     def _ended(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and task in self._tasks:
-            self.cancel_requests(str(task.exception() or "the replica answers no more"))
+            self.cancel_requests(str(task.exception() or "the replica closed the connection"))
 
     async def _receive(self, receiver: Any) -> None:
         while True:
@@ -183,36 +185,36 @@ class ReplicaConnection:
 
 
 def _packed(requests: list[tuple[int, Request]]) -> bytes:
-    """Requests and their numbers, with one list for equal prompts, which pickle writes once."""
+    """Pickle numbered requests, with one list object for equal prompts, which pickle writes only once."""
     prompts: dict[tuple[int, ...], list[int]] = {}
     shared = [(number, prompts.setdefault(tuple(ids), ids), sampling) for number, (ids, sampling) in requests]
     return pickle.dumps(shared, pickle.HIGHEST_PROTOCOL)
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    """Monarch's futures and tasks are no coroutines; asyncio wants one."""
+    """A coroutine for asyncio: Monarch's futures and tasks are none."""
     return await awaitable  # waits: as long as the caller
 
 
 class AnswerSender:
-    """Sends one caller what is ready, not more often than once in :data:`ANSWER_PACE_S` seconds."""
+    """Sends answers to one caller, at most one message per :data:`ANSWER_PACE_S` seconds."""
 
     def __init__(self) -> None:
         self._port: AnswerPort | None = None
         self._ready: list[Answer] = []
         self._loop = asyncio.get_running_loop()
         self._next_at = self._loop.time()
-        """When the next message may be sent."""
+        """Earliest time of the next message."""
         self.failed: asyncio.Future[Exception] = self._loop.create_future()
-        """Done when nothing more will be answered: with the error."""
+        """Done, with the error, when no more answers will be sent."""
 
     def use(self, port: AnswerPort) -> None:
-        """Send to ``port``, also what is ready already."""
+        """Send to ``port`` from now on, starting with answers that are ready already."""
         self._port = port
         self._send()
 
     def add(self, number: int, content: Completion | Exception) -> None:
-        """Answer request ``number``, or a part of it."""
+        """Add the answer, or a partial answer, to request ``number``."""
         if self.failed.done():
             return
         if not self._ready:
@@ -223,13 +225,14 @@ class AnswerSender:
         self._ready.append((number, content))
 
     def fail(self, error: Exception) -> None:
-        """Send what is ready, and end with an error; the first one counts."""
+        """Send the ready answers, and end with an error unless there is one already."""
         self._send()
         if not self.failed.done():
             self.failed.set_result(error)
 
     def _send(self) -> None:
-        """Send what is ready now. An error is kept: this is called by the event loop, which would only log it."""
+        """Send the ready answers."""
+        # Errors go to `failed`: the event loop, which calls this, would only log them.
         if not self._ready or self._port is None:
             return
         ready, self._ready = self._ready, []
@@ -242,27 +245,28 @@ class AnswerSender:
 
 
 GenerateCall = Callable[[list[int], Sampling, OnPart], Awaitable[Completion]]
-"""Draws after a prompt, and passes on parts."""
+"""Generates after a prompt; passes partial completions to the callback, and returns the whole one."""
 
 
 class Answering:
-    """The replica's end of its connections: answers every request as soon as it is done, after its parts.
+    """The replica's end of its connections. Answers every request as soon as it is done, after its partial answers.
 
     Args:
-        draw: answers a request.
-        refusal: errors that are the answer to a request; any other error ends the connection.
+        generate: answers a request.
+        refusal: type of errors that are the answer to a request; any other error ends the connection.
     """
 
-    def __init__(self, draw: GenerateCall, refusal: type[Exception]) -> None:
-        self._draw, self._refusal = draw, refusal
+    def __init__(self, generate: GenerateCall, refusal: type[Exception]) -> None:
+        self._generate, self._refusal = generate, refusal
         self._senders: dict[str, AnswerSender] = {}
-        """By the name of the connection."""
-        self._drawing: set[asyncio.Task[None]] = set()
+        """By connection name."""
+        self._generating: set[asyncio.Task[None]] = set()
+        """Tasks of the running requests; the event loop itself holds no references to them."""
         self._ended: deque[str] = deque(maxlen=_REMEMBERED)
-        """Connections of which requests may still come."""
+        """Ended connections, whose requests may still arrive."""
 
     async def answer(self, connection: str, port: AnswerPort) -> None:
-        """Answer to ``port``. Never return; raise the error that ends the connection."""
+        """Send answers to ``port``. Never returns; raises the error that ends the connection."""
         sender = self._sender(connection)
         sender.use(port)
         try:
@@ -272,7 +276,7 @@ class Answering:
             self._ended.append(connection)
 
     def start(self, connection: str, requests: bytes) -> None:
-        """Start to answer requests, which may come before the port."""
+        """Start answering requests, which may arrive before the port."""
         if connection in self._ended:
             return
         sender = self._sender(connection)
@@ -283,13 +287,13 @@ class Answering:
             return
         for number, prompt_ids, sampling in unpacked:
             task = asyncio.ensure_future(self._answer(sender, number, prompt_ids, sampling))
-            self._drawing.add(task)
-            task.add_done_callback(self._drawing.discard)
+            self._generating.add(task)
+            task.add_done_callback(self._generating.discard)
 
     async def _answer(self, sender: AnswerSender, number: int, prompt_ids: list[int], sampling: Sampling) -> None:
         try:
             # waits: the caller keeps the deadline
-            content: Completion | Exception = await self._draw(prompt_ids, sampling, partial(sender.add, number))
+            content: Completion | Exception = await self._generate(prompt_ids, sampling, partial(sender.add, number))
         except self._refusal as error:
             content = error
         except Exception as error:
@@ -299,58 +303,60 @@ class Answering:
 
     def _sender(self, connection: str) -> AnswerSender:
         if connection not in self._senders:
-            self._end_those_before(connection)
+            self._end_older_processes(connection)
             self._senders[connection] = AnswerSender()
         return self._senders[connection]
 
-    def _end_those_before(self, connection: str) -> None:
-        """Those of a lost process whose name another one has now."""
+    def _end_older_processes(self, connection: str) -> None:
+        """End the connections of a lost process whose name now belongs to the process that opens this connection."""
         name, process = _caller_of(connection)
         for other in list(self._senders):
-            its_name, its_process = _caller_of(other)
-            if name and its_name == name and its_process != process:
+            other_name, other_process = _caller_of(other)
+            if name and other_name == name and other_process != process:
                 self._senders[other].fail(ReplicaLost(f"another process is {name} now"))
 
 
 def _caller_of(connection: str) -> tuple[str, str]:
-    """Name and pid of the caller; the name is empty if it has none."""
+    """Name and pid of the caller; the name is empty if the caller has none."""
     name, _, process = connection.rpartition("/")[0].rpartition("/")
     return name, process
 
 
-# -- messages: requests and answers between a caller and a replica, and the bytes of answers --------------------------
-# Monarch pickles with cloudpickle, which calls Python for every object; an answer has four arrays and more. So a
-# message of answers is three arrays over all of them and a list of plain values.
+# -- encoding of the messages between a caller and a replica ----------------------------------------------------------
+# Monarch pickles with cloudpickle, which calls Python code for every object, and an answer has four arrays and more. So
+# a message of answers is three arrays that concatenate those of all answers, and a list of plain values.
 
 Request = tuple[list[int], Sampling]
-"""Prompt ids and how to draw after them."""
+"""Prompt ids and sampling settings."""
 Answer = tuple[int, "Completion | Exception"]
-"""The number of a request in its connection, and its answer, or a part of that (``UNFINISHED``)."""
+"""Number of a request within its connection, and its answer or partial answer (``UNFINISHED``)."""
 
 
 def pack_answers(answers: Sequence[Answer]) -> bytes:
-    """The bytes of :func:`unpack_answers`."""
-    rows, errors, drawn = [], [], []
+    """Encode answers for :func:`unpack_answers`."""
+    rows, errors, completions = [], [], []
     for index, content in answers:
         if isinstance(content, Exception):
             errors.append((index, content))
             continue
         plain = content.sampling_masks is None and content.expert_routes is None
-        beside = () if plain else (content.sampling_masks, content.expert_routes)
-        rows.append((index, len(content.token_ids), content.finish_reason, beside))
-        drawn.append(content)
+        extra = () if plain else (content.sampling_masks, content.expert_routes)
+        rows.append((index, len(content.token_ids), content.finish_reason, extra))
+        completions.append(content)
     arrays = []
-    if drawn:
+    if completions:
         arrays = [
-            np.concatenate([each.token_ids for each in drawn], dtype=np.int32, casting="same_kind").tobytes(),
-            np.concatenate([each.logprobs for each in drawn], dtype=np.float32, casting="same_kind").tobytes(),
-            np.concatenate([each.policy_versions for each in drawn], dtype=np.int32, casting="same_kind").tobytes(),
+            np.concatenate([each.token_ids for each in completions], dtype=np.int32, casting="same_kind").tobytes(),
+            np.concatenate([each.logprobs for each in completions], dtype=np.float32, casting="same_kind").tobytes(),
+            np.concatenate(
+                [each.policy_versions for each in completions], dtype=np.int32, casting="same_kind"
+            ).tobytes(),
         ]
     return pickle.dumps((rows, arrays, errors), pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_answers(message: bytes) -> list[Answer]:
-    """Answers in their order, but errors last: an error is the last answer to its request."""
+    """Decode answers. They keep their order, except that errors come last: an error is the last answer to a request."""
     rows, arrays, errors = pickle.loads(message)
     answers: list[Answer] = []
     if rows:
@@ -358,8 +364,8 @@ def unpack_answers(message: bytes) -> list[Answer]:
             np.frombuffer(data, dtype).copy() for data, dtype in zip(arrays, ("<i4", "<f4", "<i4"), strict=True)
         )
     first = 0
-    for index, tokens, reason, beside in rows:
+    for index, tokens, reason, extra in rows:
         part = slice(first, first + tokens)
         first += tokens
-        answers.append((index, Completion(ids[part], logprobs[part], versions[part], reason, *beside)))
+        answers.append((index, Completion(ids[part], logprobs[part], versions[part], reason, *extra)))
     return answers + errors

@@ -1,9 +1,9 @@
-"""Which replica draws an episode: the one with the fewest requests in flight from here when its group began.
+"""Assigns each group to a replica: the one with the fewest requests in flight from this dispatcher at that time.
 
-A group stays with its replica, whose prefix cache then holds the prompt once for all its episodes and turns. What a
-lost replica owes is asked of another one; while there is none, it waits for the controller to start a new one or to
-end the run. The parts of an answer that had arrived by then are kept, and the other replica goes on from there.
-The dispatcher is no actor: every rollout worker carries its own copy, and asks no other process.
+A group stays with its replica, whose prefix cache then holds the prompt once for all episodes and turns of the group.
+If a replica is lost, its unanswered requests are sent to another one. If there is none, they wait until the controller
+starts a new replica or ends the run. Parts of an answer that have arrived are reused: the other replica continues after
+them. The dispatcher is not an actor: every rollout worker has its own copy, and asks no other process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
 
 REMEMBERED_GROUPS = 4096
-"""Groups whose replica is remembered, the last used ones; many times what one worker plays at once."""
+"""Most recently used groups whose replica is remembered; many times the groups that one worker rolls out at once."""
 
 
 class Dispatcher:
-    """Hands requests to replicas. Picklable; each copy counts its own requests."""
+    """Sends requests to replicas. Picklable; each copy counts its own requests."""
 
     def __init__(
         self,
@@ -44,11 +44,12 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            replicas: handles of one :class:`Replica` each.
-            deadline_s: seconds a request may take, with the replicas that it outlives.
-            kind: what messages call a replica.
+            replicas: handle of each :class:`Replica`.
+            deadline_s: seconds that a request may take, including retries on other replicas.
+            kind: name of a replica in messages.
             flag: the setting that ``deadline_s`` comes from.
-            losses: replicas that a request may outlive; None is any number, where a controller replaces them.
+            losses: how many replicas may be lost during a request before it fails. None is unlimited, for replicas that
+                a controller replaces.
         """
         if not replicas:
             raise ValueError("a dispatcher needs at least one replica")
@@ -57,11 +58,11 @@ class Dispatcher:
         self._connections = [ReplicaConnection(handle) for handle in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
-        """The replica of each group."""
+        """The replica of each group, least recently used group first."""
         self._paused: set[int] = set()
         """Replicas that take no new requests."""
         self._lost: dict[int, str] = {}
-        """Replicas that take no requests, and why."""
+        """Lost replicas, and why they were lost."""
         self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,44 +74,45 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Requests from here that each replica has not answered yet."""
+        """For each replica, the number of its unanswered requests from this dispatcher."""
         return tuple(self._in_flight)
 
     def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
-        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe.
+        """Send no new requests to ``paused`` replicas, and retry the requests of ``lost`` ones elsewhere.
 
-        Every replica that is in neither takes requests (again).
+        All other replicas take requests (again).
         """
-        for replica in lost:  # one known to be lost may still have requests that nothing has ended
+        for replica in lost:  # also replicas that were lost before: they may still have requests
             self._connections[replica].cancel_requests(f"{self._kind} {replica} was removed")
         removed = "the controller removed it"
         self._paused, self._lost = set(paused), {replica: self._lost.get(replica, removed) for replica in lost}
         self._changed.set()
 
     def replace(self, replica: int, handle: ReplicaHandle) -> None:
-        """Put the replica behind ``handle`` in its place; if it was lost, it stays so until :meth:`update_replicas`."""
+        """Replace a replica by the one behind ``handle``. If it was lost, it stays so until :meth:`update_replicas`."""
         self._connections[replica].cancel_requests(f"{self._kind} {replica} was replaced")
         self._replicas[replica] = handle
         self._connections[replica] = ReplicaConnection(handle)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """One turn of an episode of ``group``. If its replica is lost meanwhile, another one goes on from what arrived.
+        """Generate one turn of an episode of ``group``.
 
-        The versions of its tokens may then go down once: the other replica may serve an older one.
+        If the replica is lost meanwhile, another one continues from the tokens that have arrived. The versions of the
+        tokens may then decrease once, because the other replica may serve an older version.
 
         Raises:
             GenerationError: the engine refused the request.
-            DeadlineExceeded: the request was not answered in time. The message names the replica that it was asked of
-                last, or lists those that are lost, and why, if none took requests.
-            ReplicaLost: the last of more replicas than a request may outlive.
+            DeadlineExceeded: the request was not answered in time. The message names the last replica that was asked,
+                or, if none took requests, lists the lost replicas with reasons.
+            ReplicaLost: more replicas were lost during the request than ``losses`` allows.
         """
         parts: list[Completion] = []
         sampled_ids: list[int] = []
         reason: str | None = None
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
         for losses in itertools.count(1):
-            # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
-            # one more, which is dropped.
+            # Expert routes come only with a complete answer. If nothing else is missing, a replica reads all tokens and
+            # samples one more, which is dropped.
             rest, rest_sampling = prompt_ids, sampling
             if sampled_ids:
                 remaining = 1 if reason is not None else sampling.max_new_tokens - len(sampled_ids)
@@ -124,7 +126,8 @@ class Dispatcher:
                     continue
                 parts += error.parts
                 sampled_ids += [token for part in error.parts for token in part.token_ids.tolist()]
-                # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
+                # The replica may have been lost between the last token and the answer. Only the request's own stop
+                # tokens are checked here: the replica has more of them, but sends no part that ends with one.
                 reason = finish_reason_of(sampled_ids, sampling, sampling.stop_token_ids)
                 if reason is not None and sampling.expert_routes_from is None:
                     return join_parts(parts, reason)
@@ -136,11 +139,14 @@ class Dispatcher:
         raise AssertionError("a request is asked until it is answered")
 
     async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
-        """What ``call(handle)`` of the group's replica returns: something that an endpoint other than ``generate``
-        answers. If the replica is lost meanwhile, another one is asked. Raises as :meth:`generate` does.
+        """Call an endpoint other than ``generate`` of the group's replica; returns its result.
+
+        If the replica is lost meanwhile, another one is called. Raises the same errors as :meth:`generate`.
 
         Args:
-            what: completes "frozen judge 0 to ...".
+            group: the group that the request belongs to.
+            what: completes "frozen judge 0 to ..." in messages.
+            call: calls the endpoint on a replica's handle.
         """
 
         async def ask(replica: int) -> T:
@@ -162,7 +168,7 @@ class Dispatcher:
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int, clock: DeadlineClock) -> Completion:
         what = (
             f"answer a request of group {group} ({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} "
-            "new ones)"
+            "new tokens)"
         )
 
         def ask(replica: int) -> asyncio.Future[Completion]:
@@ -171,10 +177,16 @@ class Dispatcher:
         return await self._of_replica(group, what, ask, clock)
 
     async def _of_replica(self, group: int, what: str, ask: Callable[[int], Awaitable[T]], clock: DeadlineClock) -> T:
-        """Ask the group's replica, once there is one. Raises ReplicaLost; the replica then takes no more requests.
+        """Ask the group's replica, waiting for one if necessary.
 
         Args:
-            clock: of the request, which replicas that are lost have taken a part of.
+            group: the group that the request belongs to.
+            what: completes "generator 0 to ..." in messages.
+            ask: sends the request to a replica, given by its index.
+            clock: deadline of the whole request, including earlier attempts on lost replicas.
+
+        Raises:
+            ReplicaLost: the replica is lost, and takes no more requests.
         """
         while (replica := self._replica_of(group)) is None:
             self._changed.clear()
@@ -192,12 +204,13 @@ class Dispatcher:
                 self._lost[replica] = str(error)
             if isinstance(error, ReplicaLost):
                 raise
-            raise ReplicaLost(str(error)) from error  # in the controller, which may hear of it before the call fails
+            # ProcessLost: the controller noticed the loss before the call itself failed.
+            raise ReplicaLost(str(error)) from error
         finally:
             self._in_flight[replica] -= 1
 
     def _replica_of(self, group: int) -> int | None:
-        """The group's replica, a new one if that one takes no requests, None if none does."""
+        """The group's replica, or a new one if that takes no requests; None if no replica takes requests."""
         replica = self._groups.get(group)
         unavailable = self._paused | self._lost.keys()
         if replica is None or replica in unavailable:

@@ -1,7 +1,7 @@
-"""One SGLang engine: tokens in, tokens out with log-probs and versions, and commits of new weights in flight.
+"""One SGLang engine: tokens in; tokens, log-probs and versions out; commits of new weights in flight.
 
-Requests are in ``requests.py``, commits in ``commit.py``, SGLang's processes in ``sglang_engine.py``. Use from one
-event loop.
+``requests.py`` implements requests, ``commit.py`` commits, ``sglang_engine.py`` SGLang's processes. Use from one event
+loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Engine:
         self._requests = requests
         self._commits = commits
         self.readings = Readings(sglang, requests.clock)
-        """Its requests for which nothing is drawn."""
+        """Requests that read given tokens and generate none."""
 
     @classmethod
     async def start(
@@ -65,19 +65,20 @@ class Engine:
 
         Args:
             model_path: Hugging Face folder, or, without ``expert_routes``, a Hub name.
-            settings: of all replicas.
-            replica: this one's index; its random seed depends on it.
-            lora: with a rank, versions are LoRA adapters: the model's own weights stay, and the first has an adapter of
-                zeros. With adapters on experts they are the weights that have adapters, merged
-                (:meth:`~monarch_rl.model.lora.LoraSettings.sends_merged`), and the other weights stay.
-            expert_routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for
-                every token of its KV cache: 4 bytes a layer and expert.
-            name: what the replica calls itself; empty is ``generator 0`` for replica 0.
-            version: number of the model's weights.
+            settings: settings of all replicas.
+            replica: index of this replica; its random seed depends on it.
+            lora: with a rank above 0, versions are LoRA adapters: the base weights stay, and the first version has an
+                adapter of zeros. With adapters on experts, versions are the weights that have adapters, with these
+                merged in (:meth:`~monarch_rl.model.lora.LoraSettings.sends_merged`), and the other weights stay.
+            expert_routes: whether requests may ask for the expert routes of their tokens. SGLang then stores on the
+                host, for every token of its KV cache, 4 bytes per layer and chosen expert.
+            name: name of the replica; empty is ``generator 0`` for replica 0.
+            version: version number of the model's own weights.
             extra: further SGLang ``ServerArgs``.
 
-        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, or if a machine
-        with GPUs lacks compilers; RuntimeError if SGLang does not start, or the machine has too little memory free.
+        Raises ValueError if the model cannot be sharded over ``settings.tp`` ranks or has no expert routes, or if a
+        machine with GPUs lacks compilers; RuntimeError if SGLang does not start, or the machine has too little free
+        memory.
         """
         on_gpu = torch.accelerator.is_available()
         if on_gpu:
@@ -86,17 +87,20 @@ class Engine:
         if config is not None:
             _check_model(config, settings, lora, on_gpu)
         elif expert_routes:
-            raise ValueError(f"expert routes need a model folder, with config.json in it; {model_path} is none")
+            raise ValueError(f"expert routes need a model folder with a config.json, and {model_path} is not one")
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None
         kind = VersionKind.of(config, lora)
         if Engine._in_this_process is not None:
-            raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
+            raise RuntimeError(
+                "this process already has an engine, and SGLang's settings are global to a process: start another "
+                "engine in another process"
+            )
         served_lora = lora if kind.lora_name else FULL_TRAINING
         arguments = engine_arguments(model_path, settings, replica, on_gpu, served_lora) | extra
         arguments |= {"enable_return_routed_experts": expert_routes, "weight_version": str(version)}
         _set_environment(settings, replica, on_gpu)
         sglang = await SglangEngine.launch(arguments, name or f"generator {replica}", settings.tp)
-        # In SGLang's deterministic mode requests without a seed would all share one.
+        # In SGLang's deterministic mode all requests without a seed would share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         continues = settings.in_flight == "continue"
         requests = EngineRequests(sglang, settings.max_running_requests, continues, route_format, seeds)
@@ -121,48 +125,48 @@ class Engine:
         if not answer.success:
             await self.shutdown()
             raise RuntimeError(f"{self._sglang.replica}: SGLang refused the adapter: {answer.error_message}")
-        # It is pinned, and in use as long as the engine lives: nothing is acquired for each request.
+        # The adapter is pinned and in use as long as the engine lives, so requests need not acquire it.
         acquire = self._sglang.manager.lora_registry.acquire(name)
         self._requests.use_lora(name, await self._sglang.or_stopped(acquire, "the adapter's id"))
 
     @property
     def version(self) -> int:
-        """The version that is served, or that was being loaded when a commit failed."""
+        """The served version, or the one that was being loaded when a commit failed."""
         return self._requests.version
 
     @property
     def child_pids(self) -> list[int]:
-        """SGLang's processes."""
+        """Pids of SGLang's processes."""
         return self._sglang.child_pids
 
     @property
     def clock(self) -> BusyClock:
-        """How long requests were in the engine."""
+        """Busy time of the engine."""
         return self._requests.clock
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens drawn since the start."""
+        """Tokens generated since the start."""
         return self._requests.generated_tokens
 
     @property
     def finished_requests(self) -> int:
-        """Requests answered since the start."""
+        """Number of requests answered since the start."""
         return self._requests.finished_requests
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts of those requests."""
+        """Prompt tokens of the answered requests."""
         return self._requests.prompt_tokens
 
     @property
     def turn_reads(self) -> TurnReads:
-        """What was read for turns that continue a conversation, since the start."""
+        """Prompt tokens of turns that continue a conversation, since the start."""
         return self._requests.turn_reads
 
     @property
     def hold_s(self) -> float:
-        """Seconds for which running sequences may hold up a commit."""
+        """Maximum seconds for which running sequences may delay a commit."""
         return self._commits.hold_s
 
     def waits(self) -> list[Wait]:
@@ -178,63 +182,66 @@ class Engine:
         return await self._sglang.ended()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
-        """Draw tokens until a stop token or the length limit; waits while a commit is going on.
+        """Generate tokens until a stop token or the length limit; waits while a commit is in progress.
 
-        Without stop tokens only the length ends it; with some, the end tokens of the model's config do so too.
+        Without stop tokens only the length limit ends the request. With stop tokens, the end tokens of the model's
+        config end it, too.
 
-        A seed fixes the noise of each draw by the token's place in the sequence. It means the same whatever a commit
-        does with running sequences: one that is resumed draws on with the noise that it would have had.
+        A seed fixes the noise at each position of the sequence. Commits do not change its meaning: a resumed request
+        continues with the noise that it would have had anyway.
 
-        ``on_part`` gets what the request has drawn every ``part_tokens`` tokens and where a commit ends it to resume
-        it. Its parts are the beginning of the completion, never all of it, and without expert routes.
+        ``on_part`` receives the sampled tokens every ``part_tokens`` tokens, and whenever a commit ends the request to
+        resume it. The parts form a proper prefix of the completion, and have no expert routes.
 
-        Expert routes are those by which the token after each was drawn; where SGLang computed keys and values again on
-        its own (under ``recompute``, or after its KV cache was full), those of the last time.
+        The expert routes of a token are those with which the token after it was sampled. If SGLang computed keys and
+        values again (under ``recompute``, or because its KV cache was full), they are those of the last computation.
 
-        Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
+        Raises GenerationError if the engine refuses or aborts the request, EngineStopped if the engine is gone.
         """
         return await self._requests.generate(prompt_ids, sampling, on_part)
 
     def reset_versions(self) -> None:
-        """Versions to come are another trainer's, which may have gone back to an earlier one: their numbers may have
-        been served with other weights. Requests fail, and no later one finds what was read under weights of before."""
+        """Prepare for versions of another trainer: fail all requests, and never reuse cached prefixes of older weights.
+
+        The other trainer may have resumed from an earlier version, so version numbers may repeat with other weights.
+        """
         self._requests.reset_versions()
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
-        """Replace the weights by those in an area and serve them as ``version``.
+        """Replace the weights by those in an area, and serve them as ``version``.
 
         Args:
-            version: not lower than the version served since :meth:`reset_versions`.
-            manifest: how the version lies in the area.
-            area: handle of an :class:`~monarch_rl.weights.area.Area` of this machine that holds all of the version.
-            expected: int64[tensors], the trainer's checksum of each, in the manifest's order.
+            version: not lower than any version served since :meth:`reset_versions`.
+            manifest: layout of the version in the area.
+            area: handle of an :class:`~monarch_rl.weights.area.Area` on this machine that holds the whole version.
+            expected: int64[tensors], the trainer's checksums, in the manifest's order.
 
         Raises:
-            ValueError: the version is older than the one served, ``expected`` is of another number of tensors, or the
-                version is some of the weights and the others were not verified.
-            StillRunning: requests did not end in time under ``drain``. The version before is served on.
-            CommitError: the engine could not load them. It stays paused; a later commit may succeed.
-            WeightMismatch: its checksums differ from ``expected``. It stays paused.
-            EngineStopped: it is gone.
+            ValueError: the version is older than the served one, the number of checksums is wrong, or the version holds
+                only some of the weights and the others were not verified.
+            StillRunning: requests did not end in time; the engine still serves the previous version.
+            CommitError: the engine could not load the version. It stays paused; a later commit may succeed.
+            WeightMismatch: the engine's checksums differ from ``expected``. It stays paused.
+            EngineStopped: the engine is gone.
         """
         return await self._commits.commit(version, manifest, area, expected)
 
     async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
-        """Compare the weights that are not trained, which no version holds, with the trainer's, where they lie.
+        """Compare the weights that no version holds, because they are not trained, with the trainer's.
 
         Args:
-            manifest: of those weights, in the served dtype: with LoRA adapters, all of the model's own.
-            expected: int64[tensors], the trainer's checksum of each, in the manifest's order.
+            manifest: manifest of these weights in the served dtype: with LoRA adapters, all of the model's own weights.
+            expected: int64[tensors], the trainer's checksums, in the manifest's order.
 
         Raises:
-            WeightMismatch: the engine holds another model. It stays paused, until it is verified or a commit succeeds.
-            CommitError: the engine holds them otherwise than they are saved, so that they cannot be compared.
-            EngineStopped: it is gone.
+            WeightMismatch: the engine holds another model. It stays paused until a verification or a commit succeeds.
+            CommitError: the engine stores the weights in another form than the files, so they cannot be compared.
+            EngineStopped: the engine is gone.
         """
         await self._commits.verify_base_weights(manifest, expected)
 
     async def shutdown(self) -> None:
-        """End SGLang's processes; requests in flight raise EngineStopped. May be called twice."""
+        """End SGLang's processes; requests in flight raise EngineStopped. May be called repeatedly."""
         if Engine._in_this_process is not self:
             return
         Engine._in_this_process = None
@@ -249,9 +256,9 @@ def _check_model(config: dict[str, Any], settings: GeneratorSettings, lora: Lora
 
 
 def _set_environment(settings: GeneratorSettings, replica: int, on_gpu: bool) -> None:
-    """What SGLang takes from the environment only."""
+    """Set options that SGLang reads only from the environment."""
     if settings.tp > 1 and not on_gpu:
         cores = sorted(os.sched_getaffinity(0))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(replica, settings.tp, cores)
-    # SGLang's scheduler reports what a request has drawn every this many tokens, even if it is not streamed.
+    # SGLang's scheduler reports a request's tokens in steps of this many, even if the request is not streamed.
     os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(settings.part_tokens)

@@ -1,4 +1,4 @@
-"""Engines whose weights never change: judges, reference and teacher models, opponents."""
+"""Engines of frozen models, which are never trained: judges, reference and teacher models, opponents."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ from monarch_rl.weights.manifest import Manifest, lay_out
 
 @dataclass(frozen=True)
 class FrozenSettings(CheckedSettings, flags="frozen"):
-    """A frozen model: its engines, and what is asked of them. As for generators where nothing else is said."""
+    """A frozen model: its engines and its requests. Defaults are those of generators unless stated otherwise."""
 
     replicas: Annotated[int, Range(1, 100_000)] = 1
     """Engines, one process mesh each, each with a whole copy of the model."""
     tp: Annotated[int, Range(1, 1024)] = 1
-    """Engine ranks of a replica (tensor parallel), each with a device of its own."""
+    """Engine ranks per replica (tensor parallel), each with its own device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that is served. `auto` is bfloat16 on a GPU, float32 on a CPU."""
+    """Served dtype. `auto` is bfloat16 on a GPU, float32 on a CPU."""
     context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
-    """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
+    """Maximum tokens of prompt and answer together; 0 takes the model's own limit."""
     max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
     """Requests that a replica computes at once; more wait in the engine. None is 256 on a GPU, and 64 on a CPU."""
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
-    """Tokens the KV cache holds per replica. 0 is what fits a GPU, and 65,536 on a CPU."""
+    """Tokens in the KV cache of a replica. 0 is what fits a GPU, and 65,536 on a CPU."""
     memory_fraction: Annotated[float, Range(0, 0.99, "0 is automatic")] = 0.0
     """Share of a GPU's memory for weights and KV cache; 0 computes it. No effect on a CPU."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
-    """Tokens of an answer that says nothing else."""
+    """Maximum new tokens of an answer, unless the request sets its own limit."""
     chat_options: str | None = None
-    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}. None is none; for the
-    policy's own folder it is rollout.chat-options."""
+    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}. None sets none, but for the
+    policy's own folder takes rollout.chat-options."""
     tool_parser: str | None = None
-    """SGLang's name of the format in which the model writes tool calls, such as hermes; empty: told by the template.
-    None is empty; for the policy's own folder it is rollout.tool-parser."""
+    """SGLang's name of the format in which the model writes tool calls, such as hermes; empty: detected from the
+    template. None is empty, but for the policy's own folder takes rollout.tool-parser."""
     request_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
-    """Seconds that a request may take, with the wait for a replica that takes the place of a lost one; a longer one
-    costs the episode."""
+    """Seconds that a request may take, including the wait for the replacement of a lost replica; after that the episode
+    fails."""
     request_losses: Annotated[int, Range(0, 1_000_000)] = 2
-    """Replicas that a request may outlive, and is asked again. After one more loss it costs the episode: a request by
-    which engines end must not end all of them."""
+    """How many replicas may be lost during a request, which is then sent to another one. One more loss fails the
+    episode: a request that crashes engines must not crash all of them."""
     start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
-    """Seconds an engine may take to start. None is as for a generator."""
+    """Seconds within which an engine must start. None is as for a generator."""
 
     def chat(self, otherwise: RolloutSettings) -> tuple[dict[str, Any], str]:
         """Variables of the chat template, and the format of tool calls.
 
         Args:
-            otherwise: whose they are where they are None.
+            otherwise: settings whose values replace those that are None here.
 
         Raises:
-            ValueError: ``chat_options`` is no JSON object.
+            ValueError: ``chat_options`` is not a JSON object.
         """
         parser = otherwise.tool_parser if self.tool_parser is None else self.tool_parser
         if self.chat_options is None:
@@ -77,7 +77,7 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
 
     @property
     def engine(self) -> GeneratorSettings:
-        """What the engines are started with."""
+        """Settings with which the engines are started."""
         return GeneratorSettings(
             replicas=self.replicas,
             tp=self.tp,
@@ -92,13 +92,14 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
 
 
 class FrozenStats(TypedDict):
-    """Counts of a frozen engine since its start."""
+    """Counters of a frozen engine since its start."""
 
     requests: int
-    """Answered."""
+    """Answered requests."""
     read_tokens: int
-    """Of their prompts, and of sequences of which log-probs or a reward were asked."""
+    """Tokens of prompts, and of sequences whose log-probs or rewards were requested."""
     drawn_tokens: int
+    """Generated tokens."""
     busy_seconds: float
     """Seconds in which a request was in the engine."""
     devices: int
@@ -108,7 +109,7 @@ class FrozenStats(TypedDict):
 
 
 class FrozenEngine(Replica):
-    """A replica of a frozen model. ``setup`` first; then ask it through a dispatcher."""
+    """A replica of a frozen model. Call ``setup`` first; send requests through a dispatcher."""
 
     _dtype = "auto"
 
@@ -116,17 +117,17 @@ class FrozenEngine(Replica):
     async def setup(self, name: str, model_path: str, settings: GeneratorSettings, index: int) -> np.ndarray:
         """Start the engine and verify its weights; returns their checksums, int64[tensors].
 
-        SGLang loads the folder by itself. Then the checksum of every tensor in the folder's files is compared with that
-        of the engine's parameters, where they lie.
+        SGLang itself loads the folder. Then the checksum of every tensor in the folder's files is compared with that of
+        the engine's parameters.
 
         Args:
-            name: what this process is called: ``"frozen judge 0"``.
+            name: name of this process, such as ``"frozen judge 0"``.
             model_path: Hugging Face folder.
-            settings: of all replicas.
-            index: of this one.
+            settings: settings of all replicas.
+            index: index of this replica.
 
         Raises:
-            WeightMismatch: the engine holds other weights than the files.
+            WeightMismatch: the engine's weights differ from the files.
         """
         await self._start(name, model_path, settings, index)
         self._dtype = settings.dtype
@@ -136,14 +137,14 @@ class FrozenEngine(Replica):
 
     @lasting_endpoint
     async def load(self, model_path: str) -> np.ndarray:
-        """Serve the weights of another folder, once what is being drawn has ended; verified as :meth:`setup` does.
+        """Serve the weights of another folder once running requests have ended; verified as in :meth:`setup`.
 
         Returns their checksums, int64[tensors].
 
         Raises:
-            CommitError, WeightMismatch, OSError, SafetensorError: the engine could not load them, and answers no more.
+            CommitError, WeightMismatch, OSError, SafetensorError: the weights could not be loaded; the replica is lost.
         """
-        # Also files that cannot be read lose the replica: it must not go on with the weights of before.
+        # Unreadable files, too, must end the replica: it must not continue with the previous weights.
         return await self._answered(self._load(Path(model_path)))
 
     async def _load(self, folder: Path) -> np.ndarray:
@@ -169,7 +170,7 @@ class FrozenEngine(Replica):
 
     @lasting_endpoint
     async def stats(self) -> FrozenStats:
-        """Counts since the start."""
+        """Counters since the start."""
         engine = self._running
         return {
             "requests": engine.finished_requests + engine.readings.requests,
@@ -183,9 +184,9 @@ class FrozenEngine(Replica):
 
 
 def file_checksums(folder: Path, dtype: str) -> tuple[Manifest, np.ndarray]:
-    """What an engine of a folder must hold: its tensors as served, and the checksum of each, int64[tensors].
+    """The manifest of a folder's tensors in the served dtype, and their checksums, int64[tensors].
 
-    Reads the files tensor by tensor, which the engine has just done: they are in the page cache.
+    Reads the files tensor by tensor; the engine has just read them, so they are in the page cache.
     """
     manifest = _manifest(folder, dtype)
     sums = {name: int(tensor_checksum(tensor)) for name, tensor in _tensors(folder, manifest)}
@@ -193,7 +194,7 @@ def file_checksums(folder: Path, dtype: str) -> tuple[Manifest, np.ndarray]:
 
 
 def file_version(folder: Path, dtype: str) -> tuple[Manifest, Area, np.ndarray]:
-    """The tensors of a folder as a version that an engine can commit, and the checksum of each."""
+    """The tensors of a folder as a version that an engine can commit, and their checksums, int64[tensors]."""
     manifest = _manifest(folder, dtype)
     area, sums = Area(manifest.nbytes), dict[str, int]()
     specs = dict(zip(manifest.names, manifest.tensors, strict=True))
@@ -210,7 +211,7 @@ def _manifest(folder: Path, dtype: str) -> Manifest:
 
 
 def _tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """In the served dtype, file by file."""
+    """Name and value of each tensor in the served dtype, file by file."""
     names = set(manifest.names)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""SGLang's processes: their start, who watches them, their end."""
+"""Starting, monitoring and ending SGLang's processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from monarch_rl.generator.settings import rename_in
 from monarch_rl.runtime.forking.fork_context import ForkContext
 
 KILL_SECONDS = 10.0
-"""How long a killed engine process may take to be gone."""
+"""Seconds within which a killed engine process must be gone."""
 
 
 def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
-    """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; ends what it started if it fails.
+    """Start a token-only ``sglang.Engine``; if that fails, end the processes that were started.
 
     Args:
-        errors: gets what its schedulers fail with, and ends the message of the error if one does so here.
+        arguments: SGLang ``ServerArgs``.
+        errors: receives the schedulers' errors. If a scheduler fails during the start, its error is appended to the
+            message of the raised exception.
     """
     quiet_imports()
     few_models()
@@ -33,9 +35,9 @@ def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
     managers: list[Any] = []
 
     def init_tokenizer_manager(*args: Any) -> Any:
-        made = sglang_engine.Engine.init_tokenizer_manager_func(*args)
-        managers.append(made[0])
-        return made
+        result = sglang_engine.Engine.init_tokenizer_manager_func(*args)
+        managers.append(result[0])
+        return result
 
     class TokenEngine(sglang_engine.Engine):
         init_tokenizer_manager_func = staticmethod(init_tokenizer_manager)
@@ -43,12 +45,12 @@ def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
-            """None: with ``skip_tokenizer_init`` the scheduler answers directly."""
+            """Start none: with ``skip_tokenizer_init`` the scheduler answers directly."""
             return [], []
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
-            """With processes of the fork server, where there is one."""
+            """Take the processes from the fork server, if there is one."""
             original, sglang_engine.mp = sglang_engine.mp, ForkContext(ENGINE_PRELOAD, "engine")
             try:
                 return super()._launch_scheduler_processes(*args, **kwargs)
@@ -57,12 +59,12 @@ def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
 
     before = multiprocessing.active_children()
     try:
-        with _logging_kept():
+        with _root_logger_restored():
             return TokenEngine(**arguments)
     except BaseException as error:
         rename_in(error)
-        if said := errors.first():
-            error.args = (f"{error}\nSGLang's process failed with {said}",)
+        if message := errors.first():
+            error.args = (f"{error}\nSGLang's process failed with {message}",)
         for process in multiprocessing.active_children():
             if process not in before:
                 process.kill()
@@ -71,8 +73,8 @@ def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
 
 
 @contextmanager
-def _logging_kept() -> Iterator[None]:
-    """Undo what SGLang does to the root logger: it sets its own level and handlers, and this process logs too."""
+def _root_logger_restored() -> Iterator[None]:
+    """Restore the root logger afterwards: SGLang sets its own level and handlers, but this process logs, too."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
@@ -83,7 +85,7 @@ def _logging_kept() -> Iterator[None]:
 
 
 def take_over_watch(engine: Any) -> list[Any]:
-    """Stop SGLang's watchdog, which ends this whole process by SIGQUIT; returns the processes it watched."""
+    """Stop SGLang's watchdog, which would end this whole process by SIGQUIT; returns the processes that it watched."""
     watchdog = engine.tokenizer_manager._subprocess_watchdog
     watchdog.stop()
     return list(watchdog._processes)
@@ -92,8 +94,8 @@ def take_over_watch(engine: Any) -> list[Any]:
 def close_sockets(*owners: Any) -> None:
     """Close the sockets that SGLang leaves open.
 
-    Once they are garbage, collecting them waits forever: for a process that is gone to read what was written last, or,
-    where the collector comes to their context first, for them to be closed.
+    Otherwise garbage collection would block forever: on a socket, until a process that is gone reads the last messages;
+    or, if the collector reaches their context first, until the sockets are closed.
     """
     import zmq
 
@@ -104,9 +106,9 @@ def close_sockets(*owners: Any) -> None:
 
 
 def end_processes(engine: Any) -> None:
-    """Kill the engine's processes only: SGLang's own shutdown kills every child of this process.
+    """Kill only the engine's processes; SGLang's own shutdown would kill every child of this process.
 
-    Raises RuntimeError if one is still there ``KILL_SECONDS`` later.
+    Raises RuntimeError if a process still exists after ``KILL_SECONDS``.
     """
     atexit.unregister(engine.shutdown)
     victims = []
@@ -123,4 +125,4 @@ def end_processes(engine: Any) -> None:
             continue
     _, alive = psutil.wait_procs(victims, timeout=KILL_SECONDS)
     if alive:
-        raise RuntimeError(f"SGLang's processes {[p.pid for p in alive]} are still there {KILL_SECONDS} s after a kill")
+        raise RuntimeError(f"SGLang's processes {[p.pid for p in alive]} still exist {KILL_SECONDS} s after a kill")

@@ -1,12 +1,12 @@
-"""Runs inside SGLang's scheduler: overwrites the policy's LoRA adapter in the engine's memory pool by a new version.
+"""Runs inside SGLang's scheduler: overwrites the policy's LoRA adapter in the engine's memory pool with a new version.
 
-SGLang adds a version of an adapter as a further adapter, for requests to come. Here one adapter keeps its name and its
-entry in the pool, and each version overwrites what the entry holds between two steps: running sequences go on under it
-with their KV cache, just like when all weights are replaced (``load_staged``).
+SGLang itself would load a new version as a further adapter, for later requests. Here one adapter keeps its name and its
+entry in the pool, and each version overwrites that entry between two steps. Running sequences continue under the new
+version with their KV cache, as when all weights are replaced (``load_staged``).
 
-The pool stacks and cuts adapters the way SGLang's layers fuse projections and share them among ranks. Where each tensor
-goes is not worked out here: SGLang's own loader puts an adapter whose elements are numbered into a pool of integers,
-and the numbers are read. From then on a version is one local copy, and its checksum is taken of the pool itself.
+The pool stacks and shards adapters as SGLang's layers fuse projections and divide them among ranks. To find where each
+tensor goes, SGLang's own loader loads an adapter whose elements are numbered into a pool of integers, and the numbers
+are read back. From then on a version is one local copy, and its checksum is computed from the pool itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from monarch_rl.model.lora import lora_names
 from monarch_rl.weights.manifest import TensorSpec, list_names
 
 _managers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
-"""SGLang's LoRA manager of each model: a loader is given the model alone."""
+"""SGLang's LoRA manager of each model, because a loader receives only the model."""
 
 
 def remember_managers() -> None:
-    """Note the LoRA manager of every model that this process loads from now on."""
+    """Record the LoRA manager of every model that this process loads from now on."""
     from sglang.srt.lora.lora_manager import LoRAManager
 
     LoRAManager.init_memory_pool = partialmethod(_init_memory_pool, LoRAManager.init_memory_pool)
@@ -40,19 +40,19 @@ def _init_memory_pool(manager: Any, original: Any) -> None:
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's ``custom_weight_loader`` for LoRA adapters; takes orders like ``load_staged.load``."""
+    """SGLang's ``custom_weight_loader`` for LoRA adapters; takes the same orders as ``load_staged.load``."""
     run_order(model, named_tensors, _load_and_plan)
 
 
 def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> CopyPlan:
-    """Give the adapter its entry in the pool, find the placements in it, and fill them.
+    """Assign the adapter's pool entry, find the placements in it, and fill them.
 
-    Raises UnsupportedModel if the engine does not hold what is sent.
+    Raises UnsupportedModel if the engine's adapter does not match the tensors.
     """
     manager = _managers.get(model)
     if manager is None or len(manager.loras) != 1:
         raise UnsupportedModel(
-            "an adapter was sent, but the engine was not started for one: start it with the trainer's LoraSettings"
+            "an adapter was sent, but the engine was started without one: start it with the trainer's LoRA settings"
         )
     (lora_id,) = manager.loras
     pool = manager.memory_pool
@@ -62,9 +62,7 @@ def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[Tens
     placements = tuple(_find_placements(manager, lora_id, pool_entry, specs))
     missing = set(range(len(specs))) - {place.tensor for place in placements}
     if missing:
-        raise UnsupportedModel(
-            f"SGLang's loader leaves these tensors out: {list_names(specs[i].name for i in missing)}"
-        )
+        raise UnsupportedModel(f"SGLang's loader ignores these tensors: {list_names(specs[i].name for i in missing)}")
     for place in placements:
         place.destination.copy_(box_of(area, specs[place.tensor], place.box))
     layers = [module for modules in manager.lora_modules for module in modules.values()]
@@ -82,18 +80,18 @@ def _check_fit(pool: Any, rank: int, specs: tuple[TensorSpec, ...]) -> None:
     ]
     if unfit:
         raise UnsupportedModel(
-            f"the engine's adapter is of rank {rank} in {pool.dtype}, unlike these tensors that were sent: "
-            f"{list_names(unfit)}. Start it with the trainer's LoraSettings and in the dtype that is sent."
+            f"the engine's adapter has rank {rank} and dtype {pool.dtype}, but these tensors differ: "
+            f"{list_names(unfit)}. Start the engine with the trainer's LoRA settings and in the dtype that is sent."
         )
 
 
-# ---- finding where each tensor lives -------------------------------------------------------------------------
+# -- finding where each tensor is in the pool -------------------------------------------------------------------------
 
 
 def _find_placements(manager: Any, lora_id: str, pool_entry: int, specs: tuple[TensorSpec, ...]) -> Iterator[Placement]:
-    """Where SGLang's loader puts each tensor on this rank."""
+    """The placements that SGLang's loader gives to each tensor on this rank."""
     sizes = torch.tensor([spec.numel for spec in specs])
-    first = 1 + sizes.cumsum(0) - sizes  # 0 is where nothing goes
+    first = 1 + sizes.cumsum(0) - sizes  # 0 marks elements of the pool that no tensor fills
     ranges = zip(specs, first.tolist(), strict=True)
     numbered = {spec.name: torch.arange(start, start + spec.numel).view(spec.shape) for spec, start in ranges}
     _add_siblings(manager, numbered)
@@ -107,7 +105,15 @@ def _find_placements(manager: Any, lora_id: str, pool_entry: int, specs: tuple[T
 def _place(
     specs: tuple[TensorSpec, ...], index: int, held: torch.Tensor, elements: torch.Tensor, mine: torch.Tensor
 ) -> Placement:
-    """The box of a tensor that an entry of the pool holds where ``mine``, its elements numbered from 0."""
+    """The placement of one tensor in a two-dimensional part of the pool entry.
+
+    Args:
+        specs: specs of all tensors.
+        index: the tensor's index.
+        held: the part of the entry.
+        elements: for each element of ``held``, the index of the tensor's element that it holds.
+        mine: which elements of ``held`` belong to this tensor.
+    """
     spec = specs[index]
     rows, columns = (mine.any(1 - side).nonzero().flatten() for side in (0, 1))
     window = slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
@@ -117,12 +123,12 @@ def _place(
     whole = torch.arange(spec.numel).view(spec.shape)
     expected = whole[first_row : first_row + box.rows, first_column : first_column + box.columns]
     if not torch.equal(numbers, expected):
-        raise UnsupportedModel(f"SGLang does not keep {spec.name} row by row in one part: it cannot be overwritten")
+        raise UnsupportedModel(f"SGLang does not store {spec.name} row by row in one part: it cannot be overwritten")
     return Placement(index, box, held[window])
 
 
 def _add_siblings(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Give zeros to projections that are no target but are fused with one: SGLang wants all of q, k and v."""
+    """Add zeros for projections that are not targets but are fused with one: SGLang requires all of q, k and v."""
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for modules in manager.lora_modules:
         for path, module in modules.items():
@@ -144,7 +150,7 @@ def _add_siblings(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
 def _load_numbers(
     manager: Any, lora_id: str, pool_entry: int, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Let SGLang load integers; yields each two-dimensional part of the entry with the integers that went there."""
+    """Have SGLang load integers; yields each two-dimensional part of the entry and the integers loaded into it."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     pool, config = manager.memory_pool, manager.configs[lora_id]

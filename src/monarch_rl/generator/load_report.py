@@ -1,8 +1,8 @@
-"""What the engine's process and its ranks report of a commit to each other, in shared memory, without a message.
+"""The sheet in shared memory through which the engine's process and its ranks report on a commit, without messages.
 
 Before the pause the engine's process writes the trainer's checksums. Each engine rank then writes which box of each
-tensor it holds and that box's checksum, of its own parameters. From this each process can judge the version: every rank
-does so before it decodes on, and all come to the same verdict, because they read the same numbers.
+tensor it holds, and the checksum of that box in its own parameters. From these numbers every process can judge the
+version. Each rank does so before it resumes decoding, and all reach the same verdict from the same numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.manifest import Manifest, TensorSpec, list_names
 
 MESSAGE_BYTES = 4096
-"""Room for a rank's error message; it names tensors, longer ones are cut."""
+"""Maximum size of a rank's error message, which names tensors; longer ones are truncated."""
 NOT_RUN, LOADED, FAILED = range(3)
 """Values of ``state[rank, STATUS]``."""
-STATUS, COPY_NANOSECONDS, CHECKSUM_NANOSECONDS, BYTES, STOOD_NANOSECONDS = range(5)
+STATUS, COPY_NANOSECONDS, CHECKSUM_NANOSECONDS, BYTES, PAUSED_NANOSECONDS = range(5)
 """Columns of ``state``."""
 _STATE_COLUMNS = 5
 _INT = 8
@@ -32,7 +32,7 @@ _INT = 8
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The rectangle of a tensor that a rank holds; the tensor seen as ``[rows, elements of a row]``."""
+    """The rectangle of a tensor that a rank holds, with the tensor viewed as ``[rows, elements per row]``."""
 
     first_row: int
     rows: int
@@ -42,16 +42,16 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a commit cost, in seconds: the copy and the checksums of the slowest engine rank."""
+    """Cost of a commit."""
 
     copy_seconds: float
-    """From the area to the engine's parameters."""
+    """Copy from the area to the engine's parameters, on the slowest engine rank."""
     checksum_seconds: float
-    """Checksums of the engine's parameters."""
-    stood_seconds: float
-    """From the pause to the continuation, by the clock of rank 0's scheduler: no token was drawn in between."""
+    """Checksums of the engine's parameters, on the slowest engine rank."""
+    paused_seconds: float
+    """Time without decoding, from pause to continuation, by the clock of rank 0's scheduler."""
     nbytes: int
-    """Bytes copied, by all ranks together."""
+    """Bytes copied by all ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +60,25 @@ class Refusal:
 
     message: str
     differs: bool
-    """All was loaded, but it is not what the trainer has."""
+    """Whether everything was loaded, but differs from the trainer's weights."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """A tensor as ``[rows, elements of a row]``; rows of a one-dimensional tensor have one element."""
+    """Rows and elements per row of a tensor. Rows of a one-dimensional tensor have one element."""
     rows = shape[0] if shape else 1
     elements = int(np.prod(shape[1:], dtype=np.int64))
     return rows, elements
 
 
 class LoadSheet:
-    """The shared numbers of one engine and one manifest; make it in the engine's process, ``open`` it in its ranks."""
+    """Shared numbers for one engine and one manifest. Construct it in the engine's process, :meth:`open` it in its
+    ranks."""
 
     def __init__(self, manifest: Manifest, ranks: int) -> None:
         specs = encode_specs(manifest.tensors)
         sizes = np.array([matrix_shape(spec.shape) for spec in manifest.tensors], np.int64).reshape(-1, 2)
         area = Area(_INT * (3 + _numbers(len(sizes), ranks)) + ranks * MESSAGE_BYTES + len(specs))
-        self._owned = area  # others can attach as long as it is kept
+        self._owned = area  # other processes can attach while this reference exists
         self.handle = area.handle
         area.buffer[: 3 * _INT].view(torch.int64).copy_(torch.tensor([len(sizes), ranks, len(specs)]))
         self._map(area.buffer)
@@ -96,7 +97,7 @@ class LoadSheet:
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Of the tensors. Read when they are needed: a replayed commit needs the layout's hash only."""
+        """Specs of the tensors. Decoded on demand: a replayed commit needs only the layout's hash."""
         return decode_specs(self._specs.tobytes())
 
     def _map(self, buffer: torch.Tensor) -> None:
@@ -115,27 +116,28 @@ class LoadSheet:
         parts = np.split(ints, np.cumsum([np.prod(shape) for shape in shapes.values()])[:-1])
         views = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         self.sizes = views["sizes"]
-        """int64[tensors, 2]: rows and elements of a row."""
+        """int64[tensors, 2]: rows and elements per row."""
         self.expected = views["expected"]
         """int64[tensors]: the trainer's checksums."""
         self.state = views["state"]
+        """int64[ranks, columns]: status and cost of each rank."""
         self.boxes = views["boxes"]
-        """int64[ranks, tensors, 4]: :class:`Box` es."""
+        """int64[ranks, tensors, 4]: the fields of each :class:`Box`."""
         self.checksums = views["checksums"]
-        """int64[ranks, tensors]: of those boxes, as the ranks hold them."""
+        """int64[ranks, tensors]: checksums of these boxes in the ranks' parameters."""
         self._messages = rest[: ranks * MESSAGE_BYTES].reshape(ranks, MESSAGE_BYTES)
         self._specs = rest[ranks * MESSAGE_BYTES :][:specs]
 
     def ask(self, expected: np.ndarray) -> None:
-        """Before a commit, write the trainer's checksums and erase all answers, so that none is taken for a new one.
+        """Before a commit, write the trainer's checksums and erase the results of the previous one.
 
         Args:
             expected: int64[tensors], in the manifest's order.
 
-        Raises ValueError if it is of another number of tensors.
+        Raises ValueError if the number of checksums is not the manifest's number of tensors.
         """
         if expected.shape != self.expected.shape:
-            raise ValueError(f"there are checksums of {len(expected)} tensors; the manifest has {len(self.expected)}")
+            raise ValueError(f"got checksums of {len(expected)} tensors, but the manifest has {len(self.expected)}")
         self.expected[:] = expected
         self.state[:] = 0
         self._messages[:] = 0
@@ -147,7 +149,7 @@ class LoadSheet:
         self.state[rank, STATUS] = FAILED
 
     def judge(self) -> Refusal | None:
-        """Why the version may not be served, or ``None`` if every rank holds the trainer's bit for bit."""
+        """Why the version may not be served; None if the ranks' weights equal the trainer's bit for bit."""
         failures = self._failures()
         if failures:
             return Refusal("; ".join(failures), differs=False)
@@ -156,7 +158,7 @@ class LoadSheet:
         if missing:
             return Refusal(
                 f"the engine's ranks do not hold every element of these tensors exactly once: {list_names(missing)}. "
-                "Either the engine has no such parameter (tied weights are sent once), or it stores them otherwise.",
+                "Either the engine has no such parameter (tied weights are sent once), or stores it in another form.",
                 differs=False,
             )
         ranks = np.arange(len(leaders))[:, None]
@@ -170,23 +172,23 @@ class LoadSheet:
         )
 
     def report(self) -> LoadReport:
-        """What the last commit cost."""
+        """Cost of the last commit."""
         copy, checksum = self.state[:, [COPY_NANOSECONDS, CHECKSUM_NANOSECONDS]].max(0) / 1e9
-        stood = self.state[0, STOOD_NANOSECONDS] / 1e9
-        return LoadReport(float(copy), float(checksum), float(stood), int(self.state[:, BYTES].sum()))
+        paused = self.state[0, PAUSED_NANOSECONDS] / 1e9
+        return LoadReport(float(copy), float(checksum), float(paused), int(self.state[:, BYTES].sum()))
 
     def _failures(self) -> list[str]:
         failures = []
         for rank, status in enumerate(self.state[:, STATUS]):
             where = f"engine rank {rank}: " if len(self.state) > 1 else ""
             if status == NOT_RUN:
-                failures.append(f"{where}its loader did not run")
+                failures.append(f"{where}the loader did not run")
             elif status == FAILED:
                 failures.append(where + bytes(self._messages[rank]).rstrip(b"\0").decode(errors="replace"))
         return failures
 
     def _leaders(self) -> np.ndarray:
-        """int64[ranks, tensors]: the first rank that holds the same box as each rank."""
+        """int64[ranks, tensors]: the first rank that holds the same box as this rank."""
         ranks, tensors = self.checksums.shape
         leaders = np.repeat(np.arange(ranks)[:, None], tensors, 1)
         for rank in range(1, ranks):
@@ -195,10 +197,8 @@ class LoadSheet:
         return leaders
 
     def _not_covered(self, leaders: np.ndarray) -> list[str]:
-        """Names of the tensors that the ranks' boxes do not cover exactly once.
-
-        A box lies in its tensor, so boxes cover it exactly if they are disjoint and add up to its size.
-        """
+        """Names of the tensors that the ranks' boxes do not cover exactly once."""
+        # Boxes cover a tensor exactly once if they lie within it, are disjoint, and add up to its size.
         ranks = len(leaders)
         first, size = self.boxes[..., [0, 2]], self.boxes[..., [1, 3]]
         mine = leaders == np.arange(ranks)[:, None]
@@ -217,7 +217,7 @@ def _numbers(tensors: int, ranks: int) -> int:
 
 
 def _digest(specs: bytes) -> bytes:
-    """Equal for equal specs: tuples of many would take a while to compare."""
+    # A hash, because comparing tuples of many specs would take long.
     return hashlib.sha256(specs).digest()
 
 
@@ -228,7 +228,7 @@ def encode_specs(specs: tuple[TensorSpec, ...]) -> bytes:
 
 
 def decode_specs(data: bytes) -> tuple[TensorSpec, ...]:
-    """Read :func:`encode_specs`."""
+    """The inverse of :func:`encode_specs`."""
     return tuple(
         TensorSpec(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in json.loads(data)
     )

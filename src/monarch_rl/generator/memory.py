@@ -1,6 +1,6 @@
-"""Memory of a machine without an accelerator: what there is, what is free, and what this process has taken.
+"""Memory of a machine without an accelerator: its limit, what is free, and what this process uses.
 
-In a container the cgroup's limit counts, of version 2 or 1 (the kernel's ``admin-guide/cgroup-v2.rst`` and
+In a container the limit of the cgroup applies, of version 2 or 1 (the kernel's ``admin-guide/cgroup-v2.rst`` and
 ``cgroup-v1/memory.rst``).
 """
 
@@ -15,14 +15,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class _Files(NamedTuple):
-    """Where a version of cgroups says what a container may have, what it has, and how much of that is cached files."""
+    """Files in which one cgroup version reports a container's memory limit, its use, and the share of file cache."""
 
     limit: str
     used: str
     statistics: str
     cached: tuple[str, ...]
-    """Keys of ``statistics``: pages of files, which the kernel gives up before it refuses memory. Shared memory is in
-    none of them."""
+    """Keys of ``statistics`` for file cache, which the kernel evicts before it refuses memory. They do not include
+    shared memory."""
 
 
 _VERSIONS = (
@@ -37,13 +37,13 @@ _VERSIONS = (
 
 
 def memory_limit(cgroup: Path = CGROUP) -> int:
-    """Bytes that all processes of this machine, or of this container, may have together."""
+    """Bytes that all processes of this machine or container may use together."""
     limits = [limit for files in _VERSIONS if (limit := _number(cgroup / files.limit)) is not None]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that are free now, or can be made free without swapping: cached files count as free."""
+    """Bytes that are free, or can be freed without swapping: file cache counts as free."""
     free = [int(psutil.virtual_memory().available)]
     for files in _VERSIONS:
         limit, used = _number(cgroup / files.limit), _number(cgroup / files.used)
@@ -53,7 +53,7 @@ def free_memory(cgroup: Path = CGROUP) -> int:
 
 
 def own_memory() -> int:
-    """Bytes of this process that are no file's: what it has allocated and used."""
+    """Bytes of anonymous memory that this process has allocated and touched."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -61,7 +61,7 @@ def own_memory() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none: no such file, or no limit."""
+    """The number in a file; None if the file is missing or holds no number, which means no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -70,7 +70,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cached(statistics: Path, keys: tuple[str, ...]) -> int:
-    """Bytes of cached files, by ``memory.stat``; 0 if it cannot be read."""
+    """Bytes of file cache according to ``memory.stat``; 0 if it cannot be read."""
     try:
         lines = [line.split() for line in statistics.read_text().splitlines()]
     except OSError:

@@ -1,7 +1,8 @@
-"""Parts of a request's answer, and going on from them: after a commit in the same engine, or in another replica.
+"""Partial answers to a request, from which it resumes: after a commit in the same engine, or in another replica.
 
-A request that goes on is asked again, with the tokens it drew as a part of the prompt, for the rest of its tokens.
-Sampling noise depends on a token's place in the sequence, so one with a seed draws the tokens it would have drawn.
+A request is resumed by sending it again for its remaining tokens, with the tokens sampled so far appended to the
+prompt. Sampling noise depends on a token's position in the sequence, so a seeded request samples the same tokens as
+without the interruption.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import numpy as np
 from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 
 UNFINISHED = "unfinished"
-"""Finish reason of a part: more is drawn after it."""
+"""Finish reason of a part: more tokens are sampled after it."""
 
 OnPart = Callable[[Completion], None]
-"""Takes the parts of one request in order, before its answer; each token is in one part at most."""
+"""Receives the parts of one request in order, before its answer; each token is in at most one part."""
 
 
 def ignore_part(part: Completion) -> None:
-    """For callers that want only the whole answer."""
+    """An :data:`OnPart` for callers that need only the whole answer."""
 
 
 def join_parts(parts: Sequence[Completion], reason: str) -> Completion:
-    """One completion of consecutive parts, each with the expert routes that the parts before it lack, or none."""
+    """Merge consecutive parts into one completion.
+
+    The expert routes of a part are those that the parts before it lack, or None.
+    """
     if len(parts) == 1:
         (part,) = parts
         return part if part.finish_reason == reason else replace(part, finish_reason=reason)
@@ -36,33 +40,40 @@ def join_parts(parts: Sequence[Completion], reason: str) -> Completion:
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.policy_versions for part in parts]),
         reason,
-        SamplingMasks.join(sampling_masks) if sampling_masks else None,  # a part of no tokens has none
+        SamplingMasks.join(sampling_masks) if sampling_masks else None,  # an empty part has none
         np.concatenate(expert_routes) if expert_routes else None,
     )
 
 
 def finish_reason_of(token_ids: Sequence[int], sampling: Sampling, stop_ids: Collection[int]) -> str | None:
-    """The finish reason of a request that drew ``token_ids``, None if it goes on; ``stop_ids`` are all that end it."""
+    """The finish reason of a request that sampled ``token_ids``; None if it is not finished.
+
+    Args:
+        token_ids: all tokens sampled so far.
+        sampling: sets the length limit.
+        stop_ids: all ids that end the request.
+    """
     if len(token_ids) and token_ids[-1] in stop_ids:
         return "stop"
     return "length" if len(token_ids) >= sampling.max_new_tokens else None
 
 
 class PartStream:
-    """Passes on what a request draws: each token once, whether SGLang reports it in parts or a commit ends it."""
+    """Streams a request's tokens, each exactly once, whether SGLang reports them in parts or a commit ends the
+    request."""
 
     def __init__(self, on_part: OnPart) -> None:
         self._on_part = on_part
         self._sent = 0
-        """Tokens."""
+        """Number of tokens sent."""
 
     def send(self, part: Completion) -> None:
-        """Pass on the next tokens."""
+        """Send the next tokens."""
         self._sent += len(part.token_ids)
         self._on_part(part)
 
     def send_rest(self, parts: Sequence[Completion]) -> None:
-        """Pass on what has not been sent yet of everything drawn so far."""
+        """Send the tokens of ``parts``, which hold all tokens sampled so far, that have not been sent yet."""
         whole, sent = join_parts(parts, UNFINISHED), self._sent
         if len(whole.token_ids) > sent:
             ids, logprobs, versions = whole.token_ids[sent:], whole.logprobs[sent:], whole.policy_versions[sent:]

@@ -1,4 +1,4 @@
-"""How functions of SGLang 0.5.23 are replaced: only if they are still what the replacement was written for."""
+"""Replaces functions of SGLang 0.5.23, and refuses to if their signatures have changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 def replace_method(owner: type, name: str, replacement: Callable[..., Any], parameters: str) -> None:
     """Replace a method by ``replacement(self, original, ...)``.
 
-    Raises RuntimeError if its parameters, without ``self``, are not named ``parameters``.
+    Args:
+        owner: the class.
+        name: name of the method.
+        replacement: receives the instance, the original method, and the call's arguments.
+        parameters: expected names of the method's parameters, without ``self``, separated by spaces.
+
+    Raises RuntimeError if the parameters differ.
     """
     original = getattr(owner, name)
     check_parameters(original, parameters)
@@ -24,13 +30,15 @@ def replace_method(owner: type, name: str, replacement: Callable[..., Any], para
 
 
 def check_parameters(function: Callable[..., Any], expected: str) -> None:
-    """Compare the names of a function's parameters, without ``self``, with those that it has in SGLang 0.5.23.
+    """Raise RuntimeError unless a function's parameter names, without ``self``, are those of SGLang 0.5.23.
 
-    Raises RuntimeError if they differ.
+    Args:
+        function: the function.
+        expected: the names, separated by spaces.
     """
     found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
     if found != expected:
         raise RuntimeError(
-            f"SGLang's {function.__module__}.{function.__qualname__} takes ({found}), and not ({expected}) as in "
-            "SGLang 0.5.23, for which generator/cpu is written: install the SGLang of locks/cpu.txt"
+            f"SGLang's {function.__module__}.{function.__qualname__} takes ({found}) instead of ({expected}), its "
+            "parameters in SGLang 0.5.23, which monarch_rl requires: install the SGLang version of locks/cpu.txt"
         )

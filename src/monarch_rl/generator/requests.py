@@ -1,8 +1,8 @@
-"""The requests that are in SGLang's scheduler: they are sent to it, and what it reports of them is read.
+"""Sends requests to SGLang's scheduler and reads its outputs.
 
-SGLang's own way (``TokenizerManager.generate_request``) takes a message to the scheduler, several tasks and lists of
-tuples for each request. Here the requests of one turn of the event loop are one message, such as the episodes of a
-group, which the scheduler then admits together; and what it reports is read into arrays at once.
+SGLang's own path (``TokenizerManager.generate_request``) costs a message to the scheduler, several tasks and lists of
+tuples per request. Here all requests of one iteration of the event loop, such as the episodes of a group, travel in one
+message, so that the scheduler admits them together, and outputs are read directly into arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from monarch_rl.runtime.wait_registry import Wait
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request that is in SGLang, or is to be sent to it."""
+    """A request in SGLang, or waiting to be sent to it."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -41,44 +41,44 @@ class _Request:
     answer: asyncio.Future[Completion]
     since: float = field(default_factory=time.monotonic)
     parts: list[Completion] = field(default_factory=list)
-    """What SGLang has reported."""
+    """Outputs reported by SGLang so far."""
     error: GenerationError | None = None
-    """The first one in what it has reported: raised when SGLang is done with the request."""
+    """The first error in these outputs; raised when SGLang has finished the request."""
     interrupted: bool = False
-    """A commit has ended it, and it is to be resumed."""
+    """A commit ended the request, and it will be resumed."""
 
 
 ANOTHER_TRAINER = "the trainer whose policy was asked is lost"
-"""Why requests fail when versions begin anew."""
+"""Error of requests that are in flight when another trainer connects."""
 KEPT_COMMITS = 2
-"""Commits between which no turn uses a conversation's prefix until it is forgotten: a tool may take that long."""
+"""Number of commits for which a conversation's unused prefix stays in the cache, because a tool may take that long."""
 
 
 @dataclass(slots=True)
 class TurnReads:
-    """What was read for turns that continue a conversation."""
+    """Prompt tokens of turns that continue a conversation."""
 
     prompt_tokens: int = 0
-    """Tokens of their prompts: of the conversation so far, and of what is new in the turn."""
+    """Tokens of their prompts: the conversation so far and the new messages."""
     cached_tokens: int = 0
-    """Of those, tokens that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
     reread_tokens: int = 0
-    """Those that it had not, of conversations that began under older weights."""
+    """Prompt tokens missing in the prefix cache, in conversations that began under older weights."""
 
     def add(self, prompt_tokens: int, cached_tokens: int, older: bool) -> None:
-        """Count a turn; ``older``: its conversation began under older weights."""
+        """Count a turn. ``older``: its conversation began under older weights."""
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
         self.reread_tokens += (prompt_tokens - cached_tokens) * older
 
 
 class SchedulerRequests:
-    """Sends requests to SGLang's scheduler and reads its reports.
+    """Sends requests to SGLang's scheduler and reads its outputs.
 
     Args:
         sglang: the engine.
-        route_format: of the model's expert routes, if the engine reports them.
-        seeds: for requests without one; None leaves them without.
+        route_format: format of the model's expert routes; None if the engine does not report routes.
+        seeds: source of seeds for requests without one; None leaves these requests unseeded.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class SchedulerRequests:
         self._route_format = route_format
         self._seeds = seeds
         self._unsent: list[_Request] = []
-        """Those that the next message takes."""
+        """Requests for the next message."""
         self._running: dict[str, _Request] = {}
-        """Those in SGLang, by its id."""
+        """Requests in SGLang, by SGLang's request id."""
         self.idle = asyncio.Event()
-        """Set while none is running."""
+        """Set while no request is in SGLang."""
         self.idle.set()
         self.serving = True
-        """Requests are sent."""
+        """False while requests are held back for a commit."""
         self.version = 0
-        """The version that draws, or that was being loaded when a commit failed."""
-        self.beginnings = 0
-        """How often versions have begun anew: the weights of a number may be others since."""
+        """The served version, or the one that was being loaded when a commit failed."""
+        self.resets = 0
+        """Number of calls of :meth:`reset_versions`. After each, a version number may stand for other weights."""
         self.keeps_conversations = False
-        """A turn may start from what older weights have read of its conversation."""
+        """Whether a turn may start from keys and values that older weights computed for its conversation."""
         self.turn_reads = TurnReads()
         self._used_tokens: deque[int] = deque([0], maxlen=KEPT_COMMITS)
-        """Tokens of the requests that ended between two commits; the last are those since the last commit."""
+        """Tokens of the requests that ended between two commits; the last entry counts since the last commit."""
         self.clock = BusyClock()
         self.format = RequestFormat(sglang.manager)
         manager = sglang.manager
@@ -113,223 +113,229 @@ class SchedulerRequests:
         self._end = asyncio.ensure_future(self._fail_at_end())
 
     def __len__(self) -> int:
-        """Requests in SGLang."""
+        """Number of requests in SGLang."""
         return len(self._running)
 
     def interrupt(self) -> None:
-        """Tell SGLang to end the running requests: what they drew is ``UNFINISHED``."""
-        for draw in self._running.values():
-            draw.interrupted = True
+        """Have SGLang end all running requests; their completions are ``UNFINISHED``."""
+        for request in self._running.values():
+            request.interrupted = True
         self._sglang.manager.abort_request(abort_all=True)
 
     def reset_versions(self) -> None:
-        """Versions to come are another trainer's. End all requests: nobody wants what they draw any more."""
-        self.version, self.beginnings = 0, self.beginnings + 1
-        for draw in [*self._unsent, *self._running.values()]:
-            self._forget(draw)
-            _settle(draw, GenerationError(ANOTHER_TRAINER))
+        """Fail all requests and start over at version 0: later versions come from another trainer."""
+        self.version, self.resets = 0, self.resets + 1
+        for request in [*self._unsent, *self._running.values()]:
+            self._drop(request)
+            _settle(request, GenerationError(ANOTHER_TRAINER))
 
     def waits(self) -> list[Wait]:
         """What the oldest requests wait for; may be called on any thread."""
         name, found = self._sglang.replica, []
-        for draw in list(self._running.values())[: wait_registry.WAITS_PER_PROCESS]:
-            what = f"tokens after {len(draw.prompt_ids)} others"
-            found.append(Wait(name, what, self._sglang.name, draw.since, math.inf))
-        for draw in list(self._unsent)[:1]:
-            found.append(Wait(name, "a commit to end", self._sglang.name, draw.since, math.inf))
+        for request in list(self._running.values())[: wait_registry.WAITS_PER_PROCESS]:
+            what = f"new tokens after {len(request.prompt_ids)} prompt tokens"
+            found.append(Wait(name, what, self._sglang.name, request.since, math.inf))
+        for request in list(self._unsent)[:1]:
+            found.append(Wait(name, "a commit to end", self._sglang.name, request.since, math.inf))
         return found
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, stream: PartStream) -> Completion:
-        """Send one request to SGLang with all others of this turn; returns what it drew, maybe ``UNFINISHED``."""
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, stream: PartStream) -> Completion:
+        """Send a request to SGLang, with all others of this iteration of the event loop, and await its completion.
+
+        The completion is ``UNFINISHED`` if a commit ended the request.
+        """
         self._sglang.check()
         loop = asyncio.get_running_loop()
-        draw = _Request(prompt_ids, sampling, stream, loop.create_future())
+        request = _Request(prompt_ids, sampling, stream, loop.create_future())
         if not self._unsent and self.serving:
             loop.call_soon(self.send)
-        self._unsent.append(draw)
+        self._unsent.append(request)
         try:
             # waits: for SGLang or its end; the caller of this replica keeps the deadline and knows how long it is
-            return await draw.answer
+            return await request.answer
         except asyncio.CancelledError:
-            self._forget(draw)
+            self._drop(request)
             raise
 
     def send(self) -> None:
-        """Send the requests that wait. The cache's version must be that of the weights, so a commit holds them back."""
+        """Send the waiting requests."""
+        # The version in a request's cache salt must be that of the weights, so a commit holds requests back.
         if not self.serving:
             return
         unsent, self._unsent = self._unsent, []
         batch = []
-        for draw in unsent:
+        for request in unsent:
             request_id = uuid.uuid4().hex
-            seed = draw.sampling.seed
+            seed = request.sampling.seed
             if seed is None and self._seeds is not None:
                 seed = self._seeds.getrandbits(63)
             try:
-                salt = f"{self.beginnings}/{self._cache_version(draw.sampling)}"
-                batch.append(self.format.tokenized(request_id, draw.prompt_ids, draw.sampling, seed, salt))
-            except Exception as error:  # of this request alone
-                _settle(draw, error)
+                salt = f"{self.resets}/{self._cache_version(request.sampling)}"
+                batch.append(self.format.tokenized(request_id, request.prompt_ids, request.sampling, seed, salt))
+            except Exception as error:  # concerns this request alone
+                _settle(request, error)
                 continue
-            self._running[request_id] = draw
+            self._running[request_id] = request
             self.clock.enter()
         if not batch:
             return
         self.idle.clear()
         try:
             self.format.send(batch)
-        except Exception as error:  # a callback of the event loop has nobody to raise it to
-            for request in batch:
-                _settle(self._leave(request.rid), error)
+        except Exception as error:  # this is a callback of the event loop, which would only log the error
+            for tokenized in batch:
+                _settle(self._leave(tokenized.rid), error)
 
     def _cache_version(self, sampling: Sampling) -> int:
-        """The version whose part of the prefix cache a request uses: requests of different ones share nothing.
-
-        A conversation that has moved here from another replica may have begun under a version that comes later here: no
-        conversation that then begins may find what older weights have read.
-        """
+        """The version whose part of the prefix cache a request uses. Requests of different versions share no prefix."""
         began = sampling.conversation_version
+        # A conversation that moved here from another replica may have begun under a version that this replica has yet
+        # to load. Conversations that begin under that version must not find keys and values of older weights.
         return self.version if began is None or not self.keeps_conversations else min(began, self.version)
 
-    def next_mask_tokens(self) -> int:
-        """Tokens of the prefix cache to keep in the commit that comes now.
+    def next_retained_tokens(self) -> int:
+        """How many tokens of the prefix cache, the most recently used ones, the commit that starts now retains.
 
-        No entry that has been used within :data:`KEPT_COMMITS` commits is among the others, which were used longer ago.
-        0 if conversations do not keep what was read, or none has had a second turn yet.
+        They include every entry that was used within the last :data:`KEPT_COMMITS` commits. 0 if conversations do not
+        continue from keys and values of older weights, or none has had a second turn yet.
         """
-        kept = sum(self._used_tokens) if self.keeps_conversations and self.turn_reads.prompt_tokens else 0
+        retained = sum(self._used_tokens) if self.keeps_conversations and self.turn_reads.prompt_tokens else 0
         self._used_tokens.append(0)
-        return kept
+        return retained
 
-    def _forget(self, draw: _Request) -> None:
-        """Nobody waits for it any more: have SGLang end it."""
-        if draw in self._unsent:
-            self._unsent.remove(draw)
-        for request_id in [known for known, running in self._running.items() if running is draw]:
+    def _drop(self, request: _Request) -> None:
+        """Remove a request that nobody waits for any more, and have SGLang end it."""
+        if request in self._unsent:
+            self._unsent.remove(request)
+        for request_id in [key for key, running in self._running.items() if running is request]:
             self._leave(request_id)
             self._sglang.manager._dispatch_to_scheduler(io_structs().AbortReq(rid=request_id))
 
     def _leave(self, request_id: str) -> _Request:
-        draw = self._running.pop(request_id)
+        request = self._running.pop(request_id)
         self.clock.leave()
         if not self._running:
             self.idle.set()
-        return draw
+        return request
 
     async def _fail_at_end(self) -> None:
         """When the engine ends, fail all requests: SGLang would leave them waiting forever."""
         reason = await self._sglang.ended()  # waits: as long as the engine lives
-        draws, self._unsent = [*self._unsent, *self._running.values()], []
+        requests, self._unsent = [*self._unsent, *self._running.values()], []
         for request_id in list(self._running):
             self._leave(request_id)
-        for draw in draws:
-            _settle(draw, EngineStopped(reason))
+        for request in requests:
+            _settle(request, EngineStopped(reason))
 
-    # ---- what SGLang reports -----------------------------------------------------------------------------------------
+    # ---- outputs of SGLang -------------------------------------------------------------------------------------------
 
     async def _on_output(self, handle: Callable[[Any], Awaitable[None]], output: Any) -> None:
-        """Take what SGLang's scheduler reports of requests from here; ``handle`` is SGLang's own way, for any others.
+        """Read a message of SGLang's scheduler about requests sent from here.
 
-        SGLang's own streaming would send and handle the first token of every request by itself.
+        Args:
+            handle: SGLang's own handler, for all other requests. Its streaming would send and handle the first token of
+                every request separately.
+            output: the message.
         """
-        if self._running:  # else all are SGLang's own, maybe of another form
+        if self._running:  # else all requests are SGLang's own, and the message may have another form
             sides = take_side_channel(output)
             for index, request_id in enumerate(output.rids):
-                draw = self._running.get(request_id)
-                if draw is not None:
-                    self._take(output, index, request_id, draw, sides[index])
-        wait_registry.progress("tokens drawn")
+                request = self._running.get(request_id)
+                if request is not None:
+                    self._take(output, index, request_id, request, sides[index])
+        wait_registry.progress("tokens sampled")
         if self._sglang.manager.rid_to_state:
             await handle(output)  # waits: for nothing but the event loop
 
-    def _take(self, output: Any, index: int, request_id: str, draw: _Request, side: SideChannel) -> None:
-        """Read one request's share of a message. Its error is its own: SGLang would end this process for it."""
+    def _take(self, output: Any, index: int, request_id: str, request: _Request, side: SideChannel) -> None:
+        """Read one request's share of a message. An error fails this request only: if it were raised, SGLang would end
+        this process."""
         finished = output.finished_reasons[index]
         try:
-            if side.error is not None and draw.error is None:
-                draw.error = side.error
-            reason = read_reason(finished, draw.interrupted)
-            if draw.error is None:
-                self._add_part(to_part(output, index, side, reason), draw, finished is not None)
+            if side.error is not None and request.error is None:
+                request.error = side.error
+            reason = read_reason(finished, request.interrupted)
+            if request.error is None:
+                self._add_part(to_part(output, index, side, reason), request, finished is not None)
         except GenerationError as error:
-            draw.error = draw.error or error
+            request.error = request.error or error
         if finished is not None:
-            began = draw.sampling.conversation_version
-            self._used_tokens[-1] += len(draw.prompt_ids) + output.completion_tokens[index]
+            began = request.sampling.conversation_version
+            self._used_tokens[-1] += len(request.prompt_ids) + output.completion_tokens[index]
             if began is not None:
-                cached_tokens = min(output.cached_tokens[index], len(draw.prompt_ids))
-                self.turn_reads.add(len(draw.prompt_ids), cached_tokens, began < self.version)
+                cached_tokens = min(output.cached_tokens[index], len(request.prompt_ids))
+                self.turn_reads.add(len(request.prompt_ids), cached_tokens, began < self.version)
             self._finish(self._leave(request_id), side)
 
-    def _add_part(self, part: Completion, draw: _Request, last: bool) -> None:
-        if draw.sampling.truncated and len(part.token_ids) and part.sampling_masks is None:
-            raise GenerationError("SGLang reported no kept sets, though it was asked for them")
-        draw.parts.append(part)
+    def _add_part(self, part: Completion, request: _Request, last: bool) -> None:
+        if request.sampling.truncated and len(part.token_ids) and part.sampling_masks is None:
+            raise GenerationError("SGLang reported no sampling masks, although the request asked for them")
+        request.parts.append(part)
         if not last and len(part.token_ids):
-            draw.stream.send(part)
+            request.stream.send(part)
 
-    def _finish(self, draw: _Request, side: SideChannel) -> None:
-        """SGLang is done with a request."""
-        if draw.error is not None:
-            _settle(draw, draw.error)
+    def _finish(self, request: _Request, side: SideChannel) -> None:
+        """Answer a request that SGLang has finished."""
+        if request.error is not None:
+            _settle(request, request.error)
             return
-        completion = join_parts(draw.parts, draw.parts[-1].finish_reason)
-        routes_from = draw.sampling.expert_routes_from
+        completion = join_parts(request.parts, request.parts[-1].finish_reason)
+        routes_from = request.sampling.expert_routes_from
         if self._route_format is not None and routes_from is not None and side.expert_routes is not None:
-            rows = len(draw.prompt_ids) + len(completion.token_ids) - 1 - routes_from
+            rows = len(request.prompt_ids) + len(completion.token_ids) - 1 - routes_from
             try:
                 completion = replace(completion, expert_routes=self._route_format.read(side.expert_routes, rows))
             except GenerationError as error:
-                _settle(draw, error)
+                _settle(request, error)
                 return
-        _settle(draw, completion)
+        _settle(request, completion)
 
     def _on_result(self, dispatch: Callable[[Any], None], result: Any) -> None:
-        """Take the end of a request that SGLang aborts in its own queue, where it has drawn nothing new."""
+        """Answer a request that SGLang aborted in its own queue, where no new tokens were sampled for it."""
         if not isinstance(result, io_structs().AbortReq) or result.rid not in self._running:
             dispatch(result)
             return
-        draw = self._leave(result.rid)
+        request = self._leave(result.rid)
         reason = result.finished_reason or {"type": "abort", "message": result.abort_message}
         try:
-            unfinished = read_reason(reason, draw.interrupted)
+            unfinished = read_reason(reason, request.interrupted)
         except GenerationError as error:
-            _settle(draw, draw.error or error)
+            _settle(request, request.error or error)
             return
-        _settle(draw, draw.error or join_parts(draw.parts or [_nothing_sampled()], unfinished))
+        _settle(request, request.error or join_parts(request.parts or [_nothing_sampled()], unfinished))
 
 
 def _nothing_sampled() -> Completion:
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), UNFINISHED)
 
 
-def _settle(draw: _Request, outcome: Completion | Exception) -> None:
-    if draw.answer.done():  # who waited for it was cancelled
+def _settle(request: _Request, outcome: Completion | Exception) -> None:
+    if request.answer.done():  # its caller was cancelled
         return
     if isinstance(outcome, Exception):
-        draw.answer.set_exception(outcome)
+        request.answer.set_exception(outcome)
     else:
-        draw.answer.set_result(outcome)
+        request.answer.set_result(outcome)
 
 
-# -- what SGLang answers to a request, and to parts of it, as completions ---------------------------------------------
+# -- converting SGLang's outputs to completions -----------------------------------------------------------------------
 
-LOST_SETS = ("outside its captured sampling support", "Sampling support exceeds")
-"""In SGLang's messages where its sampler and its record of the kept set did not agree, or ties made the set too large:
-both may happen to any token on a GPU."""
+MASK_LOST = ("outside its captured sampling support", "Sampling support exceeds")
+"""Parts of SGLang's messages when its sampler and the mask that it recorded disagree, or ties made the mask too large.
+On a GPU either may happen to any token."""
 
 
 @dataclass(slots=True)
 class SideChannel:
-    """What SGLang's scheduler reports of one request beside its tokens, message by message.
+    """Everything but the tokens that SGLang's scheduler reports about one request, message by message.
 
-    It is taken out of the messages, because SGLang would write it as base64 and as lists of Python's integers.
+    It is taken out of the messages because SGLang would encode it as base64 and as lists of Python integers.
     """
 
     sampling_masks: list[SamplingMasks] = field(default_factory=list)
-    """Of the tokens of each message."""
+    """Sampling masks of the tokens in each message."""
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """float32: of the tokens of each message among their kept sets."""
+    """float32: log-probs, within their sampling masks, of the tokens in each message."""
     expert_routes: np.ndarray | None = None
     """int32 [tokens read, all layers, k]; comes with the last message."""
     error: GenerationError | None = None
@@ -337,7 +343,7 @@ class SideChannel:
 
 
 class ExpertRouteFormat:
-    """How expert routes of a model are kept: only of layers with experts, in as few bytes as an expert's index needs.
+    """Compact form of a model's expert routes: only layers with experts, in the smallest dtype for an expert's index.
 
     Args:
         config: the model's ``config.json``.
@@ -354,28 +360,31 @@ class ExpertRouteFormat:
         self.dtype = np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     def read(self, expert_routes: np.ndarray, rows: int) -> np.ndarray:
-        """Convert expert routes as SGLang reports them, int32 [tokens, all layers, k].
+        """Convert expert routes from SGLang's form, int32 [tokens, all layers, k].
 
-        Raises GenerationError if they are not of ``rows`` tokens, or not k experts of this model: then they belong to
-        another sequence, or were not recorded.
+        Raises GenerationError if they do not cover ``rows`` tokens with k distinct experts of this model each: then
+        they belong to another sequence, or were not recorded.
         """
         routes = expert_routes[:, self.layers]
         if len(routes) != rows:
-            raise GenerationError(f"SGLang reported expert routes of {len(routes)} tokens, of {rows} were asked for")
+            raise GenerationError(f"SGLang reported expert routes of {len(routes)} tokens, but {rows} were requested")
         if routes.size and not 0 <= routes.min() <= routes.max() < self.experts:
             raise GenerationError(
-                f"SGLang reported routes by experts {routes.min()} to {routes.max()}, the model has {self.experts}"
+                f"SGLang reported expert indices from {routes.min()} to {routes.max()}, but the model has "
+                f"{self.experts} experts"
             )
         ordered = np.sort(routes, -1)
         if (ordered[..., 1:] == ordered[..., :-1]).any():
-            raise GenerationError("SGLang reported a route that has an expert twice: it did not record all layers")
+            raise GenerationError(
+                "SGLang reported the same expert twice for one token and layer: it did not record all layers"
+            )
         return routes.astype(self.dtype)
 
 
 def take_side_channel(output: Any) -> list[SideChannel]:
-    """Take what is reported beside the tokens out of a message of SGLang's scheduler: one for each of its requests.
+    """Remove everything but the tokens from a message of SGLang's scheduler; returns it for each request.
 
-    An error of one request is in its ``error``: if it was raised here, SGLang would end this process.
+    Errors are stored in :attr:`SideChannel.error`: if they were raised here, SGLang would end this process.
     """
     masks, expert_routes = output.output_token_sampling_mask, output.routed_experts
     output.output_token_sampling_mask = output.routed_experts = None
@@ -394,39 +403,40 @@ def take_side_channel(output: Any) -> list[SideChannel]:
 
 
 def read_reason(reason: dict[str, Any] | None, interrupted: bool = False) -> str:
-    """Read why SGLang ended a request; ``UNFINISHED`` if it did not.
+    """Convert SGLang's finish reason; ``UNFINISHED`` if the request is still running or was interrupted.
 
     Args:
-        reason: SGLang's finish reason.
-        interrupted: the request was aborted on purpose, and is ``UNFINISHED`` too.
+        reason: SGLang's finish reason; None while the request is running.
+        interrupted: whether a commit aborted the request on purpose.
 
-    Raises DrawLost if a token's kept set was not recorded, GenerationError if the request was aborted otherwise.
+    Raises SamplingMaskMissing if a token's sampling mask was not recorded, GenerationError if the request was aborted
+    for another reason.
     """
     if reason is None or (reason["type"] == "abort" and interrupted):
         return UNFINISHED
     if reason["type"] in ("stop", "length"):
         return str(reason["type"])
-    lost = any(words in str(reason.get("message")) for words in LOST_SETS)
-    said = recipe_flags(f"the engine ended the request with {reason}")
-    raise (SamplingMaskMissing if lost else GenerationError)(said)
+    lost = any(words in str(reason.get("message")) for words in MASK_LOST)
+    message = recipe_flags(f"the engine ended the request with {reason}")
+    raise (SamplingMaskMissing if lost else GenerationError)(message)
 
 
 def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED) -> Completion:
-    """Read what one request drew since the last message of SGLang's scheduler; see ``report_versions``.
+    """The tokens that one request sampled since the last message of SGLang's scheduler; see ``report_versions``.
 
     Args:
         output: the message.
-        index: of the request in it.
-        side: of this message.
-        reason: of :func:`read_reason`.
+        index: the request's index in the message.
+        side: the rest of what this message reports about the request.
+        reason: the result of :func:`read_reason`.
 
-    Raises GenerationError if a token has no log-prob, version or kept set.
+    Raises GenerationError if a token has no log-prob, version or sampling mask.
     """
     tokens = np.array(output.output_ids[index], np.int32)
     # An aborted request may come with a log-prob and no token.
     logprobs = np.array(output.output_token_logprobs_val[index] if len(tokens) else (), np.float32)
     if len(logprobs) != len(tokens):
-        raise GenerationError(f"SGLang reported log-probs of {len(logprobs)} tokens, {len(tokens)} were drawn")
+        raise GenerationError(f"SGLang reported log-probs of {len(logprobs)} tokens, but sampled {len(tokens)}")
     count = output.completion_tokens[index]
     first = count - len(tokens)
     versions = np.full(len(tokens), -1, np.int32)
@@ -434,14 +444,14 @@ def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED
     for span in spans or ():
         versions[max(0, span.start - first) : max(0, span.end - first)] = int(span.version)
     if len(tokens) and versions.min() < 0:
-        raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {spans}")
+        raise GenerationError(f"SGLang reported no version for some of {len(tokens)} tokens: {spans}")
     return _completion(tokens, logprobs, versions, reason, side)
 
 
 def _completion(
     tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: str, side: SideChannel | None
 ) -> Completion:
-    """With kept sets, log-probs are those among them: that is how the tokens were drawn."""
+    # With sampling masks, log-probs are those within the masks: the tokens were sampled from that distribution.
     if side is None or not side.sampling_masks:
         return Completion(tokens, logprobs, versions, reason)
     sampling_masks, logprobs = SamplingMasks.join(side.sampling_masks), np.concatenate(side.logprobs)
@@ -455,15 +465,15 @@ def _check_sampling_masks(tokens: Sequence[int] | np.ndarray, sampling_masks: Sa
             f"SGLang reported sampling masks of {len(sampling_masks.counts)} tokens, but sampled {len(tokens)}"
         )
     matches = sampling_masks.ids == np.repeat(tokens, sampling_masks.counts)
-    if matches.sum() != len(tokens):  # ids of a set differ, so each has one match at most
-        raise GenerationError("SGLang reported kept sets without the token that was drawn from them")
+    if matches.sum() != len(tokens):  # the ids of a mask are distinct, so each mask has one match at most
+        raise GenerationError("SGLang reported a sampling mask that does not contain the sampled token")
 
 
-# -- how long an engine was busy --------------------------------------------------------------------------------------
+# -- the busy time of an engine ---------------------------------------------------------------------------------------
 
 
 class BusyClock:
-    """Seconds in which at least one request was in the engine and no commit was going on."""
+    """Counts the seconds in which at least one request was in the engine and no commit was in progress."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -483,7 +493,7 @@ class BusyClock:
 
     @property
     def request_seconds(self) -> float:
-        """Those seconds, each counted once for every request that was in the engine."""
+        """Busy seconds, each multiplied by the number of requests in the engine."""
         self._count()
         return self._request_seconds
 
@@ -504,7 +514,7 @@ class BusyClock:
         self._paused = False
 
     def _count(self) -> None:
-        """Add the time since the last call, in which nothing has changed."""
+        """Add the time since the last call. The number of requests was constant in it."""
         now = time.perf_counter()
         if not self._paused and self._requests:
             self._total += now - self._since
@@ -512,27 +522,27 @@ class BusyClock:
         self._since = now
 
 
-# -- requests in the form that SGLang's scheduler takes, made with less work than SGLang's own ------------------------
-# SGLang turns a request into that form in some twenty steps, most of them for features that are not used here. Here
-# it does so once for each kind of sampling; a later request of the kind is a copy of that one with its own ids,
-# tokens, seed and length. The checks that depend on a request's length are still SGLang's.
+# -- converting requests to the form of SGLang's scheduler ------------------------------------------------------------
+# SGLang converts a request in some twenty steps, most of them for features that are not used here. Here SGLang
+# converts only the first request with given sampling settings. Later ones copy it and set their own id, tokens, seed
+# and length. The checks that depend on a request's length are still SGLang's.
 
 MAX_KINDS = 64
-"""Kinds of sampling that are remembered; a run has two or three."""
+"""Cached kinds of requests (distinct sampling settings); a run has two or three."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the requests of one kind of sampling have in common."""
+    """The template for requests with the same sampling settings."""
 
     request: Any
-    """SGLang's ``GenerateReqInput``, for its checks."""
+    """SGLang's ``GenerateReqInput``, for SGLang's checks."""
     tokenized: Any
-    """SGLang's ``TokenizedGenerateReqInput``, to be copied."""
+    """SGLang's ``TokenizedGenerateReqInput``, which is copied for each request."""
 
 
 class RequestFormat:
-    """Makes requests for the scheduler of one engine.
+    """Builds requests for the scheduler of one engine.
 
     Args:
         manager: SGLang's tokenizer manager.
@@ -542,21 +552,21 @@ class RequestFormat:
         self._manager = manager
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
         self.lora: tuple[str, str] | None = None
-        """SGLang's name and id of the LoRA adapter that requests ask for, if they do."""
+        """SGLang's name and id of the LoRA adapter that requests use; None without LoRA."""
 
     def tokenized(
         self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int | None, salt: str
     ) -> Any:
-        """A request as the scheduler takes it.
+        """A request in the form that SGLang's scheduler takes.
 
         Args:
-            request_id: unique among those that are under way.
-            prompt_ids: at least one.
-            sampling: how to draw; its own seed is not looked at.
-            seed: of the draws; None draws freely.
-            salt: requests with different ones share no prefix of the cache.
+            request_id: unique among the requests in flight.
+            prompt_ids: at least one id.
+            sampling: sampling settings; their seed is ignored in favour of ``seed``.
+            seed: seed of the sampling noise; None samples without a seed.
+            salt: requests with different salts share no prefix in the cache.
 
-        Raises GenerationError with SGLang's words if it refuses the request.
+        Raises GenerationError with SGLang's message if SGLang refuses the request.
         """
         try:
             kind = self._kind(prompt_ids, sampling)
@@ -588,7 +598,7 @@ class RequestFormat:
         return kind
 
     def _make_kind(self, prompt_ids: list[int], sampling: Sampling) -> _Kind:
-        """Have SGLang make the first request of a kind, as its ``generate_request`` does."""
+        """Have SGLang convert the first request of a kind, as its ``generate_request`` does."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._manager
@@ -609,17 +619,17 @@ class RequestFormat:
             tokenized = manager._create_tokenized_object(request, None, prompt_ids)
         finally:
             del manager.rid_to_state[request.rid]
-        tokenized.time_stats = None  # of this request alone; the scheduler makes its own
+        tokenized.time_stats = None  # belongs to this request alone; the scheduler creates its own
         return _Kind(request, tokenized)
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters of a request, but for its seed."""
+    """SGLang's sampling parameters of a request, without the seed."""
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # SGLang switches all stop tokens on or off at once. With them on, the model's own end token stops too.
+        # SGLang can only switch all stop tokens on or off. With them on, the model's own end tokens stop, too.
         "ignore_eos": not sampling.stop_token_ids,
     }
     if sampling.truncated:
@@ -627,36 +637,38 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-# -- the requests of one engine: tokens in, tokens out with log-probs and versions, across commits --------------------
-# A request keeps going across a commit, and each of its tokens carries the version that drew it. The prefix cache is
-# separate for each version: a conversation that begins after a commit never starts from keys and values of older
-# weights. One that began in the last moment before the commit may, like a sequence that was running already. Where
-# running sequences keep their keys and values across commits, conversations do between their turns: later turns
-# belong to the version of the first one. Elsewhere they are read anew.
+# -- the requests of one engine, across commits -----------------------------------------------------------------------
+# A request continues across commits, and each of its tokens carries the version that sampled it. Each version has its
+# own part of the prefix cache, so a conversation that begins after a commit never starts from keys and values of older
+# weights. One that began just before the commit may, like a sequence that was already running. Where running sequences
+# keep their keys and values across commits (``continue``), so do conversations between their turns: later turns use the
+# part of the version of the first turn. Otherwise their keys and values are computed again.
 
 
 class EngineRequests:
-    """Passes on what requests draw, and holds new ones back while a commit goes on.
+    """Answers the requests of one engine, and holds new ones back during commits.
 
     Args:
         sglang: the engine.
-        places: requests in SGLang at once; None is as many as it decodes at once. Others wait here and not in SGLang,
-            where one that waits across a commit would start from the prefix cache of the version at which it came.
-        route_format: of the model's expert routes, if the engine reports them.
-        keeps_conversations: turns after a commit may start from what older weights have read of their conversation.
-        seeds: for requests without one; None leaves them without.
+        slots: most requests in SGLang at once; None is as many as it decodes at once. Further requests wait here and
+            not in SGLang, where a request that waits across a commit would use the prefix cache of the version under
+            which it arrived.
+        keeps_conversations: whether turns after a commit may start from keys and values that older weights computed for
+            their conversation.
+        route_format: format of the model's expert routes; None if the engine does not report routes.
+        seeds: source of seeds for requests without one; None leaves these requests unseeded.
     """
 
     def __init__(
         self,
         sglang: SglangEngine,
-        places: int | None,
+        slots: int | None,
         keeps_conversations: bool,
         route_format: ExpertRouteFormat | None = None,
         seeds: random.Random | None = None,
     ) -> None:
         self._sglang = sglang
-        self._places = asyncio.Semaphore(sglang.running_requests if places is None else places)
+        self._slots = asyncio.Semaphore(sglang.running_requests if slots is None else slots)
         self._route_format = route_format
         self._seeds = seeds
         self._scheduler = SchedulerRequests(sglang, route_format, seeds)
@@ -666,7 +678,7 @@ class EngineRequests:
 
     @property
     def version(self) -> int:
-        """The version that draws, or that was being loaded when a commit failed."""
+        """The served version, or the one that was being loaded when a commit failed."""
         return self._scheduler.version
 
     @version.setter
@@ -675,16 +687,16 @@ class EngineRequests:
 
     @property
     def clock(self) -> BusyClock:
-        """How long requests were in SGLang."""
+        """Busy time of the engine."""
         return self._scheduler.clock
 
     @property
     def turn_reads(self) -> TurnReads:
-        """What was read for turns that continue a conversation, since the start."""
+        """Prompt tokens of turns that continue a conversation, since the start."""
         return self._scheduler.turn_reads
 
     def use_lora(self, name: str, lora_id: str) -> None:
-        """From now on ask for a LoRA adapter, by SGLang's name and id of it."""
+        """Use a LoRA adapter, given by SGLang's name and id, for all further requests."""
         self._scheduler.format.lora = name, lora_id
 
     def waits(self) -> list[Wait]:
@@ -697,18 +709,20 @@ class EngineRequests:
         stream = PartStream(on_part)
         parts: list[Completion] = []
         sampled_ids: list[int] = []
-        rest, beginnings = sampling, self._scheduler.beginnings
-        async with self._places:
+        rest, resets = sampling, self._scheduler.resets
+        async with self._slots:
             while True:
-                if self._scheduler.beginnings != beginnings:
+                if self._scheduler.resets != resets:
                     raise GenerationError(ANOTHER_TRAINER)
-                part = await self._scheduler.draw(prompt_ids + sampled_ids if sampled_ids else prompt_ids, rest, stream)
+                part = await self._scheduler.generate(
+                    prompt_ids + sampled_ids if sampled_ids else prompt_ids, rest, stream
+                )
                 parts.append(part)
                 self.generated_tokens += len(part.token_ids)
                 reason: str | None = part.finish_reason
                 if reason == UNFINISHED:
                     sampled_ids += part.token_ids.tolist()
-                    # The step that ended it may have drawn its last token.
+                    # The step that ended the request may have sampled its last token.
                     reason = finish_reason_of(sampled_ids, sampling, self._stop_ids(sampling))
                 if reason is not None:
                     self.finished_requests += 1
@@ -723,17 +737,17 @@ class EngineRequests:
 
     # ---- for commits -------------------------------------------------------------------------------------------------
 
-    def next_mask_tokens(self) -> int:
-        """Tokens of the prefix cache to keep in the commit that comes now: what requests have used of late."""
-        return self._scheduler.next_mask_tokens()
+    def next_retained_tokens(self) -> int:
+        """See :meth:`SchedulerRequests.next_retained_tokens`."""
+        return self._scheduler.next_retained_tokens()
 
     @property
     def running(self) -> int:
-        """Requests in SGLang."""
+        """Number of requests in SGLang."""
         return len(self._scheduler)
 
     def hold_new(self) -> None:
-        """Send no request to SGLang until :meth:`serve`."""
+        """Send no requests to SGLang until :meth:`serve`."""
         self._scheduler.serving = False
 
     def serve(self) -> None:
@@ -742,28 +756,28 @@ class EngineRequests:
         self._scheduler.send()
 
     def reset_versions(self) -> None:
-        """Versions to come are another trainer's: see :meth:`monarch_rl.generator.engine.Engine.reset_versions`."""
+        """See :meth:`monarch_rl.generator.engine.Engine.reset_versions`."""
         self._scheduler.reset_versions()
 
     def interrupt_running(self) -> None:
-        """Tell SGLang to end the running requests; each is resumed from what it drew once requests are sent again."""
+        """Have SGLang end the running requests; each resumes from its sampled tokens after :meth:`serve`."""
         self._scheduler.interrupt()
 
     async def wait_until_idle(self) -> None:
-        """Return when no request is in SGLang."""
+        """Wait until no request is in SGLang."""
         await self._scheduler.idle.wait()  # waits: the commit has a deadline for it
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what SGLang would end its scheduler for, or ignore."""
+        """Refuse settings that SGLang would ignore, or for which it would end its scheduler."""
         if sampling.expert_routes_from is not None and self._route_format is None:
             raise GenerationError("expert routes are asked for, but the engine was not started to report them")
         if sampling.min_p and (sampling.seed is not None or self._seeds is not None):
-            raise GenerationError("SGLang draws with min_p only without a seed")
+            raise GenerationError("SGLang supports min_p only without a seed: leave out one of the two")
 
     def _stop_ids(self, sampling: Sampling) -> set[int]:
-        """The ids that end a request, as ``sampling_params`` asks SGLang for it."""
+        """All ids that end a request with the parameters of :func:`sampling_params`."""
         if not sampling.stop_token_ids:
             return set()
         return set(sampling.stop_token_ids) | self._sglang.manager.model_config.hf_eos_token_id

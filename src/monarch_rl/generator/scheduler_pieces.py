@@ -1,7 +1,7 @@
-"""What a scheduler's GPU has not ended yet, told to the generator's process by shared memory: see ``device_work.py``.
+"""Reports the current GPU operation of each SGLang scheduler to the generator's process: see ``device_work.py``.
 
-SGLang's schedulers have no monitor. Each writes, for every batch that it decodes or extends, what is under way and
-since when; the generator's monitor reads it at any time. Nothing of this is done on a CPU.
+SGLang's schedulers have no monitor. For every batch, each scheduler writes the current operation and its start time to
+shared memory, where the generator's monitor can read it at any time. None of this runs on a CPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from monarch_rl.weights.area import Area, attach
 VARIABLE = "MONARCH_RL_SCHEDULER_PIECES"
 """Handle of the shared memory, in hexadecimal digits, for the engine's schedulers. Not for users."""
 _FORMAT = struct.Struct("<dd112s")
-"""Since when, limit, what; all 0 where nothing is under way."""
+"""Start time, limit and description of an operation; all 0 if there is none."""
 
 
 class SchedulerOperations:
-    """The generator's end. Makes the memory, and sets the environment that schedulers are started with.
+    """The generator's end. Creates the shared memory, and sets the environment variable for the schedulers.
 
     Args:
-        ranks: engine ranks, each with a scheduler.
+        ranks: number of engine ranks; each has a scheduler.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -35,38 +35,38 @@ class SchedulerOperations:
         os.environ[VARIABLE] = self._area.handle.hex()
 
     def reader(self, rank: int) -> Callable[[], GpuOperation | None]:
-        """A function that returns what the GPU of ``rank`` has not ended. It keeps the memory."""
+        """A function that returns the current GPU operation of ``rank``. It keeps the shared memory alive."""
         return partial(self._read, rank)
 
     def _read(self, rank: int) -> GpuOperation | None:
         since, limit_s, what = _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)
         if not since or _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)[0] != since:
-            return None  # it is being written, so the scheduler goes on
+            return None  # the entry is being written, so the scheduler is not hung
         return GpuOperation(what.rstrip(b"\0").decode(errors="replace"), since, limit_s)
 
 
-def _write(memory: memoryview, rank: int, piece: GpuOperation | None) -> None:
-    since, limit_s, what = (piece.since, piece.limit_s, piece.what) if piece is not None else (0.0, 0.0, "")
+def _write(memory: memoryview, rank: int, current: GpuOperation | None) -> None:
+    since, limit_s, what = (current.since, current.limit_s, current.what) if current is not None else (0.0, 0.0, "")
     struct.pack_into("<d", memory, rank * _FORMAT.size, 0.0)
     struct.pack_into("<d112s", memory, rank * _FORMAT.size + 8, limit_s, what.encode()[:112])
     struct.pack_into("<d", memory, rank * _FORMAT.size, since)
 
 
 def install(scheduler_class: Any) -> None:
-    """Have SGLang's ``Scheduler`` in this process write its pieces, if its engine's process has asked for it."""
+    """Have SGLang's ``Scheduler`` in this process report its GPU operations, if the engine's process asks for it."""
     handle = os.environ.get(VARIABLE)
     if handle is None:
         return
     memory = attach(bytes.fromhex(handle)).numpy().data
-    for name, told in (("run_batch", run_batch), ("process_batch_result", process_batch_result), ("on_idle", on_idle)):
-        setattr(scheduler_class, name, partialmethod(told, getattr(scheduler_class, name)))
+    for name, hook in (("run_batch", run_batch), ("process_batch_result", process_batch_result), ("on_idle", on_idle)):
+        setattr(scheduler_class, name, partialmethod(hook, getattr(scheduler_class, name)))
     init = scheduler_class.__init__
 
-    def made(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_report(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         init(scheduler, *args, **kwargs)
         device_work.use_device("accelerator", partial(_write, memory, _rank()))
 
-    scheduler_class.__init__ = made
+    scheduler_class.__init__ = init_and_report
 
 
 def _rank() -> int:
@@ -76,7 +76,8 @@ def _rank() -> int:
 
 
 def run_batch(scheduler: Any, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Scheduler.run_batch``, which launches a batch and, with overlap, returns before its end."""
+    """Replaces ``Scheduler.run_batch``, which launches a batch and, with the overlap scheduler, returns before it
+    ends."""
     work = device_work.work()
     if work is not None and work.piece is None:
         _begin(work, batch)
@@ -84,7 +85,7 @@ def run_batch(scheduler: Any, original: Callable[..., Any], batch: Any, *args: A
 
 
 def process_batch_result(scheduler: Any, original: Callable[..., None], batch: Any, result: Any) -> None:
-    """Replaces ``Scheduler.process_batch_result``, which waits for a batch. Another one may be launched by then."""
+    """Replaces ``Scheduler.process_batch_result``, which waits for a batch. By then another one may be running."""
     original(scheduler, batch, result)
     work = device_work.work()
     if work is None:
@@ -97,7 +98,7 @@ def process_batch_result(scheduler: Any, original: Callable[..., None], batch: A
 
 
 def on_idle(scheduler: Any, original: Callable[..., None]) -> None:
-    """Replaces ``Scheduler.on_idle``: nothing is under way, whatever became of the last batch."""
+    """Replaces ``Scheduler.on_idle``: no operation is running, whatever happened to the last batch."""
     work = device_work.work()
     if work is not None and work.piece is not None:
         work.cancel()
@@ -106,7 +107,7 @@ def on_idle(scheduler: Any, original: Callable[..., None]) -> None:
 
 def _begin(work: device_work.DeviceWork, batch: Any) -> None:
     mode = getattr(batch, "forward_mode", None)
-    if mode is None:  # results that a pause has read
+    if mode is None:  # placeholder for results that a pause has processed: see scheduler_process.py
         work.end()
     elif mode.is_decode():
         work.begin("a step of decoding", len(batch.reqs))

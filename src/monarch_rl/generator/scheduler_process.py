@@ -1,4 +1,7 @@
-"""The first lines of SGLang's scheduler process. Imports nothing heavy: it runs before SGLang is imported there."""
+"""Entry point of SGLang's scheduler process, with monarch_rl's changes to the scheduler.
+
+Must not import anything heavy: it runs before SGLang is imported in that process.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ ENGINE_PRELOAD = "engine"
 
 
 class SchedulerTarget:
-    """What ``multiprocessing`` calls in the new process instead of SGLang's own function.
+    """The function that ``multiprocessing`` calls in the new process, in place of SGLang's own.
 
-    SGLang ties a scheduler's life to its parent's too, but only after some ten seconds of imports. Here the tie
-    is made while this object is unpickled, before the arguments, and with them SGLang, are imported.
+    SGLang, too, makes a scheduler die with its parent, but only after some ten seconds of imports. Here this is set up
+    while the object is unpickled, before the arguments are, and with them SGLang is imported.
 
     Args:
-        errors: gets what the scheduler fails with.
+        errors: receives the error that ends the scheduler.
     """
 
     def __init__(self, errors: ErrorFile) -> None:
@@ -40,7 +43,7 @@ class SchedulerTarget:
 
     @staticmethod
     def run(*args: Any, **kwargs: Any) -> None:
-        """What runs in the new process."""
+        """Run the scheduler, in the new process."""
         run_scheduler(*args, **kwargs)
 
 
@@ -55,13 +58,13 @@ def _in_new_process(parent: int, run: Callable[..., None], errors: Any) -> Calla
 def _run(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     try:
         run(*args, **kwargs)
-    except Exception as error:  # SGLang catches its own: see _exit_on_sigquit
+    except Exception as error:  # SGLang catches errors of its scheduler itself: see _exit_on_sigquit
         error_file.record(error)
         raise
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler with all that monarch_rl changes in it, until the engine ends."""
+    """Run SGLang's scheduler with all of monarch_rl's changes, until the engine ends."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -72,7 +75,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler with what it must report and refuse, and no more: the yardstick of its speed."""
+    """Run SGLang's scheduler with only the changes that correctness needs: the baseline for speed comparisons."""
     import psutil
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
@@ -90,12 +93,12 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     serve_own_address_only()
     leave_no_files()
     remember_managers()
-    # SGLang reads it when this module is imported: in a forked process before the engine has said what it is.
+    # SGLang reads this when the module is imported, which a forked process does before the engine sets the variable.
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     tempered.install()
-    scheduler_pieces.install(Scheduler)  # before the next lines: not for results that a pause has read
+    scheduler_pieces.install(Scheduler)  # before the next lines, so that it sees no results that a pause has processed
     Scheduler.pause_generation = partialmethod(pause_generation, Scheduler.pause_generation)
     Scheduler.process_batch_result = partialmethod(process_batch_result, Scheduler.process_batch_result)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)
@@ -106,7 +109,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
 def report_versions(self: Any, original: Any, *, req: Any) -> None:
     """Replaces SGLang's ``_GenerationStreamAccumulator.accept``, which adds a request to a message.
 
-    SGLang reports the versions that drew a request's tokens only with the last of them.
+    Adds the versions that sampled the request's tokens; SGLang itself reports them only with the last token.
     """
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
@@ -121,8 +124,11 @@ def report_versions(self: Any, original: Any, *, req: Any) -> None:
 
 
 def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
-    """Exit instead of ending the parent by SIGQUIT, silently, which SGLang's scheduler does after an exception: the
-    parent notices its end."""
+    """Replaces ``psutil.Process.send_signal``: on SIGQUIT, end this process instead of the parent.
+
+    After an exception SGLang's scheduler silently ends its parent by SIGQUIT. Here the parent notices that the
+    scheduler has ended.
+    """
     if number != signal.SIGQUIT:
         original(self, number)
         return
@@ -134,67 +140,69 @@ def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
 
 
 def _without_bar(self: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Hide the progress bar under which weights load: it would tear the run's own display."""
+    """Disable the progress bar of weight loading, which would disturb the run's own display."""
     original(self, *args, **kwargs | {"disable": True})
 
 
 def quiet_imports() -> None:
-    """Silence all but errors: SGLang warns of every accelerator that is not there, and Monarch logs from INFO on."""
+    """Silence everything but errors: SGLang warns about every missing accelerator, and Monarch logs at INFO level."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    # multiprocessing's tracker of semaphores warns when an actor's process ends without the interpreter's exit;
-    # it is started with these options.
+    # multiprocessing's resource tracker, which is started with these options, would warn whenever an actor's process
+    # ends without a regular exit of the interpreter.
     option = "ignore:resource_tracker:UserWarning"
     if option not in sys.warnoptions:
         sys.warnoptions.append(option)
 
 
 def few_models() -> None:
-    """Have this process and those it starts import few of SGLang's models; see ``sglang_models``."""
+    """Have this process and its children import only a few of SGLang's models; see ``sglang_models``."""
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "monarch_rl.generator.sglang_models")
 
 
-# -- at a commit the overlap scheduler first reads the results of the step that is under way --------------------------
-# With an accelerator SGLang launches a step, and handles the results of the step before it meanwhile. Its pause for a
-# commit leaves the launched step as it is: new weights would be copied over those that the step reads, and the tokens
-# that it draws, which no request has yet, would count as drawn by the new version. Here the pause reads those results
-# first. That waits for the step, which has to end anyway, and every token gets the version that drew it.
+# -- pausing the overlap scheduler: process the results of the running step before a commit ---------------------------
+# With an accelerator SGLang launches a step, and meanwhile processes the results of the previous step. Its own pause
+# ignores the launched step: new weights would overwrite those that the step reads, and the tokens that it samples,
+# which no request has yet, would be attributed to the new version. Here the pause processes those results first. It has
+# to wait for the step, which must end anyway, and every token is attributed to the version that sampled it.
 #
-# The event loop expects the results of its last step in a queue and would wait for them after the pause. An entry
-# that says that they have been read takes their place. Its batch has no requests: SGLang leaves those of the queued
-# batch out of the next step if one more token would end them.
+# The event loop expects the results of its last step in a queue, and would wait for them after the pause. So they are
+# replaced by a placeholder. Its batch has no requests, because SGLang leaves the requests of the queued batch out of
+# the next step if one more token would end them.
 #
-# All of this does nothing where the overlap scheduler is off, as on CPUs.
+# Without the overlap scheduler, as on CPUs, none of this has an effect.
 
-_READ = object()
-"""In place of results that have been read."""
+_PROCESSED = object()
+"""Placeholder for results that have been processed."""
 
 
 def pause_generation(scheduler: Any, original: Callable[..., None], request: Any) -> None:
-    """Replaces ``Scheduler.pause_generation``, whose mode ``retract`` reads the results by itself."""
+    """Replaces ``Scheduler.pause_generation``, which processes the results itself only in mode ``retract``."""
     if request.mode == "in_place":
         for _ in range(len(scheduler.result_queue)):
             scheduler.process_batch_result(*scheduler.result_queue.popleft())
-            scheduler.result_queue.append((SimpleNamespace(reqs=[]), _READ))
+            scheduler.result_queue.append((SimpleNamespace(reqs=[]), _PROCESSED))
     original(scheduler, request)
 
 
 def process_batch_result(scheduler: Any, original: Callable[..., None], batch: Any, result: Any) -> None:
-    """Replaces ``Scheduler.process_batch_result``."""
-    if result is not _READ:
+    """Replaces ``Scheduler.process_batch_result``: skip the placeholder of a pause."""
+    if result is not _PROCESSED:
         original(scheduler, batch, result)
 
 
-# -- no file of SGLang's scheduler stays in /dev/shm when it is killed: none has a name there -------------------------
-# Engines are ended by killing their processes, which runs none of SGLang's own removals.
+# -- leaving no files in /dev/shm: SGLang's own clean-up does not run, because engines are ended by a kill ------------
 
 
 def leave_no_files() -> None:
-    """Have the scheduler of this process keep no file in /dev/shm. Raises RuntimeError if SGLang is another one."""
+    """Have the scheduler of this process leave no named file in /dev/shm.
+
+    Raises RuntimeError if SGLang's version is not the expected one.
+    """
     from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
     from sglang.srt.managers import scheduler
 
-    # ``sglang_loads_*``: load figures for the router of several schedulers, which an engine here does not have.
+    # ``sglang_loads_*``: load metrics for a router of several schedulers, which engines here do not have.
     check_parameters(scheduler.create_load_snapshot_writer, "port_args dp_size dp_rank publish_interval")
     scheduler.create_load_snapshot_writer = _no_writer
     # ``sgl_shm_mq_*``: 24 MiB through which the ranks of an engine send each other messages.
@@ -207,10 +215,10 @@ def _no_writer(*_: Any, **__: Any) -> None:
 
 
 def _without_name(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove the name of a queue's memory once all ranks have opened it: it goes with the last of them."""
+    """Unlink a queue's shared memory once all ranks have opened it, so that it is freed with the last of them."""
 
     def create_without_name(*args: Any, **kwargs: Any) -> Any:
-        queue = create(*args, **kwargs)  # returns when all ranks have
+        queue = create(*args, **kwargs)  # returns when all ranks have opened it
         ring = getattr(queue, "buffer", None)
         if ring is not None and ring.is_creator:
             ring.shared_memory.unlink()

@@ -1,4 +1,4 @@
-"""Settings of the generators, and what SGLang is started with."""
+"""Settings of the generators, and the SGLang arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -25,60 +25,60 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """The generator replicas and their SGLang engines."""
 
     replicas: Annotated[int, Range(1, 100_000)] = 2
-    """Engines, one process mesh each, each with a whole copy of the model; more draw more tokens."""
+    """Engines, one process mesh each, each with a whole copy of the model. More replicas generate more tokens/s."""
     tp: Annotated[int, Range(1, 1024)] = 1
-    """Engine ranks of a replica (tensor parallel), each with a device of its own and a part of every layer. More fit a
-    larger model and decode a sequence faster, at the cost of messages between them in each layer. It divides heads."""
+    """Engine ranks per replica (tensor parallel), each with its own device and a shard of every layer. More ranks fit a
+    larger model and decode a sequence faster, but communicate in each layer. Must divide the number of heads."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that is served. `auto` is bfloat16 on a GPU, which has no other, and float32 on a CPU, which is slow in
+    """Served dtype. `auto` is bfloat16 on a GPU, which supports no other, and float32 on a CPU, which is slow in
     bfloat16."""
     context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
-    """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
+    """Maximum tokens of prompt and answer together; 0 takes the model's own limit."""
     max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
-    """Sequences decoded at once per replica; more wait in the engine. More is more tokens/s and more KV cache. None is
-    256 on a GPU, and 64 on a CPU."""
+    """Sequences that a replica decodes at once; further requests wait. More give more tokens/s and need more KV cache.
+    None is 256 on a GPU, and 64 on a CPU."""
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
-    """Tokens the KV cache holds per replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a
-    CPU; fewer than the running sequences need makes the engine retract and recompute some of them."""
+    """Tokens in the KV cache of a replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a CPU.
+    With fewer than the running sequences need, the engine retracts and recomputes some of them."""
     memory_fraction: Annotated[float, Range(0, 0.99, "0 is automatic")] = 0.0
-    """Share of a GPU's memory for weights and KV cache; more is a larger cache. The rest is for activations, graphs
-    and versions that arrive. 0 computes it from model, GPU and settings (docs/memory.md). No effect on a CPU."""
+    """Share of a GPU's memory for weights and KV cache; more gives a larger cache. The rest is for activations, graphs
+    and arriving versions. 0 computes it from model, GPU and settings (docs/memory.md). No effect on a CPU."""
     attention_backend: str = "auto"
     """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
     in_flight: InFlight = "continue"
-    """What becomes of running sequences when new weights are committed. `continue`: they go on with the keys and
-    values of older weights, at no cost, and so do conversations with their next turn. `recompute`: these are computed
-    again for prompt and drawn tokens. `resume`: sequences end and start again from what they have drawn, which costs
-    the same and one more step. `drain`: the commit waits until all have ended, and new requests wait for it: nothing
-    is computed twice, but places are idle."""
+    """How a commit of new weights treats running sequences. `continue`: they continue with the keys and values of older
+    weights, at no cost; so do conversations with their next turn. `recompute`: keys and values of prompt and sampled
+    tokens are computed again. `resume`: sequences are ended and resumed from their sampled tokens, which costs the same
+    and one more step. `drain`: the commit waits until all have ended, and new requests wait for the commit; nothing is
+    computed twice, but part of the batch is idle."""
     drain_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
     part_tokens: Annotated[int, Range(1, 1_000_000)] = 64
-    """Tokens after which what a request has drawn is passed on to its caller; if the replica is lost, another one goes
-    on from there. At most this many tokens a request are drawn again; fewer cost more messages. Shorter answers are
-    sent once, when they are complete. SGLang's scheduler reports in such steps anyway, of 50 by default."""
+    """A request's tokens are sent to its caller in steps of this many; if the replica is lost, another one continues
+    from there, so at most this many tokens per request are sampled again. Smaller steps cost more messages. Shorter
+    answers are sent once, when they are complete. SGLang's scheduler reports in such steps anyway, of 50 by default."""
     random_seed: Annotated[int, SEED] = 0
-    """Seeds the engines' draws; replica r uses random_seed + r."""
+    """Seed of the engines' sampling; replica r uses random_seed + r."""
     deterministic: bool = False
-    """SGLang's deterministic mode, on a GPU: a seeded request draws the same tokens whatever runs beside it, at
-    SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
+    """SGLang's deterministic mode, on a GPU: a seeded request samples the same tokens whatever else is in the batch, at
+    SGLang's cost in speed. On a CPU, seeds are always honoured and this has no effect."""
     start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
-    """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk. On a
-    GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, 300 on a CPU, and 20 more
-    for each GB of the model."""
+    """Seconds within which an engine must start. It takes 10 to 30 on two CPU cores, minutes for a large model on a
+    cold disk. On a GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, 300 on a CPU,
+    and 20 more per GB of the model."""
 
     def running_requests(self, on_gpu: bool) -> int:
-        """Sequences decoded at once per replica."""
+        """Sequences that a replica decodes at once."""
         return self.max_running_requests or RUNNING_REQUESTS["cuda" if on_gpu else "cpu"]
 
     def start_limit_s(self, on_gpu: bool, model_bytes: int = 0) -> float:
-        """Seconds an engine may take to start. ``model_bytes``: of the weights that it reads."""
+        """Seconds within which an engine must start. ``model_bytes``: size of the weights that it reads."""
         return self.start_deadline_s or START_DEADLINE_S["cuda" if on_gpu else "cpu"] + bytes_s(model_bytes)
 
 
 RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
-"""On a GPU it is also the largest batch for which SGLang captures a graph; 256 is its own choice for GPUs of 60 to 160
-GB (``arg_groups/memory_hook.py``). It runs fewer where the KV cache is full."""
+"""Default sequences decoded at once. On a GPU this is also the largest batch for which SGLang captures a graph; 256 is
+SGLang's own choice for GPUs of 60 to 160 GB (``arg_groups/memory_hook.py``). It runs fewer if the KV cache is full."""
 START_DEADLINE_S = {"cuda": 1200.0, "cpu": 300.0}
 ATTENTION_BACKENDS = (
     *("aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla"),
@@ -86,25 +86,25 @@ ATTENTION_BACKENDS = (
     *("minicpm_flashinfer", "nsa", "qsa", "tokenspeed_mla", "torch_native", "triton", "trtllm_mha", "trtllm_mla"),
     "wave",
 )
-"""Those that SGLang 0.5.23 knows."""
+"""Backends of SGLang 0.5.23."""
 ENGINE_RESERVE = 6
-"""Tokens of its context and of its KV cache that SGLang does not give to a sequence: it refuses a request with more
-tokens than its limit - 7, and a request that is resumed may have all tokens of the sequence but the last."""
+"""Tokens of context and KV cache that SGLang does not give to a sequence: it refuses prompts of more tokens than its
+limit - 7, and the prompt of a resumed request may hold all tokens of the sequence but the last."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
 CPU_BATCH_S = 3000.0
-"""Seconds for a batch, after which SGLang's scheduler ends itself: ten times its default, as much as deadlines are
-stretched on a machine that has no cores for the run (``runtime/deadlines.py``)."""
+"""Seconds per batch after which SGLang's scheduler ends itself: ten times SGLang's default, the factor by which
+deadlines are extended on a machine without free cores (``runtime/deadlines.py``)."""
 GPU_BATCH_S = 10 * COMPILATION_S
-"""The same on a GPU, where a batch may compile kernels. The run's own watch ends what hangs, and knows what a batch may
-take (docs/failures.md); SGLang's default of 300 s would end an engine that compiles."""
+"""The same on a GPU, where a batch may compile kernels. The run's own watch ends hanging engines, and knows how long a
+batch may take (docs/failures.md); SGLang's default of 300 s would end an engine that compiles."""
 CPU_DECODES_PER_PREFILL = 2
-"""Steps of decoding between two batches of prompts, on a CPU. Requests trickle in as others end. If each batch of
-prompts is run at once, as SGLang does, most of a small model's steps are nearly empty ones; in the main job's shape 2
-saved a quarter of the scheduler's CPU time, and 1 to 4 were within 10 % of it. A request waits at most 2 steps longer,
-in which others decode."""
+"""Decoding steps between two batches of prompts, on a CPU. Requests arrive one by one as others end. If every batch of
+prompts ran at once, as in SGLang, most steps of a small model would be nearly empty. With the main job's shape, 2 saved
+a quarter of the scheduler's CPU time, and 1 to 4 were within 10 % of that. A request waits at most 2 steps longer, in
+which others decode."""
 
 
 def engine_arguments(
@@ -114,10 +114,10 @@ def engine_arguments(
 
     Args:
         model_path: Hugging Face folder or Hub name.
-        settings: of all replicas.
-        replica: this one's index.
-        on_gpu: the engine has a GPU.
-        lora: the LoRA adapter that it serves beside the model's weights, if its rank is above 0.
+        settings: settings of all replicas.
+        replica: index of this replica.
+        on_gpu: whether the engine has a GPU.
+        lora: settings of the LoRA adapter that the engine serves besides the base weights; rank 0 is none.
     """
     arguments: dict[str, object] = {
         "model_path": model_path,
@@ -140,20 +140,20 @@ def engine_arguments(
         arguments["attention_backend"] = "torch_native" if backend == "auto" else backend
     if lora.rank:
         arguments.update(enable_lora=True, max_lora_rank=lora.rank, lora_target_modules=list(lora.targets))
-        # One pool entry for the policy, one for the model without it: both stay in place, neither evicts the other.
+        # One pool entry for the policy's adapter, one for the bare model: both stay, neither evicts the other.
         arguments["max_loras_per_batch"] = 2
         if not on_gpu:
             arguments["lora_backend"] = "torch_native"
     if on_gpu:
         arguments.update(gpu_arguments())
-        if settings.memory_fraction:  # else SGLang's own, which leaves no room for versions that arrive
+        if settings.memory_fraction:  # SGLang's default leaves no memory for arriving versions
             arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic
         arguments["watchdog_timeout"] = GPU_BATCH_S
     else:
-        # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
+        # The overlap scheduler hides CPU work behind a device; with a model on the CPU it only adds a step of delay.
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)
-        # max_total_tokens bounds the KV cache; what weights and cache may have at most is no reason to make it smaller.
+        # max_total_tokens bounds the KV cache; this limit must not reduce it further.
         arguments["mem_fraction_static"] = 0.9
         arguments["watchdog_timeout"] = CPU_BATCH_S
         arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
@@ -161,28 +161,28 @@ def engine_arguments(
 
 
 def resolve_dtype(dtype: str, on_gpu: bool) -> str:
-    """The served dtype's name for a setting of ``dtype``."""
+    """Name of the served dtype for a value of the ``dtype`` setting."""
     return dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
 
 def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> None:
-    """Whether SGLang can serve a model, cut for ``tp`` engine ranks.
+    """Check that SGLang can serve a model, sharded over ``tp`` engine ranks.
 
     Args:
         config: the model's ``config.json``.
-        settings: of the replicas.
-        on_gpu: the engines have GPUs.
+        settings: settings of the replicas.
+        on_gpu: whether the engines have GPUs.
 
     Raises:
-        ValueError: heads or MLP do not divide; says which number does not. Or SGLang would serve another model, or
-            would not start.
+        ValueError: ``tp`` does not divide heads or MLP (names the numbers), or SGLang would not start or would serve a
+            different model.
     """
     tp = settings.tp
     family = find_architecture(config)
     if family is not None and family.float32_only and on_gpu:
         raise ValueError(
-            f"a {family.label} cannot be served on a GPU: only float32 would do, because {family.float32_only}, and "
-            "SGLang's norms take half precision only there. Run it on CPUs"
+            f"a {family.label} cannot be served on a GPU: it needs float32, because {family.float32_only}, but "
+            "SGLang's norms support only half precision on GPUs. Run it on CPUs"
         )
     if family is not None and family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
         raise ValueError(
@@ -191,13 +191,13 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
     scaled_rope = rope_parameters(config)["rope_type"] != "default"
     if family is not None and family.cpu_needs_scaled_rope and not on_gpu and not scaled_rope:
         raise ValueError(
-            f"on a CPU SGLang serves a {family.label} only with YaRN's rotary embeddings, which {family.label}'s own "
-            "have: this one's config.json has no rope_scaling"
+            f"on a CPU SGLang serves a {family.label} only with YaRN rotary embeddings, as in {family.label}'s own "
+            "models, but this model's config.json has no rope_scaling: take another model, or run it on a GPU"
         )
     if family is not None and family.needs_lm_head and config.get("tie_word_embeddings"):
         raise ValueError(
-            f"the model is a {family.name} with tie_word_embeddings, for which SGLang makes an LM head of its own "
-            "that no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
+            f"the model is a {family.name} with tie_word_embeddings, for which SGLang creates a separate LM head that "
+            "no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
         )
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -210,27 +210,29 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
         problems.append(f"num_key_value_heads is {kv_heads}")
     if problems:
         raise ValueError(
-            f"generator.tp {tp} does not divide the model: {', '.join(problems)}. Every rank takes as many heads and "
-            f"columns as the others; use a tp that divides {heads} heads (KV heads may be repeated)."
+            f"generator.tp {tp} does not divide the model: {', '.join(problems)}. All ranks take equally many heads "
+            f"and columns; use a tp that divides {heads} heads (KV heads may be repeated)."
         )
 
 
 def engine_limits(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> dict[str, int]:
-    """Tokens that a sequence may have in the engine, by what limits them, for messages.
+    """Maximum tokens of a sequence in the engine, by a description of each limit, for messages.
 
     Args:
         config: the model's ``config.json``.
+        settings: settings of the replicas.
+        on_gpu: whether the engines have GPUs.
     """
     limits = {"generator.context-length": settings.context_length or config["max_position_embeddings"]}
     if settings.max_total_tokens or not on_gpu:
         limits["generator.max-total-tokens"] = settings.max_total_tokens or CPU_KV_TOKENS
-    kept = f"less {ENGINE_RESERVE} that SGLang keeps"
-    return {f"{flag} {tokens}, {kept}": tokens - ENGINE_RESERVE for flag, tokens in limits.items()}
+    reserve = f"minus {ENGINE_RESERVE} that SGLang reserves"
+    return {f"{flag} {tokens}, {reserve}": tokens - ENGINE_RESERVE for flag, tokens in limits.items()}
 
 
 def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
-    """Refuse an attention backend that SGLang does not know, or that needs a GPU, and float32 on a GPU. Raises
-    ValueError."""
+    """Raise ValueError for an attention backend that SGLang does not have on this kind of machine, and for float32 on a
+    GPU."""
     allowed = ATTENTION_BACKENDS if on_gpu else ("torch_native",)
     if settings.attention_backend not in ("auto", *allowed):
         where = "SGLang has" if on_gpu else "on a CPU there is only"
@@ -243,23 +245,23 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
 
 
 def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:
-    """Refuse a context that is longer than the model's own. Raises ValueError."""
+    """Raise ValueError for a context longer than the model's own limit."""
     if settings.context_length > config["max_position_embeddings"]:
         raise ValueError(
-            f"generator.context-length {settings.context_length} is more than the model's own limit of "
-            f"{config['max_position_embeddings']} tokens"
+            f"generator.context-length {settings.context_length} exceeds the model's own limit of "
+            f"{config['max_position_embeddings']} tokens: give at most that, or 0"
         )
 
 
 def cores_of_ranks(replica: int, tp: int, cores: Sequence[int]) -> str:
-    """One core for each engine rank of a replica on a CPU, as SGLang reads it (``SGLANG_CPU_OMP_THREADS_BIND``).
+    """One core per engine rank of a replica on a CPU, as a value of ``SGLANG_CPU_OMP_THREADS_BIND``.
 
-    Replicas take the machine's ``cores`` in order and begin again when there are no more.
+    Replicas take the machine's ``cores`` in order, and start over when all are taken.
     """
     return "|".join(str(cores[(replica * tp + rank) % len(cores)]) for rank in range(tp))
 
 
-# -- SGLang's advice in the words of a recipe, which has other flags --------------------------------------------------
+# -- translating SGLang's flags in messages to a recipe's flags -------------------------------------------------------
 
 FLAGS = {
     "attention-backend": "attention-backend",
@@ -272,22 +274,23 @@ FLAGS = {
     "tensor-parallel-size": "tp",
     "tp-size": "tp",
 }
-"""Flags of SGLang, and those of ``generator`` that set the same."""
+"""SGLang's flags, and the ``generator`` flags that set the same options."""
 GPU_FLAGS = FLAGS | {"mem-fraction-static": "memory-fraction"}
 SENTENCES = {
     "Use a shorter input or enable --allow-auto-truncate.": (
         "Use shorter prompts, or raise --generator.context-length or --generator.max-total-tokens."
     ),
 }
-"""Advice that other advice replaces."""
+"""Sentences of SGLang, and their replacements."""
 _FLAG = re.compile(r"(?<![\w.-])--(?!generator\.)([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
 
 def recipe_flags(text: str, on_gpu: bool | None = None) -> str:
-    """``text`` of SGLang with the flags that a recipe has; of others it says that there are none.
+    """A message of SGLang with its flags replaced by a recipe's, or marked as having no counterpart.
 
     Args:
-        on_gpu: the engine has a GPU; None asks torch.
+        text: SGLang's message.
+        on_gpu: whether the engine has a GPU; None asks torch.
     """
     for sentence, ours in SENTENCES.items():
         text = text.replace(sentence, ours)
@@ -297,22 +300,22 @@ def recipe_flags(text: str, on_gpu: bool | None = None) -> str:
         import torch
 
         on_gpu = torch.accelerator.is_available()
-    known = GPU_FLAGS if on_gpu else FLAGS
+    flags = GPU_FLAGS if on_gpu else FLAGS
 
     def name(match: re.Match[str]) -> str:
-        ours = known.get(match[1])
+        ours = flags.get(match[1])
         return f"--generator.{ours}" if ours is not None else f"SGLang's {match[1]} (a recipe has no flag for it)"
 
     return _FLAG.sub(name, text)
 
 
 def rename_in(error: BaseException) -> None:
-    """Change the flags that an error of SGLang names."""
+    """Translate the flags in an error of SGLang; see :func:`recipe_flags`."""
     error.args = tuple(recipe_flags(part) if isinstance(part, str) else part for part in error.args)
 
 
 def rename_in_log() -> None:
-    """From now on this process logs what SGLang says with a recipe's flags."""
+    """Translate the flags in all further log messages of SGLang in this process; see :func:`recipe_flags`."""
     make = logging.getLogRecordFactory()
 
     def renamed(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:

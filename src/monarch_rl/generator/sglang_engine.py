@@ -1,7 +1,7 @@
-"""SGLang's engine and its processes: their start, how their end is noticed, and how it is brought about.
+"""SGLang's engine and its processes: starting them, noticing their end, and ending them.
 
-Starting takes 10 s and more, nearly all of it imports in two processes; SGLang's third process, the detokenizer, is not
-started, because tokens never become text here.
+Starting takes 10 s or more, nearly all of it imports in two processes. SGLang's third process, the detokenizer, is not
+started, because engines here return tokens only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from monarch_rl.runtime.network import held_port
 
 
 class EngineStopped(RuntimeError):
-    """The engine was stopped, or its process ended by itself: no request can be answered."""
+    """The engine was stopped, or one of its processes ended unexpectedly: no request can be answered."""
 
 
 class SglangEngine:
@@ -32,7 +32,7 @@ class SglangEngine:
         launcher: ThreadPoolExecutor,
         replica: str,
         ranks: int,
-        pieces: SchedulerOperations | None,
+        operations: SchedulerOperations | None,
         errors: ErrorFile,
     ) -> None:
         self.engine = engine
@@ -40,14 +40,14 @@ class SglangEngine:
         self.replica = replica
         """The name of the replica that hosts it."""
         self.ranks = ranks
-        # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
+        # SGLang's processes die with the thread that started them, so this thread must live as long as they do.
         self._launcher = launcher
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the engine is no more; holds the reason."""
+        """Done when the engine has ended; holds the reason."""
         self._processes = take_over_watch(engine)
         for rank, process in enumerate(self._processes):
             name = self.name if ranks == 1 else f"{self.name} (rank {rank})"
-            wait_registry.helper(process.pid, name, None if pieces is None else pieces.reader(rank))
+            wait_registry.helper(process.pid, name, None if operations is None else operations.reader(rank))
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
@@ -56,18 +56,19 @@ class SglangEngine:
 
         Args:
             arguments: SGLang ``ServerArgs``.
-            replica: name of the replica, ``"generator 0"``.
-            ranks: of tensor parallelism.
+            replica: name of the replica, such as ``"generator 0"``.
+            ranks: number of tensor-parallel ranks.
 
         Raises RuntimeError if SGLang does not start.
         """
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
-        pieces = SchedulerOperations(ranks) if torch.accelerator.is_available() else None
+        operations = SchedulerOperations(ranks) if torch.accelerator.is_available() else None
         errors = ErrorFile()
-        with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
+        # Reserve the port on which SGLang's processes meet seconds from now: several engines may start at once.
+        with held_port() as port:
             arguments = arguments | {"nccl_port": port}
             engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments, errors)
-        return cls(engine, launcher, replica, ranks, pieces, errors)
+        return cls(engine, launcher, replica, ranks, operations, errors)
 
     @property
     def manager(self) -> Any:
@@ -76,17 +77,17 @@ class SglangEngine:
 
     @property
     def running_requests(self) -> int:
-        """Sequences that it decodes at once."""
+        """Sequences that the engine decodes at once."""
         return int(self.engine.server_args.max_running_requests)
 
     @property
     def name(self) -> str:
-        """For messages about waits."""
+        """The engine's name in messages about waits."""
         return f"the engine of {self.replica}"
 
     @property
     def child_pids(self) -> list[int]:
-        """SGLang's processes."""
+        """Pids of SGLang's processes."""
         return list(self.engine.get_all_child_pids())
 
     def check(self) -> None:
@@ -99,11 +100,11 @@ class SglangEngine:
         return await asyncio.shield(self._stopped)  # waits: as long as the engine lives
 
     async def or_stopped(self, awaitable: Any, what: str) -> Any:
-        """Await ``awaitable``, or raise EngineStopped: SGLang's requests wait forever once its processes are gone.
+        """Await ``awaitable``, or raise EngineStopped when the engine ends: SGLang itself would wait forever.
 
         Args:
-            awaitable: something that SGLang answers.
-            what: as in ``within``.
+            awaitable: completed by an answer of SGLang.
+            what: description of the awaited answer, as in ``within``.
         """
         task = asyncio.ensure_future(awaitable)
         try:
@@ -118,7 +119,7 @@ class SglangEngine:
         raise EngineStopped(self._stopped.result())
 
     async def shutdown(self) -> None:
-        """End SGLang's processes; whoever waits for them gets EngineStopped."""
+        """End SGLang's processes; pending requests raise EngineStopped."""
         if not self._stopped.done():
             self._stopped.set_result("the engine was stopped")
         for process in self._processes:
@@ -135,16 +136,16 @@ class SglangEngine:
         wait_registry.no_helper(process.pid)
         if not self._stopped.done():
             process.join()  # waits: it has ended
-            # A process killed by a signal has recorded nothing; what is there is of others, which miss it.
-            said = self._errors.first() if process.exitcode >= 0 else ""
+            # A process killed by a signal records no error. A recorded one is then of a rank that failed as a result.
+            message = self._errors.first() if process.exitcode >= 0 else ""
             self._stopped.set_result(
-                f"{self.replica}: SGLang's process {process.pid} ended by itself, exit code {process.exitcode}"
-                + (f": {said}" if said else "; its error is in its output")
+                f"{self.replica}: SGLang's process {process.pid} ended unexpectedly, exit code {process.exitcode}"
+                + (f": {message}" if message else "; its error is in its output")
             )
 
 
 def io_structs() -> Any:
-    """SGLang's module of requests; the first import takes seconds."""
+    """SGLang's module of request types; the first import takes seconds."""
     from sglang.srt.managers import io_struct
 
     return io_struct

@@ -1,4 +1,4 @@
-"""What the fork server imports for engines: SGLang, and the models that it may serve (``sglang_models``)."""
+"""Imports of the fork server for engines: SGLang, and the models that it may serve (``sglang_models``)."""
 
 from __future__ import annotations
 

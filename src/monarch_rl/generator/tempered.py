@@ -1,8 +1,8 @@
-"""Log-probs of given tokens at the temperature of their request, which SGLang computes at 1 whatever it says.
+"""Log-probs of given tokens at the request's temperature. SGLang always computes them at temperature 1.
 
-Runs in SGLang's scheduler. Logits of a request's own tokens are divided by its temperature before they are normalised.
-Rows from which a token is drawn stay as they are, because the sampler divides those itself; so does every row of a
-request that asks for log-probs of drawn tokens alone.
+Runs in SGLang's scheduler. Logits of a request's given tokens are divided by its temperature before normalisation. Rows
+from which a token is sampled are not changed, because the sampler divides them itself; nor is any row of a request that
+asks for log-probs of sampled tokens only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monarch_rl.generator.patch import check_parameters, replace_method
 
 
 def install() -> None:
-    """Apply it. Raises RuntimeError if SGLang is not the one that this was written for."""
+    """Patch SGLang. Raises RuntimeError if its version is not the expected one."""
     from sglang.srt.layers.logits_processor import LogitsMetadata
     from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 
@@ -42,7 +42,7 @@ def install() -> None:
 def tempered_forward(
     processor: Any, original: Callable[..., Any], *args: Any, get_logits_fn: Any, logits_metadata: Any, **kwargs: Any
 ) -> Any:
-    """Replaces ``InputLogprobProcessor.forward``."""
+    """Replaces ``InputLogprobProcessor.forward``: divide logits by temperatures."""
     temperatures = logits_metadata.temperature
     if temperatures is not None:
         divisors = row_divisors(
@@ -53,15 +53,15 @@ def tempered_forward(
     return original(processor, *args, get_logits_fn=get_logits_fn, logits_metadata=logits_metadata, **kwargs)
 
 
-def row_divisors(temperatures: torch.Tensor, asked: list[int], sequences: list[int]) -> torch.Tensor | None:
-    """What each row of logits is divided by, float32[rows, 1]; None if all are 1.
+def row_divisors(temperatures: torch.Tensor, counts: list[int], sequences: list[int]) -> torch.Tensor | None:
+    """Divisor of each row of logits, float32[rows, 1]; None if all are 1.
 
     Args:
         temperatures: float32[requests, 1].
-        asked: of each request, the tokens of its own whose log-probs are asked for; 0 or less is none.
-        sequences: the request of each row.
+        counts: for each request, of how many given tokens it asks for log-probs; 0 or less is none.
+        sequences: index of each row's request.
     """
-    reads = torch.tensor([count > 0 for count in asked], device=temperatures.device)
+    reads = torch.tensor([count > 0 for count in counts], device=temperatures.device)
     divisors = torch.where(reads[:, None], temperatures, torch.ones_like(temperatures))
     if bool((divisors == 1).all()):
         return None
@@ -69,7 +69,7 @@ def row_divisors(temperatures: torch.Tensor, asked: list[int], sequences: list[i
 
 
 class _Dividing:
-    """Computes logits as SGLang does, and divides them. It is called for one chunk of rows after the other."""
+    """Computes logits with SGLang and divides them. Must be called for consecutive chunks of rows."""
 
     def __init__(self, get_logits: Callable[..., torch.Tensor], divisors: torch.Tensor) -> None:
         self._get_logits, self._divisors = get_logits, divisors

@@ -1,4 +1,4 @@
-"""What a version is made of: all weights, a LoRA adapter, or the weights that have LoRA adapters merged into them."""
+"""The contents of a version: all weights, a LoRA adapter, or the weights into which LoRA adapters are merged."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from monarch_rl.model.lora import LoraSettings
 
 @dataclass(frozen=True, slots=True)
 class VersionKind:
-    """How an engine loads versions of one kind, and verifies the weights that such versions leave out."""
+    """How an engine loads versions of one kind, and verifies the weights that such versions do not contain."""
 
     loader: str
-    """Dotted name of the function that SGLang's scheduler runs to load a version from an area."""
+    """Dotted name of the function with which SGLang's scheduler loads a version from an area."""
     verifier: str
-    """Dotted name of the one that it runs to take checksums of what no version holds; it loads nothing."""
+    """Dotted name of the function with which it takes checksums of weights that no version contains, loading none."""
     lora_name: str | None = None
-    """SGLang's name of the LoRA adapter that each version overwrites, and that requests ask for."""
+    """SGLang's name of the LoRA adapter that each version overwrites and that requests use; None without adapter."""
     rest_verified_first: bool = False
-    """A version fills some parameters; none is loaded before the others are known to be the trainer's."""
+    """Whether a version fills only some parameters, so that the others must be verified before the first version."""
 
     @staticmethod
     def of(config: dict[str, Any] | None, lora: LoraSettings) -> VersionKind:
         """The kind of all versions of a run.
 
         Args:
-            config: the model's ``config.json``; None if it is not at hand, then no LoRA adapter is merged.
-            lora: the trainer's.
+            config: the model's ``config.json``; None if it is not available: then no LoRA adapter is merged.
+            lora: the trainer's LoRA settings.
         """
         if not lora.rank:
             return ALL_WEIGHTS
@@ -43,7 +43,7 @@ MERGED_WEIGHTS = VersionKind(
     "monarch_rl.generator.load_staged.verify_rest",
     rest_verified_first=True,
 )
-"""SGLang receives merged weights and no LoRA adapter."""
+"""Versions with LoRA adapters merged in: SGLang serves no adapter."""
 KINDS = (ALL_WEIGHTS, LORA_ADAPTER, MERGED_WEIGHTS)
 LOADERS = sorted({name for kind in KINDS for name in (kind.loader, kind.verifier)})
-"""All that SGLang's scheduler may be asked to run."""
+"""All functions that SGLang's scheduler may be told to run."""

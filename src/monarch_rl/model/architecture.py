@@ -1,7 +1,7 @@
-"""One record for each family of models: what ``config.json`` says of it, and what SGLang and the trainer ask of it.
+"""One record per model family: its keys in ``config.json``, and what SGLang and the trainer require of it.
 
-To add a family, add a record here, the one of what torchtitan builds it from in ``trainer/families.py``, and SGLang's
-class in ``generator/sglang_models/trained.py``. No torch in it: it is read before anything is spawned.
+To add a family, add a record here, its torchtitan record in ``trainer/families.py``, and SGLang's class in
+``generator/sglang_models/trained.py``. This module must not import torch: it is used before anything is spawned.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ class Architecture:
     """A family of models."""
 
     name: str
-    """In ``config.json``."""
+    """The family's name in ``config.json``."""
     label: str
-    """In messages to users."""
+    """The family's name in messages to users."""
     num_experts: Callable[[Config], int] = _no_experts
-    """Experts of a layer that has some; 0 for a model without. Raises ValueError if the config does not say so."""
+    """Experts per sparse layer; 0 for a dense model. Raises ValueError if the config does not state the number."""
     is_sparse: Callable[[Config, int], bool] = _no_sparse_layer
-    """Whether a layer, by its index, has experts, in a model that has some."""
+    """Whether the layer with this index has experts; asked only of a model with experts."""
     shared_experts: bool = False
     """Every token also goes to experts that no router chooses."""
     needed_keys: Mapping[str, Any] = field(default_factory=dict)
-    """What SGLang looks for in ``config.json``, beside what every model has, and the family's own values."""
+    """Keys that SGLang needs in ``config.json`` besides those of every model, with the values of the family's own
+    models."""
     lora_unsupported: str = ""
-    """Why its projections cannot have low-rank adapters; empty where they can."""
+    """Why its projections cannot have low-rank adapters; empty if they can."""
     float32_only: str = ""
-    """Why it can be served in float32 only; empty where it can be served in other dtypes."""
+    """Why it can be served in float32 only; empty if it can be served in other dtypes."""
     cpu_needs_scaled_rope: bool = False
     """On a CPU SGLang serves it only with scaled rotary embeddings."""
     normed_heads: bool = False
-    """Queries and keys are normalised head by head."""
+    """Queries and keys are normalised per head."""
     biased_heads: bool = False
     """The projections to queries, keys and values have biases, whatever ``attention_bias`` says."""
     windowed: bool = False
@@ -66,16 +67,16 @@ class Architecture:
     latent_attention: bool = False
     """Keys and values are computed from a latent vector (multi-head latent attention)."""
     sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
-    """Keys of ``config.json`` without which it cannot be built, each a positive integer."""
+    """Required keys of ``config.json``, each a positive integer."""
     same_as: Mapping[str, str] = field(default_factory=dict)
-    """Keys that may be absent or null: then each has the value of another key."""
+    """Optional keys, each mapped to the key whose value it takes if it is absent or null."""
     flags: tuple[str, ...] = ()
-    """Further keys without which it cannot be built, each true or false."""
+    """Further required keys, each true or false."""
     needs_lm_head: bool = False
-    """SGLang fills an LM head of its own from ``lm_head.weight``, even with ``tie_word_embeddings``."""
+    """SGLang fills a separate LM head from ``lm_head.weight``, even with ``tie_word_embeddings``."""
 
     def completed(self, config: Config) -> Config:
-        """``config`` with the keys of :attr:`same_as` that it leaves out."""
+        """``config`` with missing or null keys of :attr:`same_as` filled in."""
         others = {key: config[other] for key, other in self.same_as.items() if other in config}
         return config | {key: value for key, value in others.items() if config.get(key) is None}
 
@@ -83,7 +84,7 @@ class Architecture:
 def _qwen3_moe_experts(config: Config) -> int:
     experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
     if experts is None:
-        raise ValueError("config.json of a Qwen3MoeForCausalLM names neither num_experts nor num_local_experts")
+        raise ValueError("config.json of a Qwen3MoeForCausalLM has neither num_experts nor num_local_experts")
     return int(experts)
 
 
@@ -92,7 +93,7 @@ def _qwen3_moe_is_sparse(config: Config, layer: int) -> bool:
     return layer not in dense and (layer + 1) % step == 0
 
 
-# transformers and SGLang take 128 for a head_dim that is not there, others hidden_size / num_attention_heads.
+# head_dim is required: where it is missing, transformers and SGLang take 128, others hidden_size / num_attention_heads.
 _QWEN3_SIZES = (*GROUPED_QUERY_SIZES, "head_dim")
 QWEN3 = Architecture("Qwen3ForCausalLM", "Qwen3", normed_heads=True, sizes=_QWEN3_SIZES)
 QWEN3_MOE = Architecture(
@@ -120,17 +121,17 @@ DEEPSEEK_V3 = Architecture(
     ),
     flags=("norm_topk_prob",),
     needed_keys={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    lora_unsupported="adapters on the latent attention of a DeepSeek-V3 are not supported",
+    lora_unsupported="adapters on the latent attention of DeepSeek-V3 are not supported",
     float32_only="SGLang keeps its router's bias in float32, and a version has one dtype",
     cpu_needs_scaled_rope=True,
 )
 
 ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, DEEPSEEK_V3)}
-"""Families that can be trained, by their name in ``config.json``."""
+"""Supported families, by their name in ``config.json``."""
 
 
 def find_architecture(config: Config) -> Architecture | None:
-    """The family of a model; None if it cannot be trained here."""
+    """The family of a model; None if it is not supported."""
     return ARCHITECTURES.get(_named(config))
 
 
@@ -143,7 +144,7 @@ def architecture_of(config: Config) -> Architecture:
     """The family of a model.
 
     Raises:
-        ValueError: it cannot be trained here.
+        ValueError: the family is not supported.
     """
     architecture = find_architecture(config)
     if architecture is None:

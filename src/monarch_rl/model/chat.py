@@ -1,4 +1,4 @@
-"""A model's chat template: text to ids, only ever for what is new."""
+"""A model's chat template: renders and tokenises only what a conversation adds, never what it already holds."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.model.chat_shape import DRAWN, Row, Shape, after_calls, find_shape, user_row
+from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
 from monarch_rl.model.messages import ChatError, Message, ParsedReply, Role
-from monarch_rl.model.reply_reader import PARSERS_KEPT, ReplyReader, special_tokens
+from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
 
-OPENINGS_KEPT = 16
-"""Rendered openings that are kept; those of a group are asked for at about the same time."""
-JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The template of a model that has none: contents are joined."""
+OPENINGS_CACHED = 16
+"""Rendered openings in the cache. The episodes of a group share one and need it at about the same time."""
+FALLBACK_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Template for a model without one: concatenates the contents."""
 
 
 class ChatTemplate:
-    """The chat template of a model, checked.
+    """The chat template of a model, checked on construction.
 
     Args:
         folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` returns it. A
-            model without a chat template gets one that joins contents.
-        options: what the template's own variables are set to, such as ``{"enable_thinking": False}``.
+            model without a chat template gets one that concatenates the contents.
+        options: values of the template's own variables, such as ``{"enable_thinking": False}``.
         system: a system message for every conversation that does not open with one; "" for none.
         tool_parser: SGLang's name of the format in which the model writes calls, such as ``hermes`` or ``llama3``; ""
-            lets SGLang tell by the template.
+            has SGLang detect it from the template.
 
     Raises:
-        OSError: there is no tokenizer in the folder.
-        ChatError: the template has no such option, cannot render a system message that is set, or loses messages.
+        OSError: the folder has no tokenizer.
+        ChatError: the template does not read an option, cannot render ``system``, or loses messages.
     """
 
     def __init__(
@@ -44,45 +44,45 @@ class ChatTemplate:
         self.options = dict(options or {})
         self.system, self.tool_parser = system, tool_parser
         self._openings: dict[str, list[int]] = {}
-        """The last few."""
+        """Ids of the openings used last, least recently used first."""
         self._tools_checked: set[str] = set()
-        """By their keys."""
+        """Keys of tool sets that the template can render."""
         self._shapes: dict[str, Shape] = {}
-        """By the template's source."""
+        """By template source."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
         self._check_options()
         tokens = {*_end_tokens(folder), self.tokenizer.eos_token_id} - {None}
         self._end_tokens = [self.tokenizer.decode([token]) for token in sorted(tokens)]
         own_end = self._plain(self.shape().end)
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_end}))
-        """Ids that end a turn: the tokenizer's, those of ``generation_config.json``, and the template's."""
+        """Ids that end a turn: from the tokenizer, ``generation_config.json`` and the template."""
         if system:
             self.require("system")
 
     def require(self, *roles: Role, tools: ToolSet | None = None) -> None:
-        """Raise ChatError if messages of these roles cannot be rendered, or such tools cannot be used: says why."""
+        """Raise ChatError, with the reason, if messages of these roles or these tools cannot be rendered."""
         shape = self.shape(tools)
         for role in roles:
             if role in shape.refusals:
                 raise ChatError(
-                    f"this model's chat template cannot be used with {role} messages: {shape.refusals[role]}. Write "
-                    "them as user messages, or give the tokenizer another chat template"
+                    f"this model's chat template cannot render {role} messages: {shape.refusals[role]}. Write them as "
+                    "user messages, or give the tokenizer another chat template"
                 )
         if tools is None or tools.key in self._tools_checked:
             return
         rows = [user_row()]
         if self._render(rows, True, tools) == self._render(rows, True, None, self._source(tools)):
             raise ChatError(
-                "this model's chat template has no place for tools: describe them in the system prompt, or give the "
+                "this model's chat template does not render tools: describe them in the system prompt, or give the "
                 "tokenizer another chat template"
             )
         self._reply_reader.parser(tools)
-        if len(self._tools_checked) >= PARSERS_KEPT:
+        if len(self._tools_checked) >= PARSERS_CACHED:
             self._tools_checked.clear()
         self._tools_checked.add(tools.key)
 
     def shape(self, tools: ToolSet | None = None) -> Shape:
-        """What the template writes around a turn."""
+        """The text that the template writes around a turn."""
         source = self._source(tools)
         if source not in self._shapes:
             self._shapes[source] = find_shape(
@@ -94,16 +94,21 @@ class ChatTemplate:
         return self._shapes[source]
 
     def opening(self, messages: Sequence[Message], tools: ToolSet | None = None, prompt: bool = True) -> list[int]:
-        """The ids that open a conversation, up to and with the prompt for the policy's first turn. Without ``prompt``:
-        those of a whole conversation after which nobody speaks, which a reward head rates."""
+        """The ids that open a conversation, including the prompt for the policy's first turn.
+
+        Args:
+            messages: the messages of the opening.
+            tools: the tools that the policy may call.
+            prompt: False renders a finished conversation instead, without a prompt, for a reward head to rate.
+        """
         key = repr((messages, tools and tools.key, prompt))
         ids = self._openings.pop(key, None)
         if ids is None:
             self.require(*_roles(messages), tools=tools)
             text = self._render([_row(message) for message in messages], prompt, tools)
             ids = self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template)
-        self._openings[key] = ids  # the last one used comes last
-        if len(self._openings) > OPENINGS_KEPT:
+        self._openings[key] = ids  # now the most recently used
+        if len(self._openings) > OPENINGS_CACHED:
             del self._openings[next(iter(self._openings))]
         return list(ids)
 
@@ -111,56 +116,58 @@ class ChatTemplate:
         """The ids between a turn of the policy and its next one.
 
         Args:
-            messages: what is said between the two.
-            tools: those that the conversation was opened with.
-            end: the end token that the turn drew, which stands in for the template's own; None if it was cut.
-            thinking: whether the turn was cut inside a thought, which is closed first.
+            messages: the messages between the two turns.
+            tools: the tools that the conversation was opened with.
+            end: the end token that the policy sampled, which replaces the template's; None if the turn was cut.
+            thinking: whether the turn was cut inside a thought; the thought is then closed first.
         """
         self.require(*_roles(messages))
         shape, rows = self.shape(tools), [_row(message) for message in messages]
         if shape.calls_first and rows and rows[0]["role"] == "tool":
             text = self._after_calls(rows, tools, shape)
         else:
-            base = [user_row(), {"role": "assistant", "content": DRAWN}]
-            text = self._render([*base, *rows], True, tools).partition(DRAWN)[2]
+            base = [user_row(), {"role": "assistant", "content": TURN_SENTINEL}]
+            text = self._render([*base, *rows], True, tools).partition(TURN_SENTINEL)[2]
             if not text.startswith(shape.closing):
                 raise ChatError(
-                    "the chat template closes a turn in another way before these messages than before others"
+                    f"this model's chat template closes a turn differently before {', '.join(_roles(messages))} "
+                    "messages: give the tokenizer another chat template"
                 )
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
         return self._encode(shape.end_of_thinking + text if thinking else text)
 
     def turn(self, text: str) -> list[int]:
-        """The ids of a turn that says ``text`` and ends, as an engine would draw it: tokenised by itself."""
+        """The ids of a finished turn with this text, as an engine would generate it: ``text`` is tokenised alone and
+        an end token follows."""
         return [*self._plain(text), *(self._plain(self.shape().end) or self.stop_token_ids[:1])]
 
     def read(self, token_ids: Sequence[int], tools: ToolSet | None = None, stop: Sequence[str] = ()) -> ParsedReply:
-        """What a turn says.
+        """Parse a turn.
 
         Args:
-            token_ids: those drawn, with the end token if there is one.
-            tools: in which calls are looked up; without, nothing is read as a call.
+            token_ids: the sampled ids, including the end token if there is one.
+            tools: the tools that calls may name; without, nothing is parsed as a call.
             stop: stop strings; the text ends before the first one in it.
         """
         return self._reply_reader.read(token_ids, self.shape(tools), tools, stop)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens included."""
+        """The text of these ids, special tokens included."""
         text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 
     def plain(self, token_ids: Sequence[int]) -> str:
-        """The text of some ids without special tokens."""
+        """The text of these ids, without special tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def token_texts(self) -> list[str]:
-        """The text of each id by itself. Takes a second for 150,000 ids."""
+        """The text of each id of the vocabulary, decoded alone. Takes a second for 150,000 ids."""
         texts: list[str] = self.tokenizer.batch_decode([[index] for index in range(len(self.tokenizer))])
         return texts
 
     def cut_while_thinking(self, token_ids: Sequence[int], tools: ToolSet | None = None) -> bool:
-        """Whether a turn that was cut was cut inside a thought."""
+        """Whether a cut turn ends inside a thought."""
         shape = self.shape(tools)
         return shape.thinking is not None and self._reply_reader.thinks(self._reply_reader.raw(token_ids), shape)
 
@@ -169,19 +176,22 @@ class ChatTemplate:
         return ReplyReader(self.tokenizer, frozenset(self.stop_token_ids), self.tool_parser, self._source)
 
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
-        """The text between a turn and the next one, for a template that writes tool messages only after calls."""
+        """The text between a turn and the next one, for a template that renders tool messages only after calls."""
         if any(row["role"] == "tool" and "name" not in row for row in rows):
             raise ChatError("this model's chat template needs the name of the tool that answers: use call.answer(...)")
         rows = [{"tool_call_id": "call00000", **row} if row["role"] == "tool" else row for row in rows]
-        text = after_calls(lambda said, prompt: self._render(said, prompt, tools), rows, shape.closing)
+        text = after_calls(lambda conversation, prompt: self._render(conversation, prompt, tools), rows, shape.closing)
         if text is None:
-            raise ChatError("the chat template writes a call in another way once it is answered")
+            raise ChatError(
+                "this model's chat template renders a call differently once it is answered: give the tokenizer another "
+                "chat template"
+            )
         return text
 
     def _source(self, tools: ToolSet | None = None) -> str:
-        """The template's text. A tokenizer may have one for conversations with tools."""
+        """The template's text. A tokenizer may have a separate template for conversations with tools."""
         if not self.tokenizer.chat_template:
-            return JOINED
+            return FALLBACK_TEMPLATE
         source: str = self.tokenizer.get_chat_template(None, tools and tools.schemas)
         return source
 
@@ -199,13 +209,13 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             roles = ", ".join(row["role"] for row in rows)
-            raise ChatError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+            raise ChatError(f"the chat template refuses a conversation with roles {roles}: {error}") from error
         text: str = texts[0]
         return text
 
     def _encode(self, text: str) -> list[int]:
-        """The ids of text that follows a turn. What comes after an end token may be split in another way than what
-        opens a text, so it is encoded after one."""
+        """The ids of text that follows a turn."""
+        # A tokenizer may split text after an end token differently than text at the start, so encode it after one.
         if self._anchor is not None:
             token, before = self._anchor
             ids = self._plain(before + text)
@@ -219,7 +229,7 @@ class ChatTemplate:
 
     @cached_property
     def _anchor(self) -> tuple[int, str] | None:
-        """An end token and its text, if the text is that one token."""
+        """An end token whose text encodes to that one token, and the text."""
         for token in self.stop_token_ids:
             text = self.tokenizer.decode([token])
             if self._plain(text) == [token]:
@@ -234,9 +244,9 @@ class ChatTemplate:
         if not self.options:
             return
         environment = _compile_jinja_template(self._source()).environment
-        known = meta.find_undeclared_variables(environment.parse(self._source()))
-        if unknown := sorted(set(self.options) - known):
-            rest = sorted(known - {"messages", "tools", "add_generation_prompt", "raise_exception"})
+        variables = meta.find_undeclared_variables(environment.parse(self._source()))
+        if unknown := sorted(set(self.options) - variables):
+            rest = sorted(variables - {"messages", "tools", "add_generation_prompt", "raise_exception"})
             raise ChatError(
                 f"this model's chat template has no option {', '.join(unknown)}; it reads {', '.join(rest) or 'none'}"
             )

@@ -1,7 +1,7 @@
-"""What a chat template writes around a turn of the policy, found by rendering sentinels once, before any play.
+"""Finds the text that a chat template writes around a turn of the policy, by rendering sentinels once at start.
 
-A template is a program. It may raise for a role, or drop a message without a word. Whatever it is asked for later is
-therefore tried here first: each role gets a sentence that it has to show.
+A template is a program: it may raise for a role, or drop a message silently. So everything that a run may need of it is
+tried here, before any episode: each role gets a sentence that has to appear in the rendered text.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from typing import Any
 
 from monarch_rl.model.messages import ChatError
 
-DRAWN = "[[ the turn that the policy drew ]]"
-"""Stands for the policy's turn where only the text around it is wanted."""
+TURN_SENTINEL = "[[ the turn that the policy sampled ]]"
+"""Placeholder for the policy's turn where only the text around it is needed."""
 SENTINEL = "[[ a sentence that must not be lost ]]"
-"""Has nothing in it that JSON or trimming would change."""
+"""Placeholder for another message. Neither placeholder contains anything that JSON or trimming would change."""
 THINKING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""By which templates mark thoughts."""
+"""Tags with which templates mark thoughts."""
 Row = dict[str, Any]
 """A message as templates read it."""
 Render = Callable[[Sequence[Row], bool], str]
-"""The template's text of some messages, with or without the prompt for the policy's next turn. Raises ChatError."""
+"""Renders messages, with or without the prompt for the policy's next turn. Raises ChatError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a template writes around a turn, and which roles it cannot write."""
+    """The text that a template writes around a turn, and the roles that it cannot render."""
 
     closing: str
-    """What follows a turn, whatever comes next."""
+    """Text after every turn, whatever comes next."""
     end: str
-    """The end token in ``closing``, which a turn that ended has already drawn; "" if there is none."""
+    """The end token in ``closing``, which the policy itself samples if the turn was not cut; "" if there is none."""
     generation_prompt: str
-    """What opens a turn."""
+    """Text that opens a turn."""
     thinking: tuple[str, str] | None
-    """The tags around thoughts, if the template knows them."""
+    """The tags around thoughts; None if the template has none."""
     end_of_thinking: str
-    """What the template writes between a thought and the answer."""
+    """Text between a thought and the answer."""
     calls_first: bool
-    """Whether a tool's message must follow a turn that is given as calls."""
+    """Whether a tool message must follow an assistant message with structured calls."""
     refusals: dict[str, str]
-    """By role: why this template cannot be used with it."""
+    """Roles that the template cannot render, each with the reason."""
 
     def after(self, text: str, end: str) -> str:
-        """What is left of the text after a turn.
+        """The text to append after a turn, without the end token that the policy sampled.
 
         Args:
-            text: what the template writes there: :attr:`closing` and more, or, after calls, what goes on with the turn.
-            end: the end token that was drawn, which stands in for the template's own; "" for a turn that was cut.
+            text: the template's text after the turn: :attr:`closing` and more, or, after calls, a continuation of the
+                turn.
+            end: the sampled end token, which replaces the template's; "" for a turn that was cut.
         """
         if end and self.end and text.startswith(self.closing):
             return text[self.closing.index(self.end) + len(self.end) :]
@@ -58,7 +59,7 @@ class Shape:
 
 
 def user_row(content: str = ".") -> Row:
-    """A user's message."""
+    """A user message."""
     return {"role": "user", "content": content}
 
 
@@ -66,22 +67,27 @@ def find_shape(render: Render, source: str, end_tokens: Sequence[str], special: 
     """Find a template's shape.
 
     Args:
-        render: the template.
-        source: its text.
-        end_tokens: the texts of the tokens that are known to end a turn.
+        render: renders messages with the template.
+        source: the template's text.
+        end_tokens: the texts of the tokens that end a turn according to the tokenizer and ``generation_config.json``.
         special: the texts of all special tokens.
 
     Raises:
-        ChatError: the template loses what users or the policy say, or cannot go on after a turn.
+        ChatError: the template loses messages of users or of the policy, or cannot continue after a turn.
     """
     opening = [user_row(SENTINEL)]
     before, prompt = render(opening, False), render(opening, True)
     if SENTINEL not in prompt:
-        raise ChatError("the chat template loses what the user says; it may be made for images, not for plain text")
+        raise ChatError(
+            "the chat template loses user messages; it may be written for images, not for plain text: give the "
+            "tokenizer another chat template"
+        )
     closing = _closing(render, special)
     ends = [token for token in end_tokens if token in closing] or [token for token in special if token in closing]
     thinking = next((tags for tags in THINKING_TAGS if tags[1] in source), None)
-    system = _refusal(render, [{"role": "system", "content": SENTINEL}, user_row(DRAWN)], SENTINEL, DRAWN)
+    system = _refusal(
+        render, [{"role": "system", "content": SENTINEL}, user_row(TURN_SENTINEL)], SENTINEL, TURN_SENTINEL
+    )
     tool, calls_first = _tool_refusal(render, closing)
     return Shape(
         closing,
@@ -95,41 +101,47 @@ def find_shape(render: Render, source: str, end_tokens: Sequence[str], special: 
 
 
 def _closing(render: Render, special: Sequence[str]) -> str:
-    """What follows a turn, whether or not something comes after it."""
-    base = [user_row(), {"role": "assistant", "content": DRAWN}]
+    """The text after a turn that is the same whether or not another message follows."""
+    base = [user_row(), {"role": "assistant", "content": TURN_SENTINEL}]
     continued = render([*base, user_row(SENTINEL)], True)
-    if not 0 <= continued.find(DRAWN) < continued.find(SENTINEL):
-        raise ChatError("the chat template loses the turns before the last: use it for one turn, or another template")
-    last, after = render(base, False).partition(DRAWN)[2], continued.partition(DRAWN)[2]
+    if not 0 <= continued.find(TURN_SENTINEL) < continued.find(SENTINEL):
+        raise ChatError(
+            "the chat template loses turns before the last one: give the tokenizer a chat template that keeps them"
+        )
+    last, after = render(base, False).partition(TURN_SENTINEL)[2], continued.partition(TURN_SENTINEL)[2]
     closing = os.path.commonprefix([last, after[: after.index(SENTINEL)]])
-    for text, token in itertools.product((last, after), special):  # not half of a special token
+    for text, token in itertools.product((last, after), special):  # do not end within a special token
         starts = range(max(0, len(closing) - len(token) + 1), len(closing))
         closing = closing[: next((start for start in starts if text.startswith(token, start)), None)]
     if last and not closing:
         raise ChatError(
-            f"the chat template ends the last turn with {last[:20]!r} and an earlier one with {after[:20]!r}, so that "
-            "a conversation cannot only grow: give the tokenizer another chat template"
+            f"the chat template ends the last turn with {last[:20]!r} and an earlier one with {after[:20]!r}, so a "
+            "conversation cannot grow by appending alone: give the tokenizer another chat template"
         )
     return closing
 
 
 def _tool_refusal(render: Render, closing: str) -> tuple[str, bool]:
-    """Why tool messages cannot be rendered, "" if they can; and whether they must follow a turn that is given as calls,
-    because the template writes them in another way, or not at all, after one that is given as text."""
+    """Returns why tool messages cannot be rendered ("" if they can), and whether they must follow structured calls.
+
+    They must if the template renders them differently, or not at all, after a turn that is given as text.
+    """
     answer: Row = {"role": "tool", "content": SENTINEL, "name": "tool", "tool_call_id": "call00000"}
-    drawn = [user_row(), {"role": "assistant", "content": DRAWN}, answer]
-    refusal = _refusal(render, drawn, DRAWN, SENTINEL)
-    if _refusal(render, [user_row(DRAWN), calls_row([answer]), answer], DRAWN, SENTINEL):
+    as_text = [user_row(), {"role": "assistant", "content": TURN_SENTINEL}, answer]
+    refusal = _refusal(render, as_text, TURN_SENTINEL, SENTINEL)
+    if _refusal(render, [user_row(TURN_SENTINEL), calls_row([answer]), answer], TURN_SENTINEL, SENTINEL):
         return refusal, False
     text = after_calls(render, [answer], closing)
     if text is None:
-        return refusal and "it writes a call in another way once it is answered", False
-    return "", bool(refusal) or render(drawn, True).partition(DRAWN)[2] != text
+        return refusal and "it renders a call differently once it is answered", False
+    return "", bool(refusal) or render(as_text, True).partition(TURN_SENTINEL)[2] != text
 
 
 def after_calls(render: Render, rows: Sequence[Row], closing: str) -> str | None:
-    """The text between a turn and the next one where the turn is given as calls; None if what the template writes for
-    the calls changes once they are answered."""
+    """The text between a turn that is given as structured calls and the next turn.
+
+    None if the template renders the calls differently once they are answered.
+    """
     answers = [row for row in rows if row["role"] == "tool"]
     base = [user_row(), calls_row(answers)]
     before, text = render(base, False), render([*base, *rows], True)
@@ -139,7 +151,7 @@ def after_calls(render: Render, rows: Sequence[Row], closing: str) -> str | None
 
 
 def calls_row(answers: Sequence[Row]) -> Row:
-    """A turn that calls the tools which give these answers."""
+    """An assistant message with structured calls that have these answers."""
     calls = [
         {"type": "function", "id": row["tool_call_id"], "function": {"name": row["name"], "arguments": {}}}
         for row in answers
@@ -148,26 +160,29 @@ def calls_row(answers: Sequence[Row]) -> Row:
 
 
 def _refusal(render: Render, rows: Sequence[Row], first: str, then: str) -> str:
-    """Why these messages cannot be rendered; "" if they can. ``first`` has to stand before ``then``, each once."""
+    """Why these messages cannot be rendered; "" if they can.
+
+    ``first`` and ``then`` must each appear once in the rendered text, in this order.
+    """
     try:
         text = render(rows, True)
     except ChatError as error:
         return str(error)
     if text.count(first) == text.count(then) == 1 and text.index(first) < text.index(then):
         return ""
-    return "it drops such a message without an error, or writes it somewhere else"
+    return "it drops such a message without an error, or renders it in another place"
 
 
 def _end_of_thinking(render: Render, opens: str, closes: str) -> str:
-    """What stands between a thought and the answer in a turn that the template writes."""
-    thought = {"role": "assistant", "content": DRAWN, "reasoning_content": SENTINEL}
-    inline = {"role": "assistant", "content": f"{opens}\n{SENTINEL}\n{closes}\n\n{DRAWN}"}
+    """The text between a thought and the answer in an assistant message that the template renders."""
+    thought = {"role": "assistant", "content": TURN_SENTINEL, "reasoning_content": SENTINEL}
+    inline = {"role": "assistant", "content": f"{opens}\n{SENTINEL}\n{closes}\n\n{TURN_SENTINEL}"}
     for row in (thought, inline):
         try:
             text = render([user_row(), row], False)
         except ChatError:
             continue
-        between = text.partition(SENTINEL)[2].partition(DRAWN)[0]
+        between = text.partition(SENTINEL)[2].partition(TURN_SENTINEL)[0]
         if closes in between:
             return between
     return f"\n{closes}\n\n"

@@ -1,6 +1,6 @@
-"""Which models of a family can be built: what ``config.json`` must say, and what it must not.
+"""Checks whether a model of a supported family can be built: required and unsupported content of ``config.json``.
 
-No torch in it: the same words refuse a model before anything is spawned, and where the trainer builds it.
+This module must not import torch: the same checks run before anything is spawned and when the trainer builds the model.
 """
 
 from __future__ import annotations
@@ -11,34 +11,35 @@ from monarch_rl.model.architecture import Architecture, Config, architecture_of
 from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
 
 NORM_EPS = 1e-6
-"""Of all norms of a DeepSeek-V3. Hugging Face's latent norms have it whatever ``rms_norm_eps`` is; SGLang's have
+"""Epsilon of all norms of a DeepSeek-V3. Hugging Face's latent norms use it whatever ``rms_norm_eps`` is; SGLang's use
 ``rms_norm_eps``."""
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys that rotary embeddings of the kind `llama3` need."""
+"""Keys that rotary embeddings of type `llama3` need."""
 OPTIONAL_SIZES = (
     *("head_dim", "num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok"),
     *("q_lora_rank", "decoder_sparse_step"),
 )
-"""Keys that may be absent or null even where they mean something, or that another family's config may have."""
+"""Keys that may be absent or null where they apply, or that configs of other families may have."""
 UNSET_WINDOW = 4096
 """``sliding_window`` of a Mistral whose config leaves it out, as in transformers' MistralConfig."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_COUNT, MAX_SIZE = 2000, 2**31 - 1
-"""Layers or experts, and elements, beyond which a config is not a model's: the tensors of all of them are listed."""
+"""Most layers or experts, and most elements per dimension, that a config may state: the tensors of all layers and
+experts are listed, so a damaged config must not state more."""
 MAX_NUMBER = 1e12
-"""Beyond which a number is none of rotary embeddings or routers: theirs are below 1e9."""
+"""Upper bound on numbers of rotary embeddings and routers. Those of real models are below 1e9."""
 YARN_ROPE = ("factor", "original_max_position_embeddings")
 YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window", "attention_bias", "mlp_bias")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""In which weights may be saved."""
+"""Dtypes in which weights may be saved."""
 
 
 def check_features(config: Config) -> None:
-    """Refuse a model that the trainer cannot build, or that it would build as another model than Hugging Face's.
+    """Check that the trainer can build this model, and builds the same model as Hugging Face.
 
     Raises:
-        ValueError: names the key of ``config.json``.
+        ValueError: it cannot, or does not; names the key of ``config.json``.
     """
     architecture = architecture_of(config)
     _check_projections(architecture, config)
@@ -62,7 +63,11 @@ def check_features(config: Config) -> None:
 
 
 def check_keys(config: Config) -> None:
-    """Refuse a ``config.json`` that lacks what the model is built from. Raises ValueError naming the key."""
+    """Check that ``config.json`` has every key that the model is built from, with a valid value.
+
+    Raises:
+        ValueError: names the key. The message continues the sentence "config.json ...".
+    """
     architecture = architecture_of(config)
     lacking = [key for key in _needed(architecture) if key not in config]
     if lacking:
@@ -96,7 +101,7 @@ def _needed(architecture: Architecture) -> tuple[str, ...]:
 
 
 def _check_flags(architecture: Architecture, config: Config) -> None:
-    """Refuse a word or a number for true or false, and a dtype that weights cannot have."""
+    """Raise ValueError for a flag that is not a boolean, and for a dtype that weights cannot have."""
     for key in FLAGS:
         value = config.get(key)
         if not isinstance(value, bool) and (value is not None or key in architecture.flags):
@@ -108,20 +113,20 @@ def _check_flags(architecture: Architecture, config: Config) -> None:
 
 
 def _check_dense_layers(config: Config) -> None:
-    """Refuse a DeepSeek-V3 of which it is not clear which layers have experts, or how much those count."""
+    """Check the keys of a DeepSeek-V3 that say which layers have experts and how their outputs are scaled."""
     dense, scale = config["first_k_dense_replace"], config["routed_scaling_factor"]
     if type(dense) is not int or not 0 <= dense <= MAX_COUNT:
         raise ValueError(f"has first_k_dense_replace {dense!r}, which must be a whole number from 0 to {MAX_COUNT}")
     if not _is_number(scale) or not 0 < scale <= MAX_NUMBER:
         raise ValueError(f"has routed_scaling_factor {scale!r}, which must be a positive number")
-    # SGLang gives experts to every moe_layer_freq-th layer, Hugging Face's model to all.
+    # SGLang gives experts to every moe_layer_freq-th layer, Hugging Face's model to every layer.
     frequency = config.get("moe_layer_freq", 1)
     if type(frequency) is not int or frequency != 1:
         raise ValueError(f"has moe_layer_freq {frequency!r}; only 1 is supported")
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of JSON is a number; NaN and Infinity are."""
+    """Whether a JSON value is a number, NaN and Infinity included."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -138,42 +143,44 @@ def _check_divisions(architecture: Architecture, config: Config) -> None:
             raise ValueError(f"has {heads} num_attention_heads, which {kv_heads} num_key_value_heads do not divide")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         if head_dim % 2:
-            raise ValueError(f"has heads of {head_dim} elements; rotary embeddings turn pairs, so it must be even")
+            raise ValueError(
+                f"has heads of {head_dim} elements, which must be an even number: rotary embeddings rotate pairs"
+            )
     experts = num_experts(config)
     if experts and not config["num_experts_per_tok"] <= experts:
         raise ValueError(f"has num_experts_per_tok {config['num_experts_per_tok']}, but {experts} experts")
 
 
 def _check_projections(architecture: Architecture, config: Config) -> None:
-    # A Qwen2's are not chosen by attention_bias: neither transformers nor SGLang reads it there.
+    # A Qwen2 always has biases: neither transformers nor SGLang reads its attention_bias.
     if config.get("mlp_bias") or (config.get("attention_bias") and not architecture.biased_heads):
         key = "mlp_bias" if config.get("mlp_bias") else "attention_bias"
         raise ValueError(
-            f"{key} is true, and biases in attention or MLP projections are not supported, except a Qwen2's of "
-            "queries, keys and values: take a model without"
+            f"{key} is true, and biases in attention or MLP projections are not supported, except those of queries, "
+            "keys and values in a Qwen2: take a model without them"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu': take a model that has it")
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu': take a model with 'silu'")
 
 
 def _check_window(architecture: Architecture, config: Config) -> None:
-    """Refuse attention to some of the tokens before one: the trainer's and SGLang's is to all of them."""
+    """Raise ValueError for attention to only some earlier tokens: the trainer and SGLang attend to all of them."""
     if config.get("use_sliding_window"):
         raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
     if other := set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"layer_types {', '.join(sorted(map(str, other)))} are not supported, only full_attention")
     if config.get("dual_chunk_attention_config"):
         raise ValueError(
-            "dual_chunk_attention_config is not supported: SGLang would attend by it, and the trainer, like "
-            "transformers, to all tokens. Take it out of config.json"
+            "dual_chunk_attention_config is not supported: SGLang would follow it, but the trainer, like transformers, "
+            "attends to all tokens. Remove it from config.json"
         )
     window, length = config.get("sliding_window", UNSET_WINDOW), config["max_position_embeddings"]
     if architecture.windowed and window is not None and window < length:
-        said = window if "sliding_window" in config else f"{window}, which transformers takes where it is absent,"
+        stated = window if "sliding_window" in config else f"{window}, transformers' default for an absent key,"
         raise ValueError(
-            f"sliding_window {said} is below max_position_embeddings {length}: sliding-window attention is not "
-            f"supported. Set max_position_embeddings to {window}, within which it attends to all tokens, or take a "
-            "model whose sliding_window is null"
+            f"sliding_window {stated} is below max_position_embeddings {length}: sliding-window attention is not "
+            f"supported. Set max_position_embeddings to {window}, within which the model attends to all tokens, or "
+            "take a model whose sliding_window is null"
         )
 
 
@@ -184,28 +191,30 @@ def _check_rope(config: Config) -> None:
     if kind not in ("default", "llama3"):
         raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
     if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported: rotary embeddings turn whole heads")
+        raise ValueError(
+            "partial_rotary_factor is not supported: rotary embeddings rotate whole heads. Take a model without it"
+        )
 
 
 def _check_rope_numbers(rope: dict[str, Any], keys: tuple[str, ...]) -> None:
     if by_layer := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
-            f"rotary embeddings of their own for {', '.join(by_layer)} are not supported, only one for all"
+            f"separate rotary embeddings for {', '.join(by_layer)} are not supported, only one for all layers"
         )
     for key in keys:
         value = rope.get(key)
         if not _is_number(value) or not 0 < value <= MAX_NUMBER:
             raise ValueError(
-                f"rotary embeddings of the kind {rope['rope_type']} need a positive {key}, got {value!r}: give at most "
-                f"{MAX_NUMBER:g}"
+                f"rotary embeddings of type {rope['rope_type']} need a positive {key}, at most {MAX_NUMBER:g}, got "
+                f"{value!r}"
             )
 
 
 def _check_router(config: Config) -> None:
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ValueError(
-            "the router of DeepSeek-V3 is sigmoid, noaux_tc; "
-            f"not {config.get('scoring_func')}, {config.get('topk_method')}"
+            "only DeepSeek-V3's own router is supported: scoring_func sigmoid and topk_method noaux_tc, got "
+            f"{config.get('scoring_func')} and {config.get('topk_method')}"
         )
     if config["rms_norm_eps"] != NORM_EPS:
         raise ValueError(f"rms_norm_eps {config['rms_norm_eps']} is not supported for DeepSeek-V3, only {NORM_EPS}")
@@ -215,10 +224,10 @@ def _check_latent_rope(config: Config) -> None:
     rope = rope_parameters(config)
     kind = rope["rope_type"]
     if not config.get("rope_interleave", True):
-        raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
+        raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 rotates neighbouring pairs")
     optional = [key for key in YARN_OPTIONAL if rope.get(key)]
     _check_rope_numbers(rope, ("rope_theta", *((*YARN_ROPE, *optional) if kind == "yarn" else ())))
-    # Otherwise cosines and sines would be scaled, too; torchtitan's are not.
+    # With other settings cosines and sines would be scaled, too; torchtitan does not scale them.
     one_scale = rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim")
     if kind != "default" and (kind != "yarn" or not one_scale or rope.get("attention_factor") is not None):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A model is a Hugging Face folder: this finds, checks and describes it, before anything is spawned."""
+"""Finds, checks and describes Hugging Face model folders, before anything is spawned."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from monarch_rl.model.architecture import architecture_of, find_architecture
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a model folder beside the weights: config and tokenizer."""
+"""Files of a model folder besides the weights: config and tokenizer."""
 MISTRALS_OWN = "consolidated"
-"""Begin of the names of files in which a Mistral's folder holds the weights once more, under names that are not Hugging
-Face's. They are not read."""
+"""Prefix of files in a Mistral folder that hold the weights a second time, under other than the Hugging Face tensor
+names. They are not read."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -21,10 +21,10 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
 
     Args:
         name: a folder with ``config.json``, safetensors and a tokenizer, or a Hub name (``org/name``).
-        tokenizer: whether the folder must have one; a user of token ids alone needs none.
+        tokenizer: whether the folder must have a tokenizer; callers that only use token ids need none.
 
     Raises:
-        ValueError: there is no such folder and no such (reachable) Hub repository, a file or a key of the config is
+        ValueError: ``name`` is neither a folder nor a reachable Hub repository, a file or a key of the config is
             missing, or the architecture is not supported.
     """
     folder = find_folder(name)
@@ -32,8 +32,8 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
     architecture = architecture_of(config)
     if lacking := {key: value for key, value in architecture.needed_keys.items() if key not in config}:
         raise ValueError(
-            f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start: transformers 5 "
-            f"leaves them out. Add what {architecture.label}'s own has: {json.dumps(lacking)}"
+            f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start (transformers 5 "
+            f"leaves them out). Add the values of {architecture.label}'s own config: {json.dumps(lacking)}"
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
@@ -43,7 +43,7 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
 
 
 def find_folder(name: str) -> Path:
-    """The local folder of a model, downloaded if ``name`` is not a folder. Raises ValueError."""
+    """The local folder of a model, downloaded if ``name`` is not a folder. Raises ValueError if there is none."""
     return _local_folder(name) or _download(name)
 
 
@@ -51,7 +51,7 @@ def _local_folder(name: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         return folder if folder.is_dir() else None
-    except (OSError, RuntimeError):  # a name too long for a file, or of a user that does not exist
+    except (OSError, RuntimeError):  # a name too long for a file, or "~" of a user that does not exist
         return None
 
 
@@ -72,10 +72,10 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a model folder, with optional keys that it leaves out.
+    """``config.json`` of a model folder, with missing optional keys filled in.
 
     Raises:
-        ValueError: the file is missing, is no JSON object, or names an architecture that cannot be trained here.
+        ValueError: the file is missing, is not a JSON object, or names an unsupported architecture.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -88,11 +88,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(model: str) -> dict[str, Any] | None:
-    """The config of a model folder of any architecture, completed if it can be trained here; None if ``model`` is no
-    folder with ``config.json``.
+    """The config of a model folder of any architecture; None if ``model`` is not a folder with ``config.json``.
+
+    Missing optional keys are filled in if the architecture is supported.
 
     Raises:
-        ValueError: the file is no JSON object.
+        ValueError: the file is not a JSON object.
     """
     path = Path(model) / "config.json"
     if not path.is_file():
@@ -103,7 +104,7 @@ def find_config(model: str) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError if there is none."""
+    """The JSON object in a file. Raises ValueError if the file holds anything else."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -114,17 +115,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def num_experts(config: dict[str, Any]) -> int:
-    """Experts of a layer that has some; 0 for a model without, and for one of a family that cannot be trained here.
+    """Experts per sparse layer; 0 for a dense model and for an unsupported architecture.
 
     Raises:
-        ValueError: a mixture-of-experts model whose config does not say so.
+        ValueError: the config of a mixture-of-experts model does not state the number.
     """
     architecture = find_architecture(config)
     return 0 if architecture is None else architecture.num_experts(config)
 
 
 def sparse_layers(config: dict[str, Any]) -> list[int]:
-    """The indices of the layers that have experts; none for a model without."""
+    """The indices of the layers with experts; empty for a dense model."""
     if num_experts(config) == 0:
         return []
     architecture = architecture_of(config)
@@ -132,8 +133,10 @@ def sparse_layers(config: dict[str, Any]) -> list[int]:
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings in the form of transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
-    transformers 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    """The rotary embeddings in the form of transformers 5: ``rope_type``, ``rope_theta`` and the type's parameters.
+
+    Also reads the form of transformers 4: ``rope_theta`` and ``rope_scaling``.
+    """
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
@@ -141,5 +144,5 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_dtype(config: dict[str, Any]) -> str:
-    """The dtype in which a model folder holds its weights, e.g. ``bfloat16``."""
+    """The dtype of the weights in a model folder, e.g. ``bfloat16``."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a conversation is made of: messages, tool calls, and what a policy's turn says."""
+"""The data types of a conversation: messages, tool calls and parsed replies."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
 class ChatError(ValueError):
-    """Messages, options or tools that cannot be used with this model's chat template. Says what to change."""
+    """Messages, options or tools that do not work with this model's chat template. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool, as the policy wrote it."""
+    """One tool call, as the policy wrote it."""
 
     name: str
-    """"" where the call cannot be read."""
+    """Name of the tool; "" if the call cannot be parsed."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """JSON values by name."""
+    """JSON values by argument name."""
     id: str = ""
-    """Unique within its conversation."""
+    """Unique within the conversation."""
     error: str = ""
-    """Why the call cannot be carried out, in words for the model; "" if it can be."""
+    """Why the call cannot be executed, worded for the model; "" if it can."""
 
     def answer(self, content: str) -> Message:
-        """The tool's answer to this call, or :attr:`error`, as the message to hand to the policy next."""
+        """The message that answers this call. ``content`` is the tool's result, or :attr:`error`."""
         return Message("tool", content, name=self.name or None, tool_call_id=self.id or None)
 
 
@@ -38,77 +38,77 @@ class Message:
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant's message."""
+    """Calls in an assistant message."""
     name: str | None = None
-    """Of a tool's message: the tool that answers."""
+    """In a tool message: the tool that answers."""
     tool_call_id: str | None = None
-    """Of a tool's message: the call that it answers."""
+    """In a tool message: the call that it answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """What a turn of the policy says. All of it is read from the ids drawn, which stay as they are."""
+    """The content of a policy's turn, parsed from the sampled ids, which do not change."""
 
     raw: str
-    """The whole text, with thoughts, calls and special tokens, but without the end token."""
+    """The whole text with thoughts, calls and special tokens, but without the end token."""
     text: str
-    """What is left without thoughts, calls, special tokens, and the stop string with what follows it."""
+    """The text without thoughts, calls and special tokens, cut before the first stop string."""
     thinking: str = ""
-    """What stands between the template's thinking tags."""
+    """The text between the template's thinking tags."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """In order. Check ``error`` before carrying one out."""
+    """The calls, in order. Check ``error`` before executing one."""
 
 
 class MessageLike(Protocol):
-    """Whatever else has a role and content."""
+    """Any other object with a role and text content."""
 
     @property
     def role(self) -> str:
-        """As in :class:`Message`."""
+        """One of :data:`Role`."""
         ...
 
     @property
     def content(self) -> str:
-        """Its text."""
+        """The text."""
         ...
 
 
 AnyMessage: TypeAlias = Message | MessageLike | Mapping[str, Any]
 Messages: TypeAlias = str | AnyMessage | Iterable[AnyMessage]
-"""Text, which is a user's message, a message, or several. A message may be a mapping, as data sets hold them."""
+"""One message or several. A plain string is a user message; a message may be a mapping, as in data sets."""
 
 
 def system(content: str) -> Message:
-    """What the model is told before the conversation."""
+    """A system message: instructions before the conversation."""
     return Message("system", content)
 
 
 def user(content: str) -> Message:
-    """What the user says."""
+    """A user message."""
     return Message("user", content)
 
 
 def assistant(content: str) -> Message:
-    """A turn that is not drawn but given, such as an example in the opening."""
+    """An assistant turn that is given rather than sampled, such as a few-shot example in the opening."""
     return Message("assistant", content)
 
 
 def tool(content: str, name: str | None = None, tool_call_id: str | None = None) -> Message:
-    """What a tool answers; :meth:`ToolCall.answer` fills in name and id."""
+    """A tool's answer. :meth:`ToolCall.answer` fills in the name and the id."""
     return Message("tool", content, name=name, tool_call_id=tool_call_id)
 
 
 def as_messages(messages: Messages) -> list[Message]:
-    """The messages, checked.
+    """Convert to a list of checked messages.
 
     Raises:
-        ChatError: something is no message, has an unknown role, or holds an image or anything else that is not text.
+        ChatError: an item is not a message, has an unknown role, or holds an image or other content that is not text.
     """
     if isinstance(messages, str):
         return [user(messages)]
     several: Any = [messages] if isinstance(messages, Mapping) or hasattr(messages, "role") else messages
     if not isinstance(several, Iterable):
-        raise ChatError(f"{messages!r:.80} is no message: use user(...), system(...) or tool(...)")
+        raise ChatError(f"{messages!r:.80} is not a message: use user(...), system(...) or tool(...)")
     return [_checked(message if isinstance(message, Message) else _from_mapping(message)) for message in several]
 
 
@@ -116,7 +116,7 @@ def _from_mapping(row: Any) -> Message:
     if hasattr(row, "role") and hasattr(row, "content"):
         return Message(row.role, row.content)
     if not isinstance(row, Mapping) or "role" not in row:
-        raise ChatError(f"{row!r:.80} is no message: it needs role and content")
+        raise ChatError(f"{row!r:.80} is not a message: it needs role and content")
     calls = row.get("tool_calls") or ()
     content: Any = row.get("content")
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) and "text" in part for part in content):
@@ -135,7 +135,7 @@ def _call_from_mapping(call: Any) -> ToolCall:
         function = call.get("function", call)
         return ToolCall(function["name"], function["arguments"], call.get("id") or "")
     except (AttributeError, KeyError, TypeError) as error:
-        raise ChatError(f"{call!r:.80} is no tool call: it needs a function with name and arguments") from error
+        raise ChatError(f"{call!r:.80} is not a tool call: it needs a function with name and arguments") from error
 
 
 def _checked(message: Message) -> Message:
@@ -143,7 +143,7 @@ def _checked(message: Message) -> Message:
         raise ChatError(f"a message has role {message.role!r:.40}; roles are {', '.join(get_args(Role))}")
     if not isinstance(message.content, str):
         raise ChatError(
-            f"a message of role {message.role} holds {message.content!r:.80}, which is not text. Images, audio and "
-            "video are not supported: describe them in words, or leave the item out"
+            f"a {message.role} message holds {message.content!r:.80}, which is not text. Images, audio and video are "
+            "not supported: describe them in words, or leave the item out"
         )
     return message

@@ -1,4 +1,4 @@
-"""What a turn of the policy says: its text, thoughts and calls, read from the ids drawn."""
+"""Parses a turn of the policy: text, thoughts and tool calls, from the sampled ids."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from monarch_rl.model.chat_shape import Shape
 from monarch_rl.model.messages import ChatError, ParsedReply, ToolCall
 from monarch_rl.model.tools import ToolSet
 
-PARSERS_KEPT = 64
-"""Sets of tools whose parsers are remembered; a run has a few."""
+PARSERS_CACHED = 64
+"""Tool sets whose parsers are cached; a run has a few."""
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """The texts of all special tokens, also of those that have no name such as ``eos_token``."""
+    """The texts of all special tokens, including those without a name such as ``eos_token``."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the stop strings in it."""
-    places = [place for string in stop if (place := text.find(string)) >= 0]
-    return text[: min(places)] if places else text
+    """The text before the first stop string in it."""
+    starts = [start for string in stop if (start := text.find(string)) >= 0]
+    return text[: min(starts)] if starts else text
 
 
 class ReplyReader:
-    """Reads turns.
+    """Parses turns.
 
     Args:
-        tokenizer: transformers'.
-        stop_token_ids: those that end a turn.
+        tokenizer: the model's transformers tokenizer.
+        stop_token_ids: ids that end a turn.
         tool_parser: as in :class:`~monarch_rl.model.chat.ChatTemplate`.
-        source: the template's text, by the tools of a conversation.
+        source: returns the template's text for a conversation with these tools.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ReplyReader:
         self._tool_parser = tool_parser
         self._source = source
         self._parsers: dict[str, CallParser] = {}
-        """By the key of a set of tools."""
+        """By tool set key."""
 
     def read(self, token_ids: Sequence[int], shape: Shape, tools: ToolSet | None, stop: Sequence[str]) -> ParsedReply:
-        """What a turn says; see :meth:`ChatTemplate.read`."""
+        """Parse a turn; see :meth:`ChatTemplate.read`."""
         raw = self.raw(token_ids)
         text = cut_at_stop(raw, stop)
         thinking = ""
@@ -76,7 +76,7 @@ class ReplyReader:
         return text.rfind(opens) > text.rfind(closes)
 
     def _split(self, raw: str, shape: Shape) -> tuple[str, str]:
-        """A turn's thought, and what it says after."""
+        """The thought of a turn, and the text after it."""
         opens, closes = shape.thinking or ("", "")
         if self.thinks(raw, shape):
             before, found, thought = raw.rpartition(opens)
@@ -87,10 +87,10 @@ class ReplyReader:
         return thought.partition(opens)[2].strip("\n") if opens in thought else thought.strip("\n"), text.lstrip("\n")
 
     def parser(self, tools: ToolSet) -> CallParser:
-        """What reads calls of these tools. Raises ChatError if SGLang does not know how they are written."""
+        """The parser for calls of these tools. Raises ChatError if SGLang does not know their format."""
         parser = self._parsers.get(tools.key)
         if parser is None:
-            if len(self._parsers) >= PARSERS_KEPT:
+            if len(self._parsers) >= PARSERS_CACHED:
                 self._parsers.clear()
             parser = CallParser(tools, self._tool_parser, self._source(tools), self._tokenizer)
             self._parsers[tools.key] = parser
@@ -98,29 +98,29 @@ class ReplyReader:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Special tokens in text; a pattern that is nowhere if there are none."""
+        """Matches special tokens; matches nothing if the tokenizer has none."""
         tokens = sorted(special_tokens(self._tokenizer), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
-# -- calls in the text of a turn, read by SGLang's own parsers, and checked -------------------------------------------
-# SGLang's parsers give nothing for a call that is not closed, is no JSON or names no tool, so that an environment
-# cannot tell it from silence. Here such a call is a :class:`~monarch_rl.model.messages.ToolCall` with an ``error``.
+# -- tool calls, parsed by SGLang's parsers and checked ---------------------------------------------------------------
+# SGLang's parsers return nothing for a call that is not closed, is not JSON or names no tool, so an environment could
+# not tell it from a turn without calls. Here such a call becomes a ``ToolCall`` with an ``error``.
 
 _UNREADABLE = "A tool call cannot be read: it is not closed, or is not written as the instructions say."
 
 
 class CallParser:
-    """Reads the calls of some tools.
+    """Parses the calls of a tool set.
 
     Args:
-        tools: those that may be called.
-        parser: SGLang's name of the format; "" lets SGLang tell by the template.
+        tools: the tools that may be called.
+        parser: SGLang's name of the format; "" has SGLang detect it from the template.
         source: the template's text.
-        tokenizer: transformers'.
+        tokenizer: the model's transformers tokenizer.
 
     Raises:
-        ChatError: SGLang has no such parser, or cannot tell which the template needs.
+        ChatError: SGLang has no such parser, or cannot detect which one the template needs.
     """
 
     def __init__(self, tools: ToolSet, parser: str, source: str, tokenizer: Any) -> None:
@@ -135,7 +135,7 @@ class CallParser:
             found = (
                 f"SGLang has no parser {name!r}"
                 if name
-                else "SGLang cannot tell by the chat template how calls are written"
+                else "SGLang cannot detect from the chat template how calls are written"
             )
             raise ChatError(f"{found}: set the tool parser to one of {', '.join(names)}")
         self._parser = FunctionCallParser([Tool.model_validate(schema) for schema in tools.schemas], name)
@@ -144,14 +144,14 @@ class CallParser:
         )
 
     def parse(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """What a turn says beside its calls, and the calls in order, without ids."""
+        """Split a turn into its text and its calls, in order and without ids."""
         first = self._openings.first.search(text)
         attempts = 0 if first is None else len(self._openings.each.findall(text, first.start()))
         if not attempts and not self._parser.has_tool_call(text):
             return text, ()
         try:
             rest, items = self._parser.parse_non_stream(text)
-        except Exception:  # of any kind: some parsers raise what Python's do for a call that is not written well
+        except Exception:  # some parsers let any error of Python's own parsers through for a malformed call
             rest, items = text, []
         calls = [self._call(item.name or "", item.parameters) for item in items]
         if len(calls) < max(attempts, 1):
@@ -164,35 +164,36 @@ class CallParser:
         try:
             arguments = json.loads(parameters)
         except (ValueError, RecursionError):
-            return ToolCall(name, error=f"The arguments of {name} are no JSON.")
+            return ToolCall(name, error=f"The arguments of {name} are not JSON.")
         problem = self._tools.problem(name, arguments)
         return ToolCall(name, arguments if isinstance(arguments, dict) else {}, error=problem)
 
 
 class _Openings(NamedTuple):
-    """What calls begin with in a format."""
+    """Patterns for the start of a call in a format."""
 
     first: re.Pattern[str]
-    """The first one of a turn."""
+    """Matches the first call of a turn."""
     each: re.Pattern[str]
-    """Any from there on."""
+    """Matches any call from there on."""
 
 
 def _openings(name: str, detector: Any, tools: list[str]) -> _Openings:
-    """Of a parser. A format that has no token for it is told by the names of the tools, as prose has brackets, too."""
+    """The patterns of an SGLang parser's format."""
     token = getattr(detector, "bot_token", "") or getattr(detector, "tool_call_start_token", "")
     opening = re.escape(token.strip().rstrip("[ "))
-    if name == "llama3":  # where the token may be left out, and stands once before several calls
+    if name == "llama3":  # the token is optional, and one token may precede several calls
         each = re.compile(rf'(?:^|;|{opening})\s*\{{\s*"name"|{opening}')
         return _Openings(each, each)
     if opening:
         return _Openings(re.compile(opening), re.compile(opening))
+    # The format has no start token. Prose contains brackets, too, so require a tool's name.
     named = rf"\s*(?:{'|'.join(map(re.escape, tools))})\s*\("
     return _Openings(re.compile(rf"\[{named}"), re.compile(rf"(?:\[|\)\s*,){named}"))
 
 
 def _detected(source: str, tokenizer: Any) -> str:
-    """SGLang's name of the format that a template teaches; "" if it cannot tell."""
+    """SGLang's name of the call format that a template teaches; "" if SGLang cannot detect it."""
     from sglang.srt.parser.template_detection import detect_reasoning_pattern, detect_tool_call_parser
 
     forced, toggle = detect_reasoning_pattern(source)
@@ -200,7 +201,7 @@ def _detected(source: str, tokenizer: Any) -> str:
 
 
 def _prepare() -> None:
-    """Have SGLang hand over calls of tools that do not exist, and not log each mistake of a policy."""
+    """Have SGLang return calls of unknown tools, and not log every mistake of a policy."""
     from sglang.srt.environ import envs
 
     envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)

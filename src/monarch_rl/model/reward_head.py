@@ -1,4 +1,4 @@
-"""Models that rate a sequence: a base model and, in place of the LM head, a linear head on the last token."""
+"""Reward models: a base model with a linear head on the last token in place of the LM head."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ HEADS = {
     "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
     "LlamaForSequenceClassification": "LlamaForCausalLM",
 }
-"""By the name in ``config.json``: the family of the base model."""
+"""Architecture of the base model, by the reward model's architecture in ``config.json``."""
 LABELS = 2
-"""Of a head whose ``config.json`` does not say how many it has, as in transformers."""
+"""Outputs of a head if ``config.json`` does not state the number: transformers' default."""
 
 
 def resolve_frozen(name: str) -> tuple[Path, Config]:
-    """The local folder of a model that is to be served and never trained, and its config.
+    """The local folder and the config of a frozen model (a judge or teacher), which is served and never trained.
 
     Args:
         name: Hugging Face folder or Hub name; see :func:`~monarch_rl.model.folder.resolve_model`.
 
     Raises:
-        ValueError: as ``resolve_model``.
+        ValueError: as for ``resolve_model``.
     """
     folder = find_folder(name)
     config = read_frozen(folder)
@@ -37,10 +37,13 @@ def resolve_frozen(name: str) -> tuple[Path, Config]:
 
 
 def read_frozen(folder: Path) -> Config:
-    """``config.json`` of a model; with a reward head, that of the base model, without LM head, and its labels.
+    """The config of a frozen model.
+
+    For a reward model: the base model's config, marked as having no separate LM head, with the head's number of
+    outputs under ``REWARD_LABELS``.
 
     Raises:
-        ValueError: the file is missing, is no JSON object, or names an architecture that cannot be served.
+        ValueError: ``config.json`` is missing or not a JSON object, or the architecture is not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -54,9 +57,9 @@ def read_frozen(folder: Path) -> Config:
     try:
         return architecture_of(config).completed(config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}; and, to rate sequences, {', '.join(HEADS)}") from None
+        raise ValueError(f"{folder}: {error}; as reward models also {', '.join(HEADS)}") from None
 
 
 def reward_labels(config: Config) -> int:
-    """Numbers that the head of a model returns for a sequence, by :func:`read_frozen`; 0 if it has an LM head."""
+    """Outputs per sequence of a model's reward head, from a config of :func:`read_frozen`; 0 if it has an LM head."""
     return int(config.get(REWARD_LABELS) or 0)

@@ -1,4 +1,4 @@
-"""How large the parts of a model are, in elements: what a plan of memory is made from."""
+"""Sizes of a model's components, in elements, from which memory plans are computed."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """A token in the KV cache of an engine that is not divided."""
+    """Size of one token in the KV cache of an engine without tensor parallelism."""
 
     layers: int
     width: int
-    """Elements in a layer."""
+    """Elements per layer."""
     kv_heads: int
-    """Into which keys and values can be divided; 1 where they cannot: latent attention."""
+    """Number of heads over which the cache can be sharded; 1 for latent attention, whose cache cannot be."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of a model's parts, and widths that activations have."""
+    """Elements of a model's components, and widths of its activations."""
 
     elements: int
-    """Of all tensors."""
+    """Elements of all tensors."""
     lm_head: int
-    """Elements of an LM head of its own; 0 where it is the embeddings."""
+    """Elements of a separate LM head; 0 if it is tied to the embeddings."""
     vocabulary: int
     width: int
     layers: int
     sparse: int
-    """Layers that have experts."""
+    """Layers with experts."""
     largest_layer: int
-    """Elements of the largest layer beside its experts."""
+    """Elements of the largest layer, without its experts."""
     layer_experts: int
-    """Elements of all experts of a layer that has some."""
+    """Elements of all routed experts of a sparse layer; 0 for a dense model."""
     query: int
-    """Width of all queries of a token, and of what attention returns for it."""
+    """Width of a token's queries over all heads, and of its attention output."""
     key: int
-    """Width of all keys of a token, and of its values."""
+    """Width of a token's keys over all heads, and of its values."""
     head: int
-    """Width of a query that rotary embeddings turn."""
+    """Width of the part of a head that rotary embeddings rotate."""
     cache: CacheSizes
     normed_heads: bool
     hidden: int
     """Width of a dense MLP."""
     expert_hidden: int
-    """Width of an expert, and of its share of experts that all tokens go to, times the experts of a token."""
+    """Width of all experts that process a token together: routed and shared ones; 0 for a dense model."""
     chosen: int
-    """Experts of a token."""
+    """Experts that the router chooses per token."""
 
     @property
     def embeddings(self) -> int:
-        """Elements of the embeddings, and of an LM head of its own."""
+        """Elements of the embeddings. A separate LM head has as many."""
         return self.vocabulary * self.width
 
 
 def cache_sizes(config: Config) -> CacheSizes:
-    """What a model keeps of a token, by its ``config.json``."""
+    """The size of a token in the KV cache, from ``config.json``."""
     layers = config["num_hidden_layers"]
     if architecture_of(config).latent_attention:
         return CacheSizes(layers, config["kv_lora_rank"] + config["qk_rope_head_dim"], 1)
@@ -73,7 +73,7 @@ def cache_sizes(config: Config) -> CacheSizes:
 
 
 def sizes_of(config: Config) -> ModelSizes:
-    """The sizes of a model, by its ``config.json``, which ``model/features.py`` has accepted."""
+    """The sizes of a model, from a ``config.json`` that ``model/features.py`` has accepted."""
     layers, experts = [0] * config["num_hidden_layers"], [0] * config["num_hidden_layers"]
     elements, tensors = 0, expected_tensors(config)
     for name, shape in tensors.items():
@@ -112,21 +112,22 @@ def sizes_of(config: Config) -> ModelSizes:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What is trained of a model, and sent."""
+    """Sizes of a model, of its trained adapters, and of a policy version as it is sent."""
 
     sizes: ModelSizes
     lora: int
     """Elements of all adapters, A and B; 0 is full training."""
     served_lora: int
-    """Those that engines serve as adapters: none where they are sent merged into the weights."""
+    """Elements of the adapters that engines serve as adapters; 0 if adapters are sent merged into the weights."""
     version: int
-    """Elements of what trainer ranks send: all weights, the adapters, or the weights that these are merged into."""
+    """Elements that trainer ranks send per version: all weights, the adapters, or the weights that adapters are merged
+    into."""
     positions: int
-    """Tokens that a sequence may have."""
+    """Maximum tokens per sequence."""
 
 
 def trained_model(config: Config, lora: LoraSettings) -> TrainedModel:
-    """What is trained of a model with these adapters."""
+    """The sizes of a model that is trained with these LoRA settings."""
     sizes, tensors = sizes_of(config), expected_tensors(config)
     shapes = [shape for target in lora.targets for _, shape in projections(tensors, target)] if lora.rank else []
     adapters = sum(lora.rank * sum(shape) for shape in shapes)

@@ -1,6 +1,6 @@
-"""The tensors of a model folder: which there must be, by ``config.json``, and which there are, by the files' headers.
+"""The tensors of a model folder: those that ``config.json`` requires, and those that the file headers list.
 
-Only headers are read: a few MB even of a model of 60 GB.
+Only headers are read: a few MB even for a 60 GB model.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from monarch_rl.model.folder import (
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
-"""By the tensors' Hugging Face names."""
+"""Shapes by Hugging Face tensor name."""
 
 INDEX = "model.safetensors.index.json"
 REWARD_LABELS = "monarch_rl_reward_labels"
-"""Key of a config that ``model/reward_head.py`` has read: numbers that the model's head returns."""
+"""Key that ``model/reward_head.py`` adds to a config: the number of outputs of the model's reward head."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element, for the dtypes that weights may be saved in, by safetensors' names of them."""
+"""Bytes per element of the dtypes in which weights may be saved, by safetensors name."""
 _BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """The same, by the names in ``config.json``."""
 LISTED = 3
-"""Tensors that a message names."""
+"""How many tensors an error message lists."""
 
 
 def check_weights(folder: Path, config: Config) -> None:
-    """Refuse a folder that does not hold every tensor of the model once, whole and in its shape.
+    """Check that a folder holds every tensor of the model exactly once, complete and in its shape.
 
     Args:
-        config: the model's ``config.json``, which :func:`~monarch_rl.model.features.check_keys` has accepted.
+        config: the model's ``config.json``, already accepted by :func:`~monarch_rl.model.features.check_keys`.
 
     Raises:
-        ValueError: names the file and the tensor.
+        ValueError: a tensor is missing, duplicated, unknown, damaged or misshapen; names the file and the tensor.
     """
     expected = expected_tensors(config)
     _check_shards(folder)
@@ -55,28 +55,27 @@ def check_weights(folder: Path, config: Config) -> None:
         for name, shape in header.items():
             if name in found:
                 raise ValueError(
-                    f"{name} is in {found[name][0]} and in {path}: keep the files of {INDEX}, and move others away"
+                    f"{name} is in {found[name][0]} and in {path}: keep the files that {INDEX} lists, and move the "
+                    "others away"
                 )
             found[name] = path, shape
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
-            f"{folder} lacks {_some(missing)}, of the {len(expected)} tensors that its config.json asks for: a file is "
-            "missing, or config.json is another model's"
+            f"{folder} lacks {_some(missing)}, of the {len(expected)} tensors that its config.json requires: a file is "
+            "missing, or config.json belongs to another model"
         )
     for name, (path, shape) in found.items():
         if name in expected and shape != expected[name]:
-            raise ValueError(
-                f"{path}: {name} has shape {list(shape)}, where config.json asks for {list(expected[name])}"
-            )
+            raise ValueError(f"{path}: {name} has shape {list(shape)}, but config.json requires {list(expected[name])}")
     if unknown := [name for name in found if name not in expected and not _is_ignored(name, config)]:
         raise ValueError(
             f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {architecture_of(config).name} with this "
-            "config.json does not have: it would be another model without them"
+            "config.json does not have: ignoring them would load a different model"
         )
 
 
 def expected_tensors(config: Config) -> Shapes:
-    """The shapes of all tensors of a model, by their names in a model folder."""
+    """The shapes of all tensors of a model, by the names that they have in a model folder."""
     vocabulary, width = config["vocab_size"], config["hidden_size"]
     tensors: Shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
     if not config.get("tie_word_embeddings"):
@@ -115,12 +114,12 @@ def _grouped_query_attention(config: Config) -> Shapes:
 
 def _latent_attention(config: Config) -> Shapes:
     width, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    plain, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    query = heads * (plain + turned)
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    query = heads * (nope + rope)
     tensors: Shapes = {
-        "self_attn.kv_a_proj_with_mqa": (latent + turned, width),
+        "self_attn.kv_a_proj_with_mqa": (latent + rope, width),
         "self_attn.kv_a_layernorm": (latent,),
-        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.kv_b_proj": (heads * (nope + value), latent),
         "self_attn.o_proj": (width, heads * value),
     }
     if rank := config.get("q_lora_rank"):
@@ -151,7 +150,7 @@ def _experts(config: Config) -> Shapes:
 
 
 def model_bytes(folder: Path) -> int:
-    """Bytes of the weights of a model folder, by its config."""
+    """Bytes of a model's weights, computed from its config."""
     config = read_config(folder)
     return _BYTES_BY_DTYPE.get(saved_dtype(config), 4) * sum(
         math.prod(shape) for shape in expected_tensors(config).values()
@@ -159,11 +158,13 @@ def model_bytes(folder: Path) -> int:
 
 
 def read_header(path: Path) -> Shapes:
-    """The tensors of a safetensors file, from its header: 8 bytes with its length, then JSON, then the tensors.
+    """The shapes of the tensors in a safetensors file, read from its header.
+
+    The file starts with 8 bytes that hold the header's length; the header (JSON) and the tensors follow.
 
     Raises:
-        ValueError: the file is no safetensors file, has not the size that its header asks for, or holds elements that
-            are no floating-point numbers of 16 bits or more.
+        ValueError: the file is not a safetensors file, its size is not what its header requires, or its elements are
+            not floating-point numbers of 16 bits or more.
     """
     try:
         size = path.stat().st_size
@@ -177,34 +178,37 @@ def read_header(path: Path) -> Shapes:
         places = {name: (_count(e["data_offsets"][0]), _count(e["data_offsets"][1])) for name, e in tensors.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file ({error!r}): copy or download it again") from error
+        raise ValueError(f"{path} is not a safetensors file ({error!r}): copy or download it again") from error
     end = max((place[1] for place in places.values()), default=0)
     if size != 8 + length + end:
         last = max(places, key=lambda name: places[name][1], default="nothing")
         kind = "truncated" if size < 8 + length + end else "damaged"
         raise ValueError(
-            f"{path} is {kind}: it has {size} bytes, and {8 + length + end} by its header, which ends with {last}. "
-            "Copy or download it again"
+            f"{path} is {kind}: it has {size} bytes, but its header, whose last tensor is {last}, requires "
+            f"{8 + length + end}. Copy or download it again"
         )
     for name, dtype in dtypes.items():
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{path}: {name} is saved as {dtype}; only {', '.join(ITEM_BYTES)} are supported")
         span = places[name][1] - places[name][0]
         if span != math.prod(shapes[name]) * ITEM_BYTES[dtype]:
-            raise ValueError(f"{path}: {name} has {span} bytes, too few or too many for {list(shapes[name])}")
+            raise ValueError(
+                f"{path}: {name} has {span} bytes, which do not fit its shape {list(shapes[name])}: copy or download "
+                "the file again"
+            )
     _check_places(path, places)
     return shapes
 
 
 def _count(value: object) -> int:
-    """A size or an offset of a header. Raises ValueError if it is none."""
+    """A size or an offset from a header. Raises ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no size or offset")
+        raise ValueError(f"{value!r} is not a size or an offset")
     return value
 
 
 def _check_places(path: Path, places: dict[str, tuple[int, int]]) -> None:
-    """Refuse tensors that overlap or have a gap between them, as safetensors does (its README, "Format")."""
+    """Raise ValueError if tensors overlap or leave a gap, as safetensors does (its README, "Format")."""
     before, position = "the header", 0
     for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
         if start != position:
@@ -214,7 +218,7 @@ def _check_places(path: Path, places: dict[str, tuple[int, int]]) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse an index that names files which are not there."""
+    """Raise ValueError if the index lists files that do not exist."""
     path = folder / INDEX
     if not path.is_file():
         return
@@ -225,16 +229,16 @@ def _check_shards(folder: Path) -> None:
         if not isinstance(file, str) or not (folder / file).is_file():
             count = sum(other == file for other in named.values())
             raise ValueError(
-                f"{folder} lacks {file}, which {path.name} names for {name} and {count - 1} other tensors: copy or "
+                f"{folder} lacks {file}, which {path.name} lists for {name} and {count - 1} other tensors: copy or "
                 "download it"
             )
 
 
 def _is_ignored(name: str, config: Config) -> bool:
-    """Whether a tensor that the model does not need may be there: transformers leaves it out of the model as well."""
+    """Whether to ignore a tensor that the model does not need. transformers does not load these, either."""
     if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
         return True
-    # DeepSeek-V3's layer for multi-token prediction, after the last one.
+    # DeepSeek-V3's layer for multi-token prediction follows the last decoder layer.
     following = f"model.layers.{config['num_hidden_layers']}."
     return architecture_of(config).latent_attention and name.startswith(following)
 
@@ -244,23 +248,24 @@ def _some(names: list[str]) -> str:
 
 
 def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
-    """The weights of a projection, such as ``q_proj``, in all layers and experts."""
+    """Name and shape of each weight of a projection, such as ``q_proj``, over all layers and experts."""
     return ((name, shape) for name, shape in tensors.items() if name.endswith(f".{target}.weight"))
 
 
-# -- the check of a model folder before anything is spawned: its config and its weights' headers ----------------------
+# -- checking a model folder, before anything is spawned --------------------------------------------------------------
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """Refuse a folder that could not be loaded, or would be loaded as another model. Takes seconds at most.
+    """Check a folder's config and the headers of its weight files. Takes a few seconds at most.
 
-    Whether the weights are finite is seen when the trainer loads them.
+    The trainer checks that the weights are finite when it loads them.
 
     Args:
         config: the folder's ``config.json``.
 
     Raises:
-        ValueError: names the file, and the key or the tensor in it.
+        ValueError: the folder cannot be loaded, or would load as a different model; names the file, and the key or the
+            tensor in it.
     """
     path = folder / "config.json"
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, as far as it can be judged without transformers, whose import takes seconds."""
+"""Checks of a model folder's tokenizer that need no transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from monarch_rl.model.architecture import Config
 from monarch_rl.model.folder import read_object
 
 UNKNOWN_LENGTH = 1024
-"""Characters that no token is longer than, where the tokens are not known."""
+"""Assumed upper bound on the characters of a token, if the vocabulary is unknown."""
 
 
 class FolderTokenizer:
@@ -20,7 +20,8 @@ class FolderTokenizer:
         config: the folder's ``config.json``.
 
     Raises:
-        ValueError: the tokenizer cannot be read, or has ids for which the model has no embedding; names file and token.
+        ValueError: the tokenizer cannot be read, or has ids for which the model has no embedding; names the file and
+            the token.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -37,26 +38,27 @@ class FolderTokenizer:
         if self._tokenizer is not None:
             tokens |= self._tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, tokens), default=0) if self._tokenizer is not None else UNKNOWN_LENGTH
-        """Characters of the longest token, or more."""
+        """Upper bound on the characters of a token."""
         token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
         if highest >= vocabulary:
             count = sum(index >= vocabulary for index in tokens.values())
             raise ValueError(
                 f"the tokenizer in {folder} has {count} ids for which the model has no embedding, up to {highest} "
-                f"({token!r}): config.json says vocab_size {vocabulary}. It is another model's, or tokens were added "
-                "to it without embeddings"
+                f"({token!r}): config.json says vocab_size {vocabulary}. It belongs to another model, or tokens were "
+                "added to it without embeddings"
             )
         _check_end_tokens(folder / "generation_config.json", vocabulary)
 
     def count(self, texts: Sequence[str]) -> list[int] | None:
-        """Tokens of each text, without those that a chat template adds; None without ``tokenizer.json``."""
+        """The number of tokens of each text, without those that a chat template adds; None without
+        ``tokenizer.json``."""
         if self._tokenizer is None:
             return None
         return [len(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """The id of every token of a model folder. Raises ValueError if it has no ``tokenizer.json`` that can be read."""
+    """The id of every token of a model folder. Raises ValueError if ``tokenizer.json`` is missing or unreadable."""
     tokenizer = _load(folder / "tokenizer.json")
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json: save its tokenizer with transformers, which writes one")
@@ -65,7 +67,7 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _load(path: Path) -> Any:
-    """A ``tokenizer.json``; None if there is none: then transformers makes the tokenizer from other files."""
+    """The tokenizer in ``tokenizer.json``; None if the file is missing: transformers then builds it from others."""
     if not path.is_file():
         return None
     from tokenizers import Tokenizer
@@ -73,7 +75,7 @@ def _load(path: Path) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error
+        raise ValueError(f"{path} is not a tokenizer ({error}): copy or download it again") from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise ValueError(f"{path} has no tokens: copy or download it again")
     return tokenizer
@@ -87,23 +89,23 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
     ends = _object(path).get("eos_token_id")
     for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if not isinstance(end, int) or not 0 <= end < vocabulary:
-            raise ValueError(f"{path} has eos_token_id {end!r}, which is none of the {vocabulary} ids of the model")
+            raise ValueError(f"{path} has eos_token_id {end!r}, which is not one of the model's {vocabulary} ids")
 
 
-# -- whether two models read the same token ids as the same text: only then may ids of one be handed to the other -----
+# -- comparing two vocabularies: token ids of one model may be passed to another only if they mean the same text ------
 
 NAMED = 3
-"""Tokens that a message names."""
+"""How many tokens an error message lists."""
 
 
 def tokenizer_difference(folder: Path, other: Path) -> str:
-    """How the token ids of two model folders differ, in words; "" if every id stands for the same token in both.
+    """Describe how the token ids of two model folders differ; "" if every id stands for the same token in both.
 
-    Compared are the vocabularies, with added tokens. Rules by which text becomes tokens may differ: what is exchanged
-    are ids. Models may have more embeddings than tokens.
+    Only the vocabularies are compared, including added tokens. Tokenisation rules may differ, because models exchange
+    ids, not text. A model may have more embeddings than tokens.
 
     Raises:
-        ValueError: a folder has no ``tokenizer.json``, or one that cannot be read.
+        ValueError: ``tokenizer.json`` of a folder is missing or cannot be read.
     """
     here, there = folder / "tokenizer.json", other / "tokenizer.json"
     if here.is_file() and there.is_file() and here.read_bytes() == there.read_bytes():

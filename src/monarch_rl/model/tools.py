@@ -1,4 +1,4 @@
-"""The tools that a policy may call: functions or JSON schemas, and whether a call fits."""
+"""The tools that a policy may call: functions or JSON schemas, and the check of a call against them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monarch_rl.model.messages import ChatError
 
 Schema: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = "ToolSet | Sequence[Callable[..., Any] | Schema]"
-"""Functions with type hints and a docstring in Google's style, or JSON schemas as OpenAI's API takes them."""
+"""Functions with type hints and a Google-style docstring, or JSON schemas in the form of OpenAI's API."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -27,24 +27,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class ToolSet:
-    """Some tools. Two sets are equal if their schemas are.
-
-    Made by :func:`as_tools`.
-    """
+    """A set of tools, made by :func:`as_tools`. Two sets are equal if their schemas are."""
 
     schemas: tuple[dict[str, Any], ...]
-    """``{"type": "function", "function": {"name", "description", "parameters"}}`` of each, as templates write them."""
+    """For each tool ``{"type": "function", "function": {"name", "description", "parameters"}}``, the form that chat
+    templates render."""
     functions: Mapping[str, Callable[..., Any]]
-    """By name; a tool that is given as a schema has none."""
+    """Functions by tool name; a tool that is given as a schema has none."""
 
     @cached_property
     def parameters(self) -> dict[str, Schema]:
-        """The JSON schema of each tool's arguments, by its name."""
+        """The JSON schema of each tool's arguments, by tool name."""
         return {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in self.schemas}
 
     @cached_property
     def key(self) -> str:
-        """The same for sets that are equal."""
+        """A string that is the same for equal sets."""
         return json.dumps(self.schemas)
 
     def __eq__(self, other: object) -> bool:
@@ -54,20 +52,21 @@ class ToolSet:
         return hash(self.key)
 
     def problem(self, name: str, arguments: Any) -> str:
-        """Why a call cannot be carried out, in words for the model; "" if it can be."""
+        """Why a call cannot be executed, worded for the model; "" if it can."""
         if name not in self.parameters:
             return f"There is no tool {name!r}. The tools are: {', '.join(self.parameters)}."
         if not isinstance(arguments, dict):
             return f"The arguments of {name} are not a JSON object."
-        problem = _misfit(arguments, {"type": "object", **self.parameters[name]}, closed=True)
-        return f"The call of {name} does not fit: {problem}." if problem else ""
+        problem = _mismatch(arguments, {"type": "object", **self.parameters[name]}, closed=True)
+        return f"The call of {name} does not match its schema: {problem}." if problem else ""
 
 
 def as_tools(tools: Tools) -> ToolSet:
-    """The tools, with their schemas.
+    """Convert functions and schemas to a tool set.
 
     Raises:
-        ChatError: a function lacks type hints or a docstring that says what its arguments are, or a schema has no name.
+        ChatError: a function lacks type hints or a docstring that describes its arguments, a schema has no name, or two
+            tools have the same name.
     """
     if isinstance(tools, ToolSet):
         return tools
@@ -79,7 +78,9 @@ def as_tools(tools: Tools) -> ToolSet:
             schemas.append(_schema(tool))
             functions[schemas[-1]["function"]["name"]] = tool
         else:
-            raise ChatError(f"{tool!r:.80} is no tool: give a function, or a JSON schema as OpenAI's API takes it")
+            raise ChatError(
+                f"{tool!r:.80} is not a tool: give a function, or a JSON schema in the form of OpenAI's API"
+            )
     names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) < len(names):
         raise ChatError(f"two tools have the same name: {', '.join(names)}")
@@ -92,10 +93,10 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", str(function))
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # the library's own kinds have no base of their own
+    except Exception as error:  # transformers' own errors here have no common base class
         raise ChatError(
             f"the tool {name}{_signature(function)} cannot be described to the model: {error}. It needs a type hint "
-            'for every argument, and a docstring that says what it does and, under "Args:", what each argument is'
+            'for every argument, and a docstring that describes the tool and, under "Args:", each argument'
         ) from error
     return schema
 
@@ -103,26 +104,28 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _signature(function: Callable[..., Any]) -> str:
     try:
         return str(inspect.signature(function))
-    except (TypeError, ValueError):  # of a function in C
+    except (TypeError, ValueError):  # a function written in C
         return "(...)"
 
 
 def _checked(schema: Schema) -> dict[str, Any]:
     function = schema.get("function", schema)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatError(f"{dict(schema)!r:.120} is no tool: its function has no name")
+        raise ChatError(f"{dict(schema)!r:.120} is not a tool: its function has no name")
     return {"type": "function", "function": dict(function)}
 
 
-def _misfit(value: Any, schema: Any, path: str = "", closed: bool = False) -> str:
-    """Where a value does not fit its JSON schema, as half a sentence; "" if it does. Knows the keywords that are made
-    of a function's signature; others are not looked at."""
+def _mismatch(value: Any, schema: Any, path: str = "", closed: bool = False) -> str:
+    """How a value differs from its JSON schema, as part of a sentence; "" if it matches.
+
+    Checks only the keywords that are generated from a function's signature, and ignores others.
+    """
     if not isinstance(schema, Mapping):
         return ""
     where = path or "the arguments"
     if options := schema.get("anyOf"):
-        misfits = [_misfit(value, option, path) for option in options]
-        return misfits[0] if all(misfits) else ""
+        mismatches = [_mismatch(value, option, path) for option in options]
+        return mismatches[0] if all(mismatches) else ""
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or []
     if value is None and schema.get("nullable"):
         return ""
@@ -131,12 +134,12 @@ def _misfit(value: Any, schema: Any, path: str = "", closed: bool = False) -> st
     if "enum" in schema and value not in schema["enum"]:
         return f"{where} must be one of {', '.join(map(repr, schema['enum']))}, not {value!r:.60}"
     if isinstance(value, list):
-        misfits = [_misfit(item, schema.get("items"), f"{where}[{index}]") for index, item in enumerate(value)]
-        return next(filter(None, misfits), "")
-    return _object_misfit(value, schema, path, closed) if isinstance(value, dict) else ""
+        mismatches = [_mismatch(item, schema.get("items"), f"{where}[{index}]") for index, item in enumerate(value)]
+        return next(filter(None, mismatches), "")
+    return _object_mismatch(value, schema, path, closed) if isinstance(value, dict) else ""
 
 
-def _object_misfit(value: dict[str, Any], schema: Schema, path: str, closed: bool) -> str:
+def _object_mismatch(value: dict[str, Any], schema: Schema, path: str, closed: bool) -> str:
     properties: Mapping[str, Any] = schema.get("properties") or {}
     for name in schema.get("required") or ():
         if name not in value:
@@ -145,8 +148,8 @@ def _object_misfit(value: dict[str, Any], schema: Schema, path: str, closed: boo
     for name, item in value.items():
         if name not in properties and more is False:
             return f"there is no argument {name!r}; it takes {', '.join(properties) or 'none'}"
-        if misfit := _misfit(item, properties.get(name, more), f"{path + '.' if path else ''}{name}"):
-            return misfit
+        if mismatch := _mismatch(item, properties.get(name, more), f"{path + '.' if path else ''}{name}"):
+            return mismatch
     return ""
 
 

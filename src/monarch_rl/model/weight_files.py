@@ -1,7 +1,7 @@
-"""The safetensors files of a model folder, planned before anything is written, so that many processes can write them.
+"""Plans the safetensors files of a model folder before anything is written, so that many processes can write them.
 
-A safetensors file is 8 bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), and
-the tensors' bytes, row-major. Once names and shapes are known, so is where each byte belongs.
+A safetensors file is 8 bytes that hold the header's length, the header (JSON: dtype, shape and offsets of each tensor),
+and the tensors' bytes, row-major. So names and shapes alone determine the offset of every byte.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from pathlib import Path
 from monarch_rl.model.tensors import INDEX, ITEM_BYTES, Shape
 
 FILE_BYTES = 4 << 30
-"""A file holds at most this many bytes of tensors, or a single tensor that has more. Hugging Face's own are of a few
-GB, too: loaders read them side by side."""
+"""Most bytes of tensors per file; only a single larger tensor exceeds it. Hugging Face's files also have a few GB each,
+because loaders read several in parallel."""
 _ALIGNED = 8
-"""Tensors begin at a multiple of this, as safetensors' own writer has it."""
+"""Tensors begin at a multiple of this many bytes, as in files of safetensors' own writer."""
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One file."""
+    """One planned file."""
 
     name: str
     header: bytes
-    """All that comes before the tensors."""
+    """Everything before the tensors, with the 8 bytes of its length."""
     places: dict[str, int]
-    """By tensor: where its bytes begin in the file."""
+    """Offset of each tensor's first byte in the file, by tensor name."""
     nbytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 def plan_files(tensors: Iterable[tuple[str, Shape]], dtype: str, most: int = FILE_BYTES) -> list[WeightFile]:
-    """The files that hold ``tensors``, in their order.
+    """Plan the files that hold ``tensors``, in the given order.
 
     Args:
-        tensors: names and shapes of all.
-        dtype: of all of them, by safetensors' name, such as ``BF16``.
-        most: bytes of tensors in a file.
+        tensors: name and shape of each tensor.
+        dtype: the dtype of all tensors, by safetensors name, such as ``BF16``.
+        most: most bytes of tensors per file.
     """
     groups: list[dict[str, Shape]] = [{}]
-    held = 0
+    filled = 0
     for name, shape in tensors:
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        if groups[-1] and held + nbytes > most:
+        if groups[-1] and filled + nbytes > most:
             groups.append({})
-            held = 0
+            filled = 0
         groups[-1][name] = shape
-        held += nbytes
+        filled += nbytes
     if len(groups) == 1:
         return [_file("model.safetensors", groups[0], dtype)]
     count = len(groups)
@@ -72,7 +72,7 @@ def _file(name: str, tensors: dict[str, Shape], dtype: str) -> WeightFile:
 
 
 def index_of(files: list[WeightFile]) -> dict[str, str]:
-    """The index of several files, by its file name; nothing for a single one, which needs none."""
+    """File name and content of the index of several files; empty for a single file, which needs no index."""
     if len(files) == 1:
         return {}
     content = {
@@ -84,7 +84,7 @@ def index_of(files: list[WeightFile]) -> dict[str, str]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError of the block, such as that of a full disk, name the file that it is about."""
+    """Add the file's path to an OSError that the block raises, for example when the disk is full."""
     try:
         yield
     except OSError as error:

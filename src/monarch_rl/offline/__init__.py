@@ -1,1 +1,1 @@
-"""What the tools do without a run: export, parity of engine and trainer, episodes of a task, replay of a journal."""
+"""Tools that need no run: export, engine-trainer parity, episodes of a task, and replay of a journal."""

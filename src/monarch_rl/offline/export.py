@@ -1,4 +1,4 @@
-"""A checkpoint, or a model's folder, written as a Hugging Face folder by one process: no run, no engines."""
+"""Exports a checkpoint or a model's folder as a Hugging Face folder, in one process, without a run or engines."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ from monarch_rl.trainer.settings import TrainerSettings
 logger = logging.getLogger("monarch_rl")
 
 MODEL = "model"
-"""Folder of a run's last save."""
+"""Folder of a run's last saved model, in the run's folder."""
 START_S = 900.0
-"""Seconds for the process to come up."""
+"""Seconds for the process to start."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported."""
+    """The weights to export."""
 
     model: Path
-    """The Hugging Face folder that the weights belong to."""
+    """The model's Hugging Face folder."""
     checkpoint: Path | None = None
-    """With the weights; None are those of ``model``."""
+    """The checkpoint that has the weights; None uses those of ``model``."""
     lora: LoraSettings = FULL_TRAINING
     files: Path | None = None
-    """Of the checkpoint, from which they are read."""
+    """Folder from which the checkpoint's files are read."""
     version: int = 0
-    """Of the checkpoint; that of a model's folder is not known."""
+    """The checkpoint's version; 0 for a model's folder, whose version is unknown."""
 
 
 @contextmanager
 def source_of(place: str, trained: bool = False) -> Iterator[Source]:
-    """What ``place`` names: a run's folder, a checkpoint, or a model's folder. It can be read in the block, also when a
-    run that goes on removes the checkpoint meanwhile.
+    """The weights at ``place``, for the block: of a run's folder, a checkpoint, or a model's folder. They stay readable
+    within the block even if a running run removes the checkpoint.
 
-    Of a run it is the newest whole checkpoint, or the model that it has saved if that was written later, unless the
-    checkpoint is of the run's last step: then both have the same weights, and the checkpoint has them in float32.
+    For a run, this is the newest complete checkpoint, or the saved model if it was written later. If the checkpoint is
+    of the run's last step, it is preferred: both have the same weights, but the checkpoint has them in float32.
 
     Args:
-        trained: of a run the newest checkpoint, in which LoRA is by itself, whether or not a model was saved after it.
+        place: path of the folder, or Hub name of a model.
+        trained: prefer a run's newest checkpoint even to a newer saved model, because it has LoRA separately.
 
     Raises:
         ValueError: there is nothing to export; says why.
@@ -72,9 +73,9 @@ def source_of(place: str, trained: bool = False) -> Iterator[Source]:
 
 def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Source:
     model, broken = folder / MODEL, dict[Path, BrokenCheckpoint]()
-    # The run may remove one that was listed, but not before there is a newer one.
-    while there := [item for item in complete(folder / CHECKPOINTS).items() if item[1] not in broken]:
-        step, checkpoint = there[-1]
+    # A running run may remove a listed checkpoint, but only once there is a newer one, so list them again.
+    while candidates := [item for item in complete(folder / CHECKPOINTS).items() if item[1] not in broken]:
+        step, checkpoint = candidates[-1]
         try:
             later = model.is_dir() and _written(model) >= _made(checkpoint) and step != _last_step(folder)
             if later and not trained:
@@ -83,7 +84,7 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
         except BrokenCheckpoint as error:
             broken[checkpoint] = error
             if checkpoint.exists():
-                logger.error("%s: an earlier checkpoint is taken", error)
+                logger.error("%s: using an earlier checkpoint", error)
     if model.is_dir() and not (trained and broken):
         return Source(model)
     if broken:
@@ -92,7 +93,7 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
 
 
 def _last_step(run: Path) -> int | None:
-    """Of which a run has written figures; None if that cannot be read."""
+    """The last step in a run's metrics; None if it cannot be read."""
     try:
         return int(json.loads((run / METRICS).read_text().splitlines()[-1])["step"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -106,16 +107,17 @@ def _of_named(folder: Path, scratch: Path, files: ExitStack) -> Source:
             return _hold(checkpoint, scratch, files)
         except BrokenCheckpoint:
             if folder.resolve() == checkpoint:
-                raise  # else it is a link, which the run has set to another checkpoint meanwhile
+                raise  # otherwise it is a link, which the run has pointed to another checkpoint meanwhile
 
 
 def _written(folder: Path) -> float:
-    """When the last file of a folder was."""
+    """When the last file of a folder was written, as a file time."""
     return max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
 
 
 def _made(checkpoint: Path) -> float:
-    """When a checkpoint was. Its manifest may be written again, after an evaluation. Raises BrokenCheckpoint."""
+    """When a checkpoint was written, as a file time. Raises BrokenCheckpoint."""
+    # Not by the manifest, which is written again after an evaluation.
     try:
         return (checkpoint / GROUPS).stat().st_mtime
     except FileNotFoundError as error:
@@ -123,7 +125,7 @@ def _made(checkpoint: Path) -> float:
 
 
 def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
-    """Have ``files`` hold those of a checkpoint, which is whole. Raises BrokenCheckpoint."""
+    """Verify a checkpoint, and hold its files for the lifetime of ``files``. Raises BrokenCheckpoint."""
     links = scratch / checkpoint.name
     with ExitStack() as opened:
         opened.enter_context(held(checkpoint, links))
@@ -135,19 +137,21 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
 
 
 def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, adapter: bool = False) -> None:
-    """Write a Hugging Face folder, which appears when it is complete.
+    """Write a Hugging Face folder, which appears only once it is complete.
 
     Args:
-        dtype: torch's name; empty is that of the model's folder.
-        file_bytes: that a file of weights may have; 0 is 4 GiB. With several files there is an index.
-        adapter: write LoRA alone, for peft.
+        source: the weights to export.
+        folder: the folder to write.
+        dtype: torch's name of the dtype; empty keeps that of the model's folder.
+        file_bytes: maximum size of a weight file; 0 is 4 GiB. Several files get an index.
+        adapter: write only the LoRA adapter, for peft.
 
     Raises:
-        ValueError: there is no LoRA.
+        ValueError: ``adapter`` is set, but the run has no LoRA.
         SideFailed: it could not be written; the error is on stderr.
     """
     if adapter and not source.lora.rank:
-        raise ValueError("there is no LoRA to write alone: the run has trained all weights (trainer.lora.rank 0)")
+        raise ValueError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
     nbytes = sum(path.stat().st_size for path in source.model.glob("*.safetensors"))
     with held_port() as port:
         arguments = (source, folder.resolve(), dtype, file_bytes, adapter, port)

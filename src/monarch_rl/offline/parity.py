@@ -2,8 +2,8 @@
 
 ``tools/parity.py`` judges the differences.
 
-Each side runs in processes of its own and alone, so that one device is enough, and so that SGLang and torchtitan never
-meet in one process. Sequences travel between them in the format of a run (``episode/serialization.py``).
+The two sides run one after the other, in processes of their own, so that one device is enough and SGLang and torchtitan
+are never imported into one process. Sequences are passed on in the format of a run (``episode/serialization.py``).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.policy import Policy
 
 NEAR_ZERO = 1e-3
-"""Temperature at which the trainer computes log-probs of greedily drawn tokens: its own most likely token then has more
-than half of the probability, and any other less. Three tokens within some 1e-3 nats could deceive it."""
+"""Temperature at which the trainer computes log-probs of greedily sampled tokens: its own most likely token then has
+more than half of the probability, and any other less. Fails only if three tokens are within some 1e-3 nats."""
 TOP = math.log(0.5)
-"""Log-probs at ``NEAR_ZERO`` above this are of the trainer's most likely token."""
+"""At temperature ``NEAR_ZERO``, a log-prob above this belongs to the trainer's most likely token."""
 END_S = 60.0
-"""Seconds that a side may take to end after its work, beside its deadline."""
+"""Seconds that a side may take to end after its work, in addition to its deadline."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts that are continued with the same sampling."""
+    """Prompts that are continued with the same sampling parameters."""
 
     name: str
     prompts: list[list[int]]
@@ -60,23 +60,24 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Reading:
-    """Log-probs of both sides for a prompt set: N drawn tokens, R tokens read, without the last of each sequence."""
+    """Log-probs of both sides for a prompt set, with N sampled tokens and R input tokens (all but the last of each
+    sequence)."""
 
     group: Group
-    """The sequences as they were drawn."""
+    """The sampled sequences."""
     engine: torch.Tensor
-    """float32[N], log-probs; of the distribution that drew each token, so 0 if it was drawn greedily."""
+    """float32[N], the engine's log-probs under the distribution that each token was sampled from: 0 if greedily."""
     own: torch.Tensor
-    """float32[N], the trainer's, with the experts that its own routers choose; at temperature ``NEAR_ZERO`` if the
-    tokens were drawn greedily."""
+    """float32[N], the trainer's log-probs, with the experts chosen by its own routers; at temperature ``NEAR_ZERO`` if
+    the tokens were sampled greedily."""
     replayed: torch.Tensor | None = None
-    """float32[N], the same with the engine's experts; None for a model without experts."""
+    """float32[N], the trainer's log-probs with the engine's experts; None for a model without experts."""
     differing: torch.Tensor | None = None
-    """int64[R, layers that have experts]: how many of the engine's experts of a token the trainer would not choose."""
+    """int64[R, layers with experts]: number of the engine's experts for a token that the trainer would not choose."""
 
 
 class SideFailed(RuntimeError):
-    """A process of the engine's or the trainer's side failed, or took too long."""
+    """A process of the engine's or of the trainer's side failed, or took too long."""
 
 
 def compare(
@@ -90,13 +91,15 @@ def compare(
     deadline_s: float,
     engine_arguments: Mapping[str, object] | None = None,
 ) -> dict[str, Reading]:
-    """Have an engine continue all prompts and a trainer compute the log-probs of what it drew.
+    """Have an engine continue all prompts, and a trainer compute the log-probs of the sampled tokens.
 
     Args:
-        trainer: ``router_replay`` is ignored: with experts both own routes and replay are measured.
-        experts: the models have some.
-        deadline_s: seconds that each side may take for all sequences together; the engine's start has its own.
-        engine_arguments: SGLang ``ServerArgs`` beside the project's, or in their place.
+        engine_model: the model that the engine serves.
+        trainer_model: the model that the trainer loads.
+        trainer: settings; ``router_replay`` is ignored: with experts, both own routes and replayed ones are measured.
+        experts: whether the models have experts.
+        deadline_s: seconds that each side may take for all sequences together; the engine's start has its own limit.
+        engine_arguments: SGLang ``ServerArgs`` that are added to the project's, or override them.
 
     Raises:
         SideFailed: a side failed; its own error is on stderr.
@@ -106,10 +109,10 @@ def compare(
     start_s = generator.start_limit_s(torch.cuda.is_available(), model_bytes(engine_model))
     generator = replace(generator, start_deadline_s=start_s)
     with temporary_directory() as folder:
-        what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
+        what = f"the engine to sample {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
         limit_s = start_s + deadline_s + END_S
-        drawing = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))
-        run_ranks(draw, drawing, 1, limit_s, what, ENGINE_PRELOAD)
+        sampling = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))
+        run_ranks(sample_sequences, sampling, 1, limit_s, what, ENGINE_PRELOAD)
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
             arguments = (folder, trainer_model, trainer, prompt_sets, port)
@@ -129,13 +132,13 @@ def run_ranks(
     """Call ``work(rank, *arguments)`` in a process for each rank, and wait for all of them.
 
     Args:
-        limit_s: seconds after which they are killed.
-        what: what is waited for, for the error.
-        preload: what processes are forked from where a fork server is named
-            (``runtime/forking/fork_server.py``); ``work`` is then no function of the main program.
+        limit_s: seconds after which the processes are killed.
+        what: description of the work for the error, such as "2 trainer ranks to compute the log-probs".
+        preload: the preloaded process to fork from, if a fork server is running
+            (``runtime/forking/fork_server.py``); then ``work`` must not be defined in the main program.
 
     Raises:
-        SideFailed: one failed, or they took too long; all have ended.
+        SideFailed: a process failed, or they took too long; all have ended.
     """
     context = ForkContext(preload, "rank")
     processes = [context.Process(target=_enter, args=(os.getpid(), work, rank, *arguments)) for rank in range(ranks)]
@@ -147,12 +150,14 @@ def run_ranks(
         while running:
             ended = wait([process.sentinel for process in running], timeout=max(0.0, deadline - time.monotonic()))
             if not ended:
-                raise SideFailed(f"waited {limit_s:g} s for {what}: killed")
+                raise SideFailed(f"waited {limit_s:g} s for {what}, then killed them")
             for process in [process for process in running if process.sentinel in ended]:
                 process.join(END_S)
                 running.remove(process)
                 if process.exitcode:
-                    raise SideFailed(f"waited for {what}: a process ended with {process.exitcode}; see above why")
+                    raise SideFailed(
+                        f"waited for {what}: a process ended with {process.exitcode}; its error is printed above"
+                    )
     finally:
         for process in processes:
             if process.is_alive():
@@ -165,10 +170,10 @@ def _enter(parent: int, work: Callable[..., None], rank: int, *arguments: Any) -
     work(rank, *arguments)
 
 
-# ---- the engine's side ---------------------------------------------------------------------------------------
+# -- the engine's side ------------------------------------------------------------------------------------------------
 
 
-def draw(
+def sample_sequences(
     _rank: int,
     folder: Path,
     model: Path,
@@ -179,10 +184,10 @@ def draw(
     arguments: Mapping[str, Any],
 ) -> None:
     """Continue all prompts with one engine, and write each set to ``folder`` as a packed group."""
-    asyncio.run(_draw(folder, model, settings, prompt_sets, expert_routes, deadline_s, arguments))
+    asyncio.run(_sample(folder, model, settings, prompt_sets, expert_routes, deadline_s, arguments))
 
 
-async def _draw(
+async def _sample(
     folder: Path,
     model: Path,
     settings: GeneratorSettings,
@@ -206,7 +211,7 @@ async def _draw(
 async def _sample_all(folder: Path, engine: Engine, prompt_sets: Sequence[PromptSet], expert_routes: bool) -> None:
     for index, prompt_set in enumerate(prompt_sets):
         sampling = replace(prompt_set.sampling, expert_routes_from=0 if expert_routes else None)
-        # waits: within _draw's deadline
+        # waits: within the deadline of _sample
         completions = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompt_set.prompts))
         episodes = [
             Episode(
@@ -220,14 +225,14 @@ async def _sample_all(folder: Path, engine: Engine, prompt_sets: Sequence[Prompt
         (folder / prompt_set.name).write_bytes(pack_group(Group(index, index, episodes)))
 
 
-# ---- the trainer's side --------------------------------------------------------------------------------------
+# -- the trainer's side -----------------------------------------------------------------------------------------------
 
 
 def compute_logprobs(
     rank: int, folder: Path, model: Path, settings: TrainerSettings, prompt_sets: Sequence[PromptSet], port: int
 ) -> None:
-    """Compute the log-probs of this rank's part of all sets, and write those of each to ``<prompt set>.<part>``; of
-    tensor-parallel ranks, which compute the same part, the first one writes."""
+    """Compute the log-probs of this rank's share of all sets, and write those of each set to
+    ``<prompt set>.<data rank>``. Of tensor-parallel ranks, which compute the same share, only the first one writes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from monarch_rl.trainer.policy import Policy
@@ -243,15 +248,15 @@ def compute_logprobs(
 
 
 def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
-    """The fields of :class:`Reading` that are tensors, of this rank's episodes."""
+    """The tensor fields of :class:`Reading`, for this rank's episodes."""
     from monarch_rl.trainer.batch import pack
 
     settings: TrainerSettings = policy.settings
     lengths = [episode.num_tokens for episode in episodes]
-    parts: dict[str, list[torch.Tensor]] = {}
+    computed: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, value: torch.Tensor) -> None:
-        parts.setdefault(name, []).append(value.cpu())
+        computed.setdefault(name, []).append(value.cpu())
 
     plan = plan_microbatches(separate(lengths), settings.tokens_per_microbatch, settings.data_ranks)
     for microbatch in plan[policy.data_rank]:
@@ -265,17 +270,17 @@ def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Ten
             if batch.expert_routes is not None:
                 add("differing", policy.differing_experts())
             add("replayed", policy.token_logprobs(batch, "replay").logprobs)
-    return {name: torch.cat(values) for name, values in parts.items()}
+    return {name: torch.cat(values) for name, values in computed.items()}
 
 
-def _collect(folder: Path, prompt_set: PromptSet, written: int) -> Reading:
-    parts = [load_file(folder / f"{prompt_set.name}.{part}") for part in range(written)]
+def _collect(folder: Path, prompt_set: PromptSet, data_ranks: int) -> Reading:
+    by_rank = [load_file(folder / f"{prompt_set.name}.{rank}") for rank in range(data_ranks)]
 
-    def joined(name: str) -> torch.Tensor | None:
-        values = [part[name] for part in parts if name in part]
+    def merged(name: str) -> torch.Tensor | None:
+        values = [tensors[name] for tensors in by_rank if name in tensors]
         return torch.cat(values) if values else None
 
-    engine, own = joined("engine"), joined("own")
+    engine, own = merged("engine"), merged("own")
     assert engine is not None and own is not None
     group = unpack_group((folder / prompt_set.name).read_bytes())
-    return Reading(group, engine, own, joined("replayed"), joined("differing"))
+    return Reading(group, engine, own, merged("replayed"), merged("differing"))

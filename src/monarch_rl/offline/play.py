@@ -1,6 +1,6 @@
-"""Episodes of a task without a run: an engine, a chat template, scoring processes, and the engines of frozen models.
+"""Runs episodes of a task without a run: with an engine, a chat template, scoring processes and frozen models.
 
-All are below this process; frozen models have processes of their own, as in a run.
+All are children of this process; the engines of frozen models have processes of their own, as in a run.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ if TYPE_CHECKING:
     from monarch_rl.generator.engine import Engine
 
 
-class EngineHere:
-    """An engine of this process as :class:`~monarch_rl.rollout.handles.GeneratorHandle`.
+class LocalEngine:
+    """Adapts an engine of this process to :class:`~monarch_rl.rollout.handles.GeneratorHandle`.
 
     Args:
-        deadline_s: seconds of one turn.
+        deadline_s: seconds that one turn may take.
     """
 
     def __init__(self, engine: Engine, deadline_s: float) -> None:
         self._engine, self._deadline_s = engine, deadline_s
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Draw one turn."""
-        drawing, flag = self._engine.generate(prompt_ids, sampling), RolloutSettings.flag("generate_deadline_s")
-        return await within(self._deadline_s, drawing, "the engine to draw a turn", on="the engine", flag=flag)
+        """Generate one turn."""
+        generating, flag = self._engine.generate(prompt_ids, sampling), RolloutSettings.flag("generate_deadline_s")
+        return await within(self._deadline_s, generating, "the engine to generate a turn", on="the engine", flag=flag)
 
 
 class Table:
-    """Plays episodes of one task, one by one or at once.
+    """Runs episodes of one task, one by one or concurrently.
 
     Args:
-        engine: draws the turns.
-        template: of its model.
-        settings: of the recipe.
+        engine: generates the turns.
+        template: chat template of the engine's model.
+        settings: the recipe's rollout settings.
+        task: the task to run.
         limit: tokens that an episode may have.
     """
 
@@ -68,15 +69,15 @@ class Table:
         self.task, self.template = task, template
         self._settings, self._share = settings, settings.bound(limit).share(settings.group_size)
         self._scorer = Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up)
-        here = EngineHere(engine, settings.generate_limit_s)
-        self._player = EpisodeRunner(here, template, settings, self._scorer, limit)
+        handle = LocalEngine(engine, settings.generate_limit_s)
+        self._runner = EpisodeRunner(handle, template, settings, self._scorer, limit)
 
     async def train_episode(self, index: int, episode: int = 0) -> EpisodeResult:
-        """Play the training item of a cursor as a run would, for the place ``episode`` of its group. Rewards that
-        compare a group, and stages, are not computed."""
+        """Run the episode at position ``episode`` in the group of training item ``index``, as a run would. Rewards that
+        compare episodes of a group, and stages, are not computed."""
         try:
             item = await asyncio.to_thread(self.task.items, index)
-        except Exception as error:  # whatever the task raises
+        except Exception as error:  # any error of the task's code
             return item_failed(error, index)
         s = self._settings
         seed, stops = episode_seed(s.seed, index, episode), self.template.stop_token_ids
@@ -85,14 +86,15 @@ class Table:
         return await self.play(task, item, index, sampling, index)
 
     async def play(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
-        """Play an item, with an episode's share of the group's bound. Failures of the episode are values."""
+        """Run an episode of an item, limited to its share of the group's bound. A failed episode is returned, not
+        raised."""
         try:
-            return await self._player.play(task, index, item, sampling, group, self._share)
+            return await self._runner.play(task, index, item, sampling, group, self._share)
         except EpisodeFailed as failed:
             return failed
 
     async def close(self) -> None:
-        """End the scoring processes."""
+        """Stop the scoring processes."""
         await asyncio.to_thread(self._scorer.close)
 
 
@@ -100,7 +102,7 @@ class Table:
 async def table(
     settings: RunSettings, task: Task, model: Path, engine: Engine, offered: Devices
 ) -> AsyncIterator[Table]:
-    """Play ``task`` with an engine that serves ``model``, for the block."""
+    """A :class:`Table` for ``task`` with an engine that serves ``model``, for the block."""
     rollout = settings.rollout
     template = await asyncio.to_thread(
         ChatTemplate, str(model), rollout.template_options, tool_parser=rollout.tool_parser
@@ -119,15 +121,16 @@ async def table(
 async def engine_of(
     settings: RunSettings, offered: Devices, task: Task | None = None, version: int = 0
 ) -> AsyncIterator[tuple[Engine, Path]]:
-    """An engine that serves the model of ``settings`` as it is, for the block, and the model's folder.
+    """An engine in this process that serves the model of ``settings``, and the model's folder, for the block.
 
     Args:
-        task: what is to be played, if it is known.
-        version: number of the model's weights.
+        offered: the devices of this machine.
+        task: the task to run, if it is known.
+        version: version number that the engine reports for the model's weights.
 
     Raises:
         ValueError: settings that cannot work; names them.
-        RuntimeError: the engine does not start; says why.
+        RuntimeError: the engine did not start; says why.
     """
     from monarch_rl.generator.engine import Engine
 
@@ -146,7 +149,8 @@ ENGINE_PRELOADS = [preload for preload in PRELOADS if preload.name in ("torch", 
 
 @contextmanager
 def host_for(plans: Sequence[FrozenPlan]) -> Iterator[Cluster | None]:
-    """Where engines of frozen models are started, for the block; None if there are none. Outside of an event loop."""
+    """A cluster on which to start the engines of frozen models, for the block; None if there are no models. Must be
+    called outside of an event loop."""
     if not plans:
         yield None
         return
@@ -157,10 +161,10 @@ def host_for(plans: Sequence[FrozenPlan]) -> Iterator[Cluster | None]:
 async def serve_frozen(
     cluster: Cluster | None, plans: Sequence[FrozenPlan], settings: RunSettings, model: Path
 ) -> None:
-    """Start the engines of frozen models, beside one engine that serves ``model``, and have this process ask them. They
-    end with the cluster. Raises as :func:`~monarch_rl.pipeline.frozen.start_all_frozen` does."""
+    """Start the engines of frozen models next to an engine that serves ``model``, and connect this process to them.
+    They end with the cluster. Raises the errors of :func:`~monarch_rl.pipeline.frozen.start_all_frozen`."""
     if cluster is None:
         return
-    beside = sum(cpu_memory(read_config(model), settings.generator, FULL_TRAINING).values())
-    pools = await start_all_frozen(cluster, plans, settings.generator.tp, beside)
+    generator_bytes = sum(cpu_memory(read_config(model), settings.generator, FULL_TRAINING).values())
+    pools = await start_all_frozen(cluster, plans, settings.generator.tp, generator_bytes)
     await connect([(pool.model, pool.dispatcher()) for pool in pools])

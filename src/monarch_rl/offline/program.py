@@ -1,4 +1,4 @@
-"""How a program of ``tools/`` begins and ends."""
+"""Entry point of the programs in ``tools/``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from monarch_rl.offline.parity import SideFailed
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` with one thread a process and exit with its code; with 2 and a line for what the user can mend."""
+    """Run ``main`` with one thread per process and exit with its code; with 2 and a one-line error if the user can fix
+    the problem."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # As for a host's processes: the tools of a virtual environment that is not activated (ninja) are found.
+    # As for a host's processes, so that programs of a virtual environment that is not activated (ninja) are found.
     os.environ["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""A recipe without its run: its settings, its task and its functions, for tools that play, evaluate or replay."""
+"""Loads a recipe without starting its run: its settings, task and functions, for tools."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from monarch_rl.tasks.task import Task
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe hands to :meth:`Run.start`."""
+    """A recipe's settings, and the arguments that it passes to :meth:`Run.start`."""
 
     settings: RunSettings
     task: Task
     functions: dict[str, Any]
     """The other arguments of :meth:`Run.start`: ``advantage``, ``objective``, ..."""
     frozen: FrozenPlans = field(default_factory=FrozenPlans)
-    """The models that it asks (:meth:`Run.frozen`), behind the devices of one engine."""
+    """Its frozen models (:meth:`Run.frozen`), on the devices after those of one engine."""
 
 
 class _Started(Exception):
@@ -40,28 +40,28 @@ class _Started(Exception):
 
 
 class _NoRun(Run):
-    """A run that ends where it would start."""
+    """A run that ends where it would start its actors."""
 
     def frozen(
         self, name: str, model: str, settings: FrozenSettings | None = None, *, snapshot_every: int = 0
     ) -> FrozenModel:
         s, given = self.settings, settings or FrozenSettings()
-        behind, offered = s.generator.tp, devices()
-        return self._frozen.add(name, model, given, s.model, behind, offered, snapshot_every, s.rollout)
+        first_device, offered = s.generator.tp, devices()
+        return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
     async def start(self, task: Task, **functions: Any) -> None:
         raise _Started(task, functions, self._frozen)
 
 
 def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
-    """Run a recipe's file up to where it would start its actors.
+    """Run a recipe's file up to the point where it would start its actors.
 
     Args:
-        flags: of the recipe, as on its command line.
+        flags: the recipe's command-line arguments.
 
     Raises:
-        ValueError: the file launches no run, or its run does not start, or asks a frozen model that cannot be served.
-        SystemExit: the flags are wrong, or ask for help.
+        ValueError: the file launches no run, does not start its run, or uses a frozen model that cannot be served.
+        SystemExit: the flags are invalid, or ask for help.
     """
     launched: list[tuple[Callable[[Run, Any], Awaitable[None]], RunSettings]] = []
     with _as_program(path, flags), capturing(lambda train, settings: launched.append((train, settings))):
@@ -73,14 +73,14 @@ def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
         asyncio.run(_to_its_start(train, settings))
     except _Started as started:
         return Recipe(settings, started.task, started.functions, started.frozen)
-    raise ValueError(f"{path}: train() ended without run.start(...)")
+    raise ValueError(f"{path}: train() returned without calling run.start(...)")
 
 
 def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings as ``settings.json`` has them, as a recipe's flags.
+    """Convert settings in the form of ``settings.json`` to a recipe's command-line arguments.
 
     Args:
-        prefix: of the names of all flags.
+        prefix: prefix of all flag names.
     """
     for name, value in values.items():
         flag = f"{prefix}{name.replace('_', '-')}"
@@ -96,12 +96,13 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings) -> None:
     async with AsyncExitStack() as lifetimes:
-        await train(_NoRun(settings, lifetimes), settings)  # waits: it ends where actors would be started
+        await train(_NoRun(settings, lifetimes), settings)  # waits: it ends where it would start actors
 
 
 @contextmanager
 def _as_program(path: Path, flags: Sequence[str]) -> Iterator[None]:
-    """As ``python path flags``: the recipe's folder comes first where modules are looked for, from here on."""
+    """Set ``sys.argv`` and ``sys.path`` as for ``python path flags``. The recipe's folder stays first in ``sys.path``
+    after the block."""
     arguments = sys.argv
     sys.argv = [str(path), *flags]
     sys.path.insert(0, str(path.resolve().parent))

@@ -1,7 +1,7 @@
-"""The updates of a run, made again from its journal by trainer ranks alone: no engines, no rollouts.
+"""Replays the updates of a run from its journal, on trainer ranks only, without engines or rollouts.
 
-On the same machine, with the same packages and as many ranks, the weights after each step are those of the run, bit for
-bit (docs/journal.md says what that needs). Under another objective the same batches make other updates.
+On the same machine, with the same packages and number of ranks, the weights after each step equal those of the run, bit
+for bit (docs/journal.md lists the conditions). With another objective, the same batches give other updates.
 """
 
 from __future__ import annotations
@@ -39,49 +39,49 @@ if TYPE_CHECKING:
 logger = logging.getLogger("monarch_rl")
 
 START_S = 900.0
-"""Seconds for the ranks to come up and load the model."""
+"""Seconds for the ranks to start and load the model."""
 STEP_S = 600.0
-"""Seconds of a step, at most."""
+"""Maximum seconds per step."""
 
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """What is made again."""
+    """The steps to replay, and the state to start from."""
 
     journal: Path
-    """``journal/`` of the run."""
+    """``journal/`` in the run's folder."""
     start: int
-    """The version whose weights are there at first."""
+    """The version whose weights the replay starts from."""
     last: int
-    """The last step that is made again."""
+    """The last step to replay."""
     checkpoint: Path | None = None
-    """Of ``start``; None is the model that the run began with, version 0."""
+    """Checkpoint of version ``start``; None for version 0, the model that the run began with."""
     optimizer_steps: int = 0
-    """Of ``start``."""
+    """Optimiser steps made up to ``start``."""
     objective: ByValue[Objective] | None = None
-    """In place of the run's own."""
+    """Replaces the run's objective."""
     generation: int = 0
-    """Of the run, whose plan is taken."""
+    """Generation of the run whose trainer plan is used."""
     opened: int | None = None
-    """A step whose episodes are looked at, with the weights from which it was made."""
+    """A step whose episodes are inspected, with the weights before its update."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A step that was made again."""
+    """The result of a replayed step."""
 
     step: int
     equal: bool | None
-    """Whether all weights of all ranks are those of the run, bit for bit; None if the run did not get to say."""
+    """Whether the weights of all ranks equal those of the run, bit for bit; None if the journal has no checksums."""
     recorded: dict[str, float]
-    """The metrics of the run's own update; empty if it did not get to say."""
+    """Metrics of the run's own update; empty if the journal has none."""
     figures: dict[str, float]
-    """Those of the update that was made now."""
+    """Metrics of the replayed update."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEpisode:
-    """An episode of a step, as the update saw it. Arrays of its trainable tokens, N."""
+    """An inspected episode, as its update saw it. Lists but ``prompt`` have an entry for each trainable token."""
 
     group: int
     """Id of its group."""
@@ -90,46 +90,46 @@ class OpenedEpisode:
     reward: float
     finish_reason: str
     prompt: list[int]
-    """The ids before the first trainable token."""
+    """Token ids before the first trainable token."""
     token_ids: list[int]
     advantages: list[float]
     ratios: list[float]
-    """exp(trainer's log-prob - engine's)."""
+    """exp(trainer's log-prob - engine's log-prob)."""
     lags: list[int]
 
 
 def starting_point(run: Path, first: int) -> tuple[int, Path | None, int]:
-    """Where to begin to make step ``first`` again: version, checkpoint (None is the model that the run began with) and
-    optimizer steps. The newest checkpoint before that step which is whole."""
+    """The newest complete checkpoint before step ``first``: its version, folder and number of optimiser steps. Without
+    one, version 0 and None: the model that the run began with."""
     for version, folder in reversed(complete(run / CHECKPOINTS).items()):
         if version < first:
             try:
                 return version, folder.resolve(), verify(folder).optimizer_steps
             except BrokenCheckpoint as error:
-                logger.warning("%s: an earlier checkpoint is taken", error)
+                logger.warning("%s: using an earlier checkpoint", error)
     return 0, None, 0
 
 
 def check_range(reader: JournalReader, start: int, last: int) -> None:
-    """Raise ValueError, saying what is there, if the journal lacks a batch of the steps ``start`` + 1 to ``last``."""
+    """Raise ValueError if the journal lacks a batch of the steps ``start`` + 1 to ``last``; says which steps it has."""
     missing = sorted(set(range(start, last)) - set(reader.versions))
     if missing or start >= last:
-        known = reader.versions
-        there = f"steps {known[0] + 1} to {known[-1] + 1}" if known else "no step"
+        versions = reader.versions
+        existing = f"steps {versions[0] + 1} to {versions[-1] + 1}" if versions else "no steps"
         lacks = f"step {missing[0] + 1}" if missing else f"steps after {start} up to {last}"
         raise ValueError(
-            f"the journal lacks {lacks}; it has {there}. Updates are made again from the newest checkpoint before "
-            f"the first step, or from the model that the run began with (here version {start}): keep more checkpoints, "
+            f"the journal lacks {lacks}; it has {existing}. The replay starts from the newest checkpoint before the "
+            f"first step, or from the model that the run began with (here version {start}): keep more checkpoints, "
             "or a longer journal (--journal.mib)"
         )
 
 
 def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -> int:
-    """The generation of the run that made the last of the steps ``start`` + 1 to ``last``.
+    """The generation of the run that trained step ``last``, after checking the steps from ``start`` + 1 on.
 
     Raises:
-        ValueError: the journal lacks a batch, or a step was made on other ranks, with other settings of the trainer or
-            with other functions than the last one: the run was resumed between them. Says where.
+        ValueError: the journal lacks a batch, or a step was trained with other ranks, trainer settings or functions
+            than the last one, because the run was resumed in between; says where.
     """
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
@@ -139,21 +139,21 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
         if settings[generation] != settings[newest]:
             ranks = [settings[each].ranks for each in (generation, newest)]
             raise ValueError(
-                f"step {version + 1} was made with other settings of the trainer than step {last} (trainer.ranks "
-                f"{ranks[0]} and {ranks[1]}): the run was resumed between them. Begin after it (--from), with a "
-                "checkpoint from there on, or end before (--to)"
+                f"step {version + 1} was trained with other trainer settings than step {last} (trainer.ranks "
+                f"{ranks[0]} and {ranks[1]}): the run was resumed in between. Start after step {version + 1} (--from), "
+                "which needs a later checkpoint, or end before the resume (--to)"
             )
         if reader.about_batch(version).get("trained_as") != reader.about_batch(last - 1).get("trained_as"):
             raise ValueError(
-                f"step {version + 1} was made with another advantage or objective than step {last}, or with answers of "
-                "another length or temperature: the run was resumed between them, with another recipe. Begin after it "
-                "(--from), with a checkpoint from there on, or end before (--to)"
+                f"step {version + 1} was trained with another advantage or objective than step {last}, or with another "
+                "length limit or temperature of answers: the run was resumed in between, with a changed recipe. Start "
+                f"after step {version + 1} (--from), which needs a later checkpoint, or end before the resume (--to)"
             )
     return newest
 
 
 def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
-    """Make the updates again; what they gave, and the episodes of the step that is opened.
+    """Replay the updates; returns their results, and the episodes of the step to inspect.
 
     Raises:
         ValueError: the journal lacks a batch.
@@ -164,21 +164,21 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
     ranks = plan.settings.ranks
     limit_s = START_S + plan.settings.compile_limit_s + STEP_S * (job.last - job.start)
     with temporary_directory() as folder, held_port() as port:
-        what = f"{ranks} trainer ranks to make {job.last - job.start} steps again"
+        what = f"{ranks} trainer ranks to replay {job.last - job.start} steps"
         run_ranks(replay_rank, (folder, job, port), ranks, limit_s, what)
-        told = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+        by_rank = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
     steps = []
-    for of_ranks in zip(*(one["steps"] for one in told), strict=True):
+    for of_ranks in zip(*(results["steps"] for results in by_rank), strict=True):
         equal = [of_rank["equal"] for of_rank in of_ranks]
         first = of_ranks[0]
         verdict = None if None in equal else all(equal)
         steps.append(ReplayedStep(first["step"], verdict, first["recorded"], first["figures"]))
-    opened = [OpenedEpisode(**episode) for one in told for episode in one["opened"]]
+    opened = [OpenedEpisode(**episode) for results in by_rank for episode in results["opened"]]
     return steps, sorted(opened, key=lambda episode: (episode.group, episode.place))
 
 
 def replay_rank(rank: int, folder: Path, job: ReplayJob, port: int) -> None:
-    """What one trainer rank does; writes what it found to ``folder``."""
+    """Replay the steps on one trainer rank; writes the results to ``folder``."""
     plan = read_plan(job.journal, job.generation)
     own, batches = journal_of(job.journal, rank, plan.settings.tp)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.settings.ranks)}
@@ -191,42 +191,40 @@ def replay_rank(rank: int, folder: Path, job: ReplayJob, port: int) -> None:
     torch.set_num_threads(own.about.get("threads", 1))
     if rank == 0 and own.about.get("torch") != str(torch.__version__):
         logger.warning(
-            "the run had torch %s, here is %s: weights may differ", own.about.get("torch"), torch.__version__
+            "the run used torch %s, this is torch %s: weights may differ", own.about.get("torch"), torch.__version__
         )
     policy = Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
-    remembered = {}
+    states = {}
     if job.checkpoint is not None:
-        remembered = policy.checkpoint.restore(job.checkpoint, job.optimizer_steps)
-    functions = functions_of(plan, job.objective, remembered)
-    told = _Rank(policy, plan, functions, job, own, batches).run()
-    (folder / str(rank)).write_text(json.dumps(told))
+        states = policy.checkpoint.restore(job.checkpoint, job.optimizer_steps)
+    functions = functions_of(plan, job.objective, states)
+    results = _Rank(policy, plan, functions, job, own, batches).run()
+    (folder / str(rank)).write_text(json.dumps(results))
     policy.close()
 
 
-def functions_of(
-    plan: TrainerPlan, objective: ByValue[Objective] | None, remembered: dict[str, Any]
-) -> LoadedFunctions:
-    """What the updates are made with.
+def functions_of(plan: TrainerPlan, objective: ByValue[Objective] | None, states: dict[str, Any]) -> LoadedFunctions:
+    """The functions of the updates, with their state restored.
 
     Args:
-        objective: in place of the plan's own.
-        remembered: by the plan's functions, at the checkpoint; empty at the beginning of the run.
+        objective: replaces the plan's own.
+        states: saved state of the plan's functions at the checkpoint; empty at the beginning of the run.
 
     Raises:
-        ValueError: the plan's functions do not remember what was saved.
+        ValueError: the plan's functions do not have the state that was saved.
     """
     from monarch_rl.trainer.checkpoint import ROWS_TAKEN
     from monarch_rl.trainer.functions import TrainingFunctions
 
     functions = (plan.functions or TrainingFunctions.of_settings(plan.settings.loss, plan.settings.critic)).load()
-    remembered = {kind: state for kind, state in remembered.items() if kind != ROWS_TAKEN}  # the journal has the rows
-    if remembered:
-        functions.load_state_dict(remembered)
+    states = {kind: state for kind, state in states.items() if kind != ROWS_TAKEN}  # the journal has the rows
+    if states:
+        functions.load_state_dict(states)
     return functions if objective is None else replace(functions, objective=objective.load())
 
 
 class _Rank:
-    """Makes the steps of one rank again."""
+    """Replays the steps of one rank."""
 
     def __init__(
         self,
@@ -244,16 +242,17 @@ class _Rank:
         steps, opened = [], list[OpenedEpisode]()
         for version in range(self._job.start, self._job.last):
             shard = self._batches.batch(version)
-            looks = version + 1 == self._job.opened
-            logprobs = self._logprobs(shard) if looks else []
-            step, advantages = self._make(shard)
+            inspect = version + 1 == self._job.opened
+            logprobs = self._logprobs(shard) if inspect else []
+            step, advantages = self._train(shard)
             steps.append(step)
-            if looks:
+            if inspect:
                 opened = self._opened(shard, logprobs, advantages)
-        of_neighbour = self._batches is not self._own
-        return {"steps": [asdict(step) for step in steps], "opened": [asdict(x) for x in opened if not of_neighbour]}
+        # A tensor-parallel rank that reads another rank's batches leaves their episodes to that rank.
+        shares_batches = self._batches is not self._own
+        return {"steps": [asdict(step) for step in steps], "opened": [asdict(x) for x in opened if not shares_batches]}
 
-    def _make(self, shard: PackedShard) -> tuple[ReplayedStep, BatchAdvantages]:
+    def _train(self, shard: PackedShard) -> tuple[ReplayedStep, BatchAdvantages]:
         from monarch_rl.trainer.step import train
         from monarch_rl.trainer.step_journal import weights_checksums
 
@@ -272,17 +271,17 @@ class _Rank:
         return [microbatch for part in parts for microbatch in part]
 
     def _logprobs(self, shard: PackedShard) -> list[torch.Tensor]:
-        """Of the tokens of each micro-batch, under the weights as they are."""
+        """Log-probs of the tokens of each micro-batch, under the current weights."""
         import torch
 
-        none = [[torch.zeros(()) for _ in rewards] for rewards in shard.rewards]
+        no_advantages = [[torch.zeros(()) for _ in rewards] for rewards in shard.rewards]
         with torch.no_grad():
-            return [self._policy.token_logprobs(batch).logprobs for batch in self._packed(shard, none)]
+            return [self._policy.token_logprobs(batch).logprobs for batch in self._packed(shard, no_advantages)]
 
     def _opened(
         self, shard: PackedShard, logprobs: Sequence[torch.Tensor], advantages: BatchAdvantages
     ) -> list[OpenedEpisode]:
-        """This rank's episodes."""
+        """The step's episodes of this rank."""
         opened, microbatches = [], shard.unpack().microbatches
         for places, batch, computed in zip(microbatches, self._packed(shard, advantages), logprobs, strict=True):
             ratios = (computed - batch.behaviour_logprobs).exp().tolist()
@@ -310,7 +309,7 @@ def _prompt(token_ids: np.ndarray, trainable: np.ndarray) -> list[int]:
 
 
 def compared(steps: Sequence[ReplayedStep]) -> str:
-    """A line for each step: whether its weights are the run's, and the figures of both updates."""
+    """A table with a line per step: whether its weights equal the run's, and metrics of both updates."""
     names = {"loss": "loss", "grad norm": "grad_norm", "KL (k3)": "mismatch_k3_all", "clipped": "clipped"}
     lines = [f"{'step':>6}  {'weights':9}" + "".join(f"{name:>12}{'run':>12}" for name in names)]
     for step in steps:

@@ -1,1 +1,1 @@
-"""How the parts run together: settings, start, publishing, recovery, and `Run`, with which recipes are written."""
+"""Orchestration of a run: settings, start, publishing, recovery, and :class:`Run`, the interface for recipes."""

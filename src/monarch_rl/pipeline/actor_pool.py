@@ -1,4 +1,4 @@
-"""The processes of one kind that can be replaced one by one: generator replicas, rollout workers."""
+"""Pools of processes that can be replaced one by one: generator replicas, frozen engines, rollout workers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ActorFactory(Generic[A]):
-    """How a process of a pool is started and ended."""
+    """Starts the processes of a pool."""
 
     cluster: Cluster
     spawn: Callable[[int], tuple[ProcMesh, A]]
-    """By index: a process mesh, and a handle of the one actor in it."""
+    """Spawns the process of an index; returns its mesh, and a handle of the mesh's only actor."""
     set_up: Callable[[int, A], Awaitable[None]]
-    """By index and handle: all that the actor needs before it can be used; with a deadline."""
+    """Sets up the actor of an index so that it can be used; has its own deadline."""
 
 
 class ActorPool(Generic[A]):
-    """The processes of one kind, each in a mesh of its own, by index.
+    """The processes of one kind by index, each in a mesh of its own.
 
     Args:
-        kind: what messages call them: ``"generator"``.
-        mesh: what their meshes are called, followed by an index.
-        handles: of processes that are there already.
-        factory: starts others; None if none can be started.
+        kind: name of the kind in messages, such as ``"generator"``.
+        mesh: prefix of the mesh names; the index follows.
+        handles: handles of processes that are already running, by index.
+        factory: starts processes; None if none can be started.
     """
 
     def __init__(
@@ -47,30 +47,30 @@ class ActorPool(Generic[A]):
     ) -> None:
         self.kind, self.mesh = kind, mesh
         self.handles: dict[int, A] = dict(handles or {})
-        """The processes that are there and set up, by index."""
+        """Processes that are alive and set up, by index."""
         self.latest: dict[int, A] = dict(self.handles)
-        """The newest handle of each index, also if that process is lost."""
+        """The newest handle of each index, even if its process is lost."""
         self.changed = asyncio.Event()
-        """Set when a process was started."""
+        """Set when a process has started."""
         self.factory = factory
         self._meshes: dict[int, ProcMesh] = {}
 
     def name(self, index: int) -> str:
-        """What process ``index`` calls itself: ``"generator 1"``."""
+        """The name of process ``index`` in messages, such as ``"generator 1"``."""
         return f"{self.kind} {index}"
 
     @property
     def lost(self) -> list[int]:
-        """The indices at which no process is there any more."""
+        """Indices whose process is lost."""
         return sorted(self.latest.keys() - self.handles.keys())
 
     @property
     def replaceable(self) -> bool:
-        """Whether others can be started."""
+        """Whether lost processes can be replaced."""
         return self.factory is not None
 
     async def start(self, index: int) -> A:
-        """Start process ``index``; returns its handle once it is set up. Raises what setting it up raises."""
+        """Start process ``index``; returns its handle once it is set up. Raises any error of its set-up."""
         factory = self.factory
         if factory is None:
             raise RuntimeError(f"{self.name(index)} cannot be started: its pool has no factory")
@@ -83,13 +83,14 @@ class ActorPool(Generic[A]):
         return handle
 
     async def start_all(self, count: int, join: Callable[[int, A], Awaitable[object]] | None = None) -> None:
-        """Start processes 0 to ``count - 1`` at once.
+        """Start processes 0 to ``count - 1`` concurrently.
 
         Args:
-            join: makes those that are there already fit for use, by index and handle; with a deadline. One for which it
-                raises is ended, and another one started in its place. None where there are none.
+            join: prepares a surviving process for use after a warm restart, by index and handle; has its own deadline.
+                A process for which it raises is stopped and replaced. None if no process survives.
 
-        Raises what starting one raises; with ``join`` only if none is there in the end, and else warns.
+        Raises the error of a start that fails. With ``join``, raises only if no process is running in the end, and
+        warns otherwise.
         """
         if join is None:
             await asyncio.gather(*(self.start(index) for index in range(count)))  # waits: as start
@@ -101,31 +102,31 @@ class ActorPool(Generic[A]):
         self.handles = dict(sorted(self.handles.items()))
 
     async def _join_or_start(self, index: int, join: Callable[[int, A], Awaitable[object]]) -> Exception | None:
-        """What kept a process from being started, if anything did."""
+        """Prepare the surviving process ``index``, or start a new one; returns the error if neither succeeds."""
         if index in self.handles:
             try:
                 await join(index, self.handles[index])  # waits: it has a deadline
                 return None
-            except Exception as error:  # whatever it is, another process may do better
-                logger.warning("%s is not kept: %s", self.name(index), last_line(error))
+            except Exception as error:  # whatever it is, a new process may not have it
+                logger.warning("%s cannot be reused and is replaced: %s", self.name(index), last_line(error))
         await self.stop(index)  # waits: it has a deadline
         try:
             await self.start(index)  # waits: as above
-        except Exception as error:  # such as that of a machine that is no more
-            logger.warning("%s does not start again, others go on without it: %s", self.name(index), last_line(error))
+        except Exception as error:  # for example, its machine is gone
+            logger.warning("%s did not restart; the run continues without it: %s", self.name(index), last_line(error))
             await self.stop(index)  # waits: as above
             return error
         return None
 
     async def stop(self, index: int) -> None:
-        """End process ``index``, if this pool started it and it still runs."""
+        """Kill process ``index``, if this pool started it and it is still running."""
         self.handles.pop(index, None)
         mesh = self._meshes.pop(index, None)
         if mesh is not None and self.factory is not None:
             await self.factory.cluster.kill(mesh)  # waits: it has a deadline
 
     async def stop_all(self) -> None:
-        """End all processes that this pool started and that still run."""
+        """Kill all processes that this pool started and that are still running."""
         await asyncio.gather(*(self.stop(index) for index in list(self._meshes)))  # waits: as stop
 
     async def ask(
@@ -135,14 +136,15 @@ class ActorPool(Generic[A]):
         call: Callable[[int, A], Awaitable[T]],
         asked: Mapping[int, A] | None = None,
     ) -> dict[int, T]:
-        """Answers to ``call(index, handle)`` by index, each within ``seconds``.
+        """Call ``call(index, handle)`` for each process; returns the answers by index.
 
-        A process that is lost, or does not answer in time, is left out with a warning: others decide what becomes of
-        it. What an actor raises is raised.
+        A process that is lost or does not answer in time is left out with a warning; handling its loss is up to
+        :class:`~monarch_rl.pipeline.recovery.Recovery`. Errors raised by an actor are raised.
 
         Args:
-            what: completes the sentence that begins with a name: ``"to take note of the replicas"``.
-            asked: handles by index; by default all that are there.
+            seconds: deadline of each call.
+            what: completes the sentence "<process> ...", such as ``"to return its stats"``.
+            asked: handles to call, by index; default: all processes that are alive.
         """
         asked = dict(self.handles if asked is None else asked)
 
@@ -155,13 +157,13 @@ class ActorPool(Generic[A]):
             if not isinstance(result, BaseException):
                 answers[index] = result
             elif isinstance(result, SupervisionError | DeadlineExceeded):
-                logger.warning("no answer of %s, asked %s: %s", self.name(index), what, last_line(result))
+                logger.warning("%s did not answer a request %s: %s", self.name(index), what, last_line(result))
             else:
                 raise result
         return answers
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's text. Of an error that came from another process, it says what happened there."""
+    """The last line of an error's text; for an error from another process, this line states the actual cause."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

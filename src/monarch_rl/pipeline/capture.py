@@ -1,4 +1,4 @@
-"""Lets a program take a recipe's settings and its ``train`` where the recipe would launch its run."""
+"""Lets a program intercept ``launch``: it receives a recipe's settings and ``train`` function, and no run starts."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Taken = Callable[[Any, Any], None]
+OnLaunch = Callable[[Any, Any], None]
 """Called with ``train`` and the settings."""
 
-_takers: list[Taken] = []
+_callbacks: list[OnLaunch] = []
 
 
 @contextmanager
-def capturing(take: Taken) -> Iterator[None]:
-    """During the block ``launch`` hands ``train`` and its settings to ``take``, and runs nothing."""
-    _takers.append(take)
+def capturing(on_launch: OnLaunch) -> Iterator[None]:
+    """Within the block, ``launch`` passes ``train`` and the settings to ``on_launch`` instead of starting a run."""
+    _callbacks.append(on_launch)
     try:
         yield
     finally:
-        _takers.pop()
+        _callbacks.pop()
 
 
 def captures(train: Any, settings: Any) -> bool:
-    """Whether somebody has taken them: then nothing is to be launched."""
-    if _takers:
-        _takers[-1](train, settings)
-    return bool(_takers)
+    """Pass a launch to the innermost :func:`capturing` block. Returns False outside of one: the run is to start."""
+    if _callbacks:
+        _callbacks[-1](train, settings)
+    return bool(_callbacks)

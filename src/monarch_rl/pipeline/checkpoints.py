@@ -1,10 +1,11 @@
-"""The checkpoints of a run: when one is due, what goes into it, and which stay. docs/checkpoints.md has the picture.
+"""The checkpoints of a run: when one is due, what it contains, and which ones are kept (docs/checkpoints.md).
 
-    between two steps    trainer ranks copy to the host's memory, the buffer remembers its groups: all that a step pays
-    meanwhile            both write to .step-000120.partial
-    then                 manifest, rename, and older ones are removed
+    between two steps    trainer ranks copy their state to host memory, the buffer records its groups; steps wait
+                         for nothing else
+    during later steps   both write to .step-000120.partial
+    at the end           the manifest is written, the folder renamed, and older checkpoints are removed
 
-A disk that refuses a checkpoint costs that checkpoint: the run goes on, and the next one is tried when it is due.
+If a checkpoint cannot be written to disk, the run continues, and the next one is tried when it is due.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from monarch_rl.trainer.actor import Trainer
 logger = logging.getLogger("monarch_rl")
 
 FOLDER = "checkpoints"
-"""In the run's folder."""
-SAID_AGAIN_S = 3600.0
-"""Seconds between two messages that checkpoints fail, while all of them do."""
+"""Name of the checkpoints' folder in the run's folder."""
+REPEAT_ERROR_S = 3600.0
+"""Seconds between error messages while all checkpoints fail."""
 ALIVE_S = 5.0
-"""Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within two."""
+"""Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within 2 s."""
 
 
 class Savers(Protocol):
@@ -51,27 +52,28 @@ class Savers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run is, as the controller knows it."""
+    """The controller's state of a run, stored in each checkpoint."""
 
     seconds: float = 0.0
-    """Of the run so far."""
+    """Duration of the run so far."""
     files: dict[str, int] = field(default_factory=dict)
-    """Bytes of the run's own files, by path in its folder."""
+    """Sizes of the run's log files in bytes, by path in its folder."""
     counters: dict[str, Any] = field(default_factory=dict)
+    """Run totals that no actor keeps (``Observer.counters``)."""
     best: Measurement | None = None
-    """The best result of an evaluation so far, as ``best.json`` has it."""
+    """Best evaluation result so far, as in ``best.json``."""
 
 
 class Checkpoints:
-    """Makes the checkpoints of one run, and keeps some.
+    """Writes the checkpoints of one run, and removes old ones.
 
     Args:
         run: the run's folder.
-        about: the run's settings, as each checkpoint has them.
-        note: shows a line.
-        version: that the run begins with.
-        generation: how often the run was resumed.
-        metric: of an evaluation; that of the largest value stays, if the best one is to stay.
+        about: the run's settings, stored in each checkpoint.
+        note: prints a line.
+        version: the version that the run starts from.
+        generation: number of times the run was resumed.
+        metric: evaluation metric that defines the best checkpoint (largest value), for ``checkpoint.keep-best``.
     """
 
     def __init__(
@@ -86,24 +88,24 @@ class Checkpoints:
         metric: str = "",
     ) -> None:
         self.failed = 0
-        """That the disk has refused."""
+        """Number of checkpoints that could not be written."""
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
         self._generation, self._about = generation, about
         self._begun_version, self._begun_at = version, now()
-        self._failure_said_at: float | None = None
+        self._failure_logged_at: float | None = None
         self._shards_failed = False
-        """In the last write: trainer ranks may have waited for each other in vain."""
+        """Whether trainer ranks failed in the last write: some may have been left waiting for each other."""
         self._copy_s = self._write_s = 0.0
         self._nbytes = 0
         self._writing: asyncio.Task[None] | None = None
         self._kept = KeptCheckpoints(self._root, settings, metric, lambda: self.limit_s, version or None)
 
-    # -- when ------------------------------------------------------------------------------------------------------
+    # -- scheduling ------------------------------------------------------------------------------------------------
 
     async def after_step(self, version: int, position: Callable[[], Position], last: bool) -> None:
-        """Begin a checkpoint if one is due, if an evaluation found the best result so far, or if this was the ``last``
-        step; returns after the local copy. One that is due while the disk still writes the one before is begun after a
-        later step, unless it has to be of this version."""
+        """Begin a checkpoint if one is due, if an evaluation was the best so far, or if this was the ``last`` step;
+        returns after the local copy. While the previous checkpoint is still being written, the new one is postponed to
+        a later step, unless it has to be of this version."""
         s, wanted = self._settings, self._kept.wanted
         due = wanted is not None or s.due(version - self._begun_version, now() - self._begun_at)
         due |= last and version != self.saved and s.between_steps
@@ -113,32 +115,32 @@ class Checkpoints:
             await self.begin(version, position)
 
     def evaluated(self, found: Measurement, best: bool) -> None:
-        """Take what an evaluation found, and whether that is the best so far. The checkpoint that it counts for is made
-        after the step, if there is none."""
+        """Record an evaluation result, and whether it is the best so far. If no checkpoint covers its version yet, one
+        is made after the current step."""
         self._kept.evaluated(found, best, self._begun_version, self._writing)
 
     @property
     def saved(self) -> int | None:
-        """Version of the newest that is whole."""
+        """Version of the newest complete checkpoint."""
         return self._kept.saved
 
     @property
     def writing(self) -> bool:
-        """Whether the disk does not have yet what was begun."""
+        """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     @property
     def limit_s(self) -> float:
-        """Seconds for the disk to take a checkpoint, or to give it back."""
+        """Deadline, in seconds, for writing or reading a checkpoint."""
         return disk_limit_s(self._savers.checkpoint_bytes) + CALL_DEADLINE_S
 
     async def settled(self) -> None:
-        """Wait until the disk has what was begun. A signal ends this wait alone: the checkpoint is written on."""
+        """Wait until all writes are done. If this wait is cancelled by a signal, the writes continue."""
         if tasks := [task for task in (self._writing, *self._kept.notes) if task is not None]:
             await asyncio.wait(tasks)  # waits: all that they await has a deadline
 
     async def now(self, version: int, position: Callable[[], Position]) -> bool:
-        """Make a checkpoint at once, for the end of a run; returns whether it is there."""
+        """Write a checkpoint immediately, at the end of a run; returns whether it was written."""
         await self.settled()
         if self.saved != version:
             await self.begin(version, position)
@@ -146,18 +148,18 @@ class Checkpoints:
         return self.saved == version
 
     async def hold(self) -> int:
-        """Have the buffer give out no more batches; returns the version that there is after an update under way."""
+        """Have the buffer stop handing out batches; returns the version after the update in progress, if any."""
         call = self._savers.buffer.hold.call_one()
-        return await within(CALL_DEADLINE_S, call, "the buffer to give out no more batches", on="buffer")
+        return await within(CALL_DEADLINE_S, call, "the buffer to stop handing out batches", on="buffer")
 
     async def _staged(self) -> Staged:
-        """Have the trainer ranks copy what they hold, after an update that is under way.
+        """Have the trainer ranks copy their state, after any update in progress.
 
         Raises:
             RuntimeError: the ranks hold different versions.
         """
         call = self._savers.trainer.stage.call(self._shards_failed)
-        what = "trainer ranks to copy what a checkpoint holds"
+        what = "trainer ranks to copy their state for a checkpoint"
         ranks = await within(CALL_DEADLINE_S + disk_limit_s(0), call, what, on="trainer ranks")
         copies = list(ranks.values())
         if len({copy.version for copy in copies}) > 1:
@@ -166,13 +168,13 @@ class Checkpoints:
         return replace(copies[0], seconds=max(copy.seconds for copy in copies))
 
     async def alive(self) -> None:
-        """Raise at once if a trainer rank or the buffer is lost: no checkpoint can be made then."""
+        """Raise immediately if a trainer rank or the buffer is lost, so that no checkpoint can be written."""
         calls = self._savers.trainer.ready.call(), self._savers.buffer.counts.call_one()
         for who, call in zip(("trainer ranks", "buffer"), calls, strict=True):
             await within(ALIVE_S, call, f"{who} to answer before a last checkpoint", on=who)
 
     def metrics(self) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
+        """Metrics, named as in docs/metrics.md."""
         values = {"checkpoint/failed": float(self.failed)}
         if self._nbytes:
             values["checkpoint/copy_ms"], values["checkpoint/write_s"] = 1e3 * self._copy_s, self._write_s
@@ -183,21 +185,24 @@ class Checkpoints:
     # -- one checkpoint --------------------------------------------------------------------------------------------
 
     async def begin(self, version: int, position: Callable[[], Position]) -> None:
-        """Begin one, due or not, if none is being written; returns after the local copy."""
+        """Begin a checkpoint, whether or not one is due; returns after the local copy. None may be being written."""
         self._begun_version, self._begun_at = version, now()
         try:
-            at = await on_disk(disk_limit_s(0), "the lines of the run's files", position)
+            current = await on_disk(disk_limit_s(0), "the run's files to be flushed", position)
             stage = self._savers.buffer.stage.call_one()
-            copy, groups = await asyncio.gather(
-                self._staged(), within(CALL_DEADLINE_S, stage, "the buffer to remember its groups", on="buffer")
+            copy, buffer_version = await asyncio.gather(
+                self._staged(), within(CALL_DEADLINE_S, stage, "the buffer to record its groups", on="buffer")
             )
-            if {copy.version, groups} != {version}:
-                raise RuntimeError(f"the trainer is at version {copy.version}, the buffer at {groups}")
+            if {copy.version, buffer_version} != {version}:
+                raise RuntimeError(
+                    f"version {version} was expected, but the trainer is at version {copy.version} and the buffer at "
+                    f"{buffer_version}"
+                )
         except Exception as error:
             self._note_failed(version, error)
             return
         self._copy_s = copy.seconds
-        self._writing = asyncio.create_task(self._write(copy, at))
+        self._writing = asyncio.create_task(self._write(copy, current))
 
     async def _write(self, copy: Staged, position: Position) -> None:
         started = now()
@@ -223,17 +228,20 @@ class Checkpoints:
             folder, manifest = await on_disk(self.limit_s, what, self._finish, partial, manifest)
         except Exception as error:
             self._note_failed(copy.version, error)
-            await tidy(self.limit_s, "what was written of it", folders.discard, self._root, copy.version)
+            await tidy(self.limit_s, "the incomplete checkpoint", folders.discard, self._root, copy.version)
             return
-        self._failure_said_at = None
+        self._failure_logged_at = None
         self._write_s, self._nbytes = now() - started, manifest.nbytes
         size = f"{manifest.nbytes / 1e6:,.1f} MB"
         self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
         await self._kept.made(copy.version)
 
     async def _write_parts(self, partial: Path) -> list[list[FileSum]]:
-        """Have all write their parts; returns the trainer's files, by rank. Raises what the first failure raised."""
-        # The disk is not a process of the run: waiting for a slow one is no stall.
+        """Have trainer ranks and buffer write their parts; returns the trainer's files by rank.
+
+        Raises the first error.
+        """
+        # on="the disk": the disk is no process of the run, so waiting for a slow one is not a stall.
         parts: list[Awaitable[Any]] = [
             self._savers.trainer.write_checkpoint.call(str(partial)),
             self._savers.buffer.write_checkpoint.call_one(str(partial / folders.GROUPS)),
@@ -255,58 +263,59 @@ class Checkpoints:
     def _note_failed(self, version: int, error: Exception) -> None:
         self.failed += 1
         self._kept.wanted = None  # the next one is tried when it is due
-        if self._failure_said_at is None or now() - self._failure_said_at >= SAID_AGAIN_S:
-            self._failure_said_at = now()
-            last = f"the last one is of step {self.saved}" if self.saved else "there is none before it"
+        if self._failure_logged_at is None or now() - self._failure_logged_at >= REPEAT_ERROR_S:
+            self._failure_logged_at = now()
+            last = f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no earlier checkpoint"
             logger.error(
-                "no checkpoint of step %d: %s; %s. While the run goes on, the next one is tried when it is due",
+                "no checkpoint of step %d: %s; %s. The run continues, and the next checkpoint is tried when it is due",
                 *(version, last_line(error), last),
             )
 
 
 @cache
 def versions_of_packages() -> dict[str, str]:
-    """Of all that is installed, by name."""
+    """Versions of all installed packages, by name."""
     return dict(sorted((found.name, found.version) for found in metadata.distributions()))
 
 
-# -- which checkpoints of a run stay: the newest ones, and the one that evaluated best --------------------------------
+# -- retention: the newest checkpoints are kept, and the best-evaluated one -------------------------------------------
 
 
 class KeptCheckpoints:
-    """Notes in checkpoints what evaluations found, and removes those that do not stay.
+    """Records evaluation results in checkpoints, and removes checkpoints that are not kept.
 
     Args:
         root: the folder of all checkpoints.
-        metric: of an evaluation; the checkpoint with its largest value stays, if the settings say so.
-        limit_s: seconds for the disk.
+        metric: evaluation metric; the checkpoint with its largest value is kept, with ``checkpoint.keep-best``.
+        limit_s: returns the deadline of a disk operation, in seconds.
+        saved: version of the newest complete checkpoint.
     """
 
     def __init__(
         self, root: Path, settings: CheckpointSettings, metric: str, limit_s: Callable[[], float], saved: int | None
     ) -> None:
         self.saved = saved
-        """Version of the newest that is whole."""
+        """Version of the newest complete checkpoint."""
         self.wanted: Measurement | None = None
-        """The best result so far, while no checkpoint has it."""
+        """The best result so far, while no checkpoint covers it."""
         self.notes = set[asyncio.Task[None]]()
-        """Of what evaluations found, under way."""
+        """Tasks that are recording evaluation results in checkpoints."""
         self._root, self._settings, self._limit_s = root, settings, limit_s
         self._metric = metric if settings.keep_best else ""
         self._found: Measurement | None = None
-        """By the last evaluation."""
+        """Result of the last evaluation."""
         self._disk = asyncio.Lock()
-        """Two that remove folders would meet."""
+        """Serialises disk operations: two concurrent removals of folders would collide."""
 
     def evaluated(self, found: Measurement, best: bool, begun: int, writing: asyncio.Task[None] | None) -> None:
-        """Take what an evaluation found. It is noted in the checkpoint of its version, or in the first one after it. If
-        there is none and it is the ``best`` result so far, one is wanted.
+        """Record an evaluation result in the checkpoint of its version, or in the first one after it. If there is none
+        and it is the ``best`` result so far, request one.
 
         Args:
-            begun: the version of which a checkpoint was begun last.
-            writing: its task.
+            begun: version of the checkpoint that was begun last.
+            writing: task that writes this checkpoint.
         """
-        if not found.version:  # its weights are those of the model's folder
+        if not found.version:  # version 0 has the weights of the model's folder
             return
         self._found = folders.closer(self._found, found)
         if found.version > begun:
@@ -317,12 +326,12 @@ class KeptCheckpoints:
             note.add_done_callback(self.notes.discard)
 
     def found_for(self, version: int) -> Measurement | None:
-        """What counts for a checkpoint that is made now: what was found of its version, or what it was wanted for."""
+        """The result to record in a new checkpoint: that of its version, or the one for which it was requested."""
         found = self._found if self._found is not None and self._found.version == version else self.wanted
         return found if found is not None and found.version <= version else None
 
     async def made(self, version: int) -> None:
-        """Take note of a checkpoint that is whole, with what counts for it."""
+        """Register a complete checkpoint, and remove those that are no longer kept."""
         self.saved = version
         if self.wanted is not None and self.wanted.version <= version:
             self.wanted = None
@@ -336,13 +345,15 @@ class KeptCheckpoints:
         if writing is not None:
             await asyncio.wait([writing])  # waits: all that it awaits has a deadline
         try:
-            what = f"the checkpoint of version {found.version}, which was evaluated, to be noted"
+            what = f"the evaluation of version {found.version} to be recorded in its checkpoint"
             async with self._disk:
-                counts = await on_disk(self._limit_s(), what, folders.measure, self._root, found, best)
+                recorded = await on_disk(self._limit_s(), what, folders.measure, self._root, found, best)
         except Exception as error:
-            logger.warning("the result of version %d is in no checkpoint: %s", found.version, last_line(error))
+            logger.warning(
+                "the evaluation of version %d was recorded in no checkpoint: %s", found.version, last_line(error)
+            )
             return
-        if counts:
+        if recorded:
             await self._remove_others()
         else:
             self._want(found, best)
@@ -355,8 +366,8 @@ class KeptCheckpoints:
 
 
 async def tidy(limit_s: float, what: str, work: Callable[..., None], *arguments: Any) -> None:
-    """Remove what no longer counts. A disk that does not do it costs nothing but room."""
+    """Remove files that are no longer needed. A failure is only logged: it costs disk space, nothing else."""
     try:
         await on_disk(limit_s, f"{what} to be removed", work, *arguments)
     except Exception as error:
-        logger.warning("%s: not removed: %s", what, last_line(error))
+        logger.warning("%s could not be removed: %s", what, last_line(error))

@@ -1,4 +1,4 @@
-"""What a run consists of once its actors are there."""
+"""The components of a run whose actors have started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from monarch_rl.watch.watch import Watch
 
 @dataclass(frozen=True)
 class RunComponents:
-    """What a run consists of once its actors are there."""
+    """The components of a run whose actors have started."""
 
     actors: Actors
     publisher: Publisher
@@ -34,19 +34,19 @@ class RunComponents:
     console: Console | None
     evaluations: Evaluations
     checkpoints: Checkpoints | None
-    """None where nothing is written."""
+    """None if the run writes no files."""
 
     def note(self, text: str) -> None:
-        """Show a line."""
+        """Print a line on the console."""
         if self.console is not None:
             self.console.note(text)
 
     def position(self, best: BestResult, limit_s: float | None = None) -> Position:
-        """Where the run is. Has the disk hold its files. Raises OSError.
+        """The run's current position. Flushes the run's files to disk first. Raises OSError.
 
         Args:
             best: the best result so far.
-            limit_s: seconds for the disk to hold them; None is as few as a step can wait.
+            limit_s: seconds for the flush; None is the short limit for a flush that delays a step.
         """
         if self.metrics is None or self.rollouts is None:
             return Position()
@@ -57,6 +57,6 @@ class RunComponents:
 
     @property
     def lost_lines(self) -> float:
-        """Lines of the run's files that the disk refused."""
+        """Lines of the run's files that could not be written."""
         refused = [] if self.metrics is None or self.rollouts is None else [self.metrics.lines, self.rollouts.lines]
         return float(sum(file.lost for file in refused))

@@ -1,4 +1,4 @@
-"""Evaluations of a run: held-out items, played by all rollout workers together, between steps or beside them."""
+"""Evaluations of a run: all rollout workers roll out held-out items, between training steps or concurrently."""
 
 from __future__ import annotations
 
@@ -29,63 +29,63 @@ from monarch_rl.tasks.task import Task
 logger = logging.getLogger("monarch_rl")
 
 HELD_OUT_ITEM_S = 30.0
-"""Seconds that a held-out episode may take on average, played beside others."""
+"""Seconds that a held-out episode may take on average, when others run concurrently."""
 
 
 async def evaluate(
     workers: ActorPool[RolloutWorker], items: int, plan: EvaluationPlan, places: int | None = None
 ) -> Evaluation:
-    """Play the first ``items`` items of a held-out set, shared by all workers.
+    """Roll out the first ``items`` items of a held-out set, split among all workers.
 
-    If a worker is lost meanwhile, the others play its items, or the one that takes its place does.
+    If a worker is lost meanwhile, its items go to the other workers, or to its replacement.
 
     Args:
-        places: episodes that a worker may play at once; None is as many as it plays for training.
+        places: episodes that a worker may run at once; None is as many as for training.
     """
-    unplayed, parts, lost = list(range(items)), list[Evaluation](), dict[int, RolloutWorker]()
-    while unplayed:
+    remaining, parts, lost = list(range(items)), list[Evaluation](), dict[int, RolloutWorker]()
+    while remaining:
         workers.changed.clear()
-        players = {index: worker for index, worker in workers.handles.items() if id(worker) not in lost}
-        if not players:
-            what = "a rollout worker to play the held-out items"
+        usable = {index: worker for index, worker in workers.handles.items() if id(worker) not in lost}
+        if not usable:
+            what = "a rollout worker to run the held-out items"
             await within(SET_UP_DEADLINE_S, workers.changed.wait(), what, on="controller")
             continue
-        shares = dict(zip(players, (unplayed[rank :: len(players)] for rank in range(len(players))), strict=True))
+        shares = dict(zip(usable, (remaining[rank :: len(usable)] for rank in range(len(usable))), strict=True))
         shares = {index: share for index, share in shares.items() if share}
-        deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items * plan.samples / len(players)
+        deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items * plan.samples / len(usable)
 
-        def play(index: int, worker: RolloutWorker, shares: dict[int, list[int]] = shares) -> Awaitable[Evaluation]:
+        def run(index: int, worker: RolloutWorker, shares: dict[int, list[int]] = shares) -> Awaitable[Evaluation]:
             return worker.evaluate.call_one(shares[index], plan, places)
 
-        asked = {index: players[index] for index in shares}
-        played = await workers.ask(deadline, "to play the held-out items", play, asked)
-        parts += played.values()
-        lost |= {id(worker): worker for index, worker in asked.items() if index not in played}
-        unplayed = sorted(item for index in asked.keys() - played.keys() for item in shares[index])
+        asked = {index: usable[index] for index in shares}
+        done = await workers.ask(deadline, "to run the held-out items", run, asked)
+        parts += done.values()
+        lost |= {id(worker): worker for index, worker in asked.items() if index not in done}
+        remaining = sorted(item for index in asked.keys() - done.keys() for item in shares[index])
     return Evaluation.joined(parts)
 
 
 def items_to_run(task: Task | None, held_out: str, most: int) -> int:
-    """How many items of a held-out set to play: all of a named one, of the first one (the name is empty) ``most``.
+    """How many items of a held-out set to roll out: all of a named set, at most ``most`` of the first one (empty name).
 
-    Raises ValueError if the task has no such set, or nothing is in it.
+    Raises ValueError if the task has no such set, or the set is empty.
     """
     if task is None:
         return most
     size = len(task.held_out_items(held_out))
     if not size:
         name = held_out or next(iter(task.held_out))
-        raise ValueError(f"held-out set {name!r} of task {task.name} is empty: give it items, or do not evaluate it")
+        raise ValueError(f"held-out set {name!r} of task {task.name} is empty: give it items, or do not evaluate on it")
     return size if held_out else min(most, size)
 
 
 class BestResult:
-    """Remembers the best result of a run, in ``best.json`` of its folder.
+    """Tracks the best evaluation result of a run, in ``best.json`` in its folder.
 
     Args:
-        metric: of an evaluation; the highest value wins, and of equal ones the first.
-        folder: of the run; None writes nothing.
-        known: the best result so far of a run that goes on; it counts if it is of the same metric.
+        metric: evaluation metric; the highest value wins, and the first of equal ones.
+        folder: the run's folder; None writes nothing.
+        known: best result so far of a resumed run; ignored if it is of another metric.
     """
 
     def __init__(self, metric: str, folder: Path | None, known: Measurement | None = None) -> None:
@@ -96,7 +96,7 @@ class BestResult:
         self.best = known if known is not None and known.metric == metric else None
 
     def note(self, found: Measurement) -> bool:
-        """Take what an evaluation found; returns whether it is the new best."""
+        """Record an evaluation result; returns whether it is the new best."""
         if self.best is not None and found.value <= self.best.value:
             return False
         self.best = found
@@ -107,7 +107,7 @@ class BestResult:
         return True
 
     def close(self) -> None:
-        """Write what is left."""
+        """Finish pending writes."""
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()
@@ -118,19 +118,19 @@ class BestResult:
             self._refused = False
         except OSError as error:
             if not self._refused:
-                logger.error("%s cannot be written (%s): the run goes on without", path, error.strerror or error)
+                logger.error("%s cannot be written (%s); the run continues", path, error.strerror or error)
             self._refused = True
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Where results are written and shown; None is nowhere."""
+class ResultOutput:
+    """Where evaluation results are logged and printed; None is nowhere."""
 
     metrics: Metrics | None
     console: Console | None
 
     def evaluation(self, result: Evaluation, step: int) -> dict[str, float]:
-        """Write and show how held-out items were played after ``step``; returns the metrics."""
+        """Log and print the evaluation after ``step``; returns its metrics."""
         values, held_out = result.metrics(), result.plan.held_out
         if self.metrics is not None:
             self.metrics.log(step, values)
@@ -142,20 +142,20 @@ class Shown:
 
 
 OnBest = Callable[[Measurement], Awaitable[None]]
-"""Called after an evaluation that was better than all before."""
+"""Called after an evaluation that is better than all earlier ones."""
 
 
 class Evaluations:
     """The evaluations of one run.
 
     Args:
-        settings: of the run.
-        requests: that a replica runs at once.
-        task: what is played, if it is known.
-        show: writes and shows a result and the step after which it was made; returns its metrics.
-        best: what was best so far.
-        on_best: called for a new best result.
-        checkpoints: in which the result of a version is noted.
+        settings: the run's settings.
+        requests: requests that a replica runs at once.
+        task: the run's task, if it is known.
+        show: logs and prints the result of an evaluation and the step that it follows; returns the metrics.
+        best: tracks the best result so far.
+        on_best: called for each new best result.
+        checkpoints: record the result of their version.
     """
 
     def __init__(
@@ -174,44 +174,45 @@ class Evaluations:
         self._settings, self._requests, self._task = settings, requests, task
         self._workers, self._publisher, self._failures = workers, publisher, failures
         self._show, self._best, self._on_best, self._checkpoints = show, best, on_best, checkpoints
-        self._beside: asyncio.Task[Evaluation] | None = None
-        """An evaluation that goes on while training does."""
+        self._concurrent: asyncio.Task[Evaluation] | None = None
+        """An evaluation that runs concurrently with training."""
         self._warned = False
 
-    async def play(self, step: int, held_out: str = "") -> Evaluation:
+    async def run(self, step: int, held_out: str = "") -> Evaluation:
         """Evaluate the newest version, once it is served. See :meth:`Run.evaluate`."""
         await self._publisher.settled()
-        return await self._play(step, held_out)
+        return await self._run(step, held_out)
 
-    async def begin_beside(self, step: int) -> bool:
-        """Begin an evaluation and return; False if the one before still goes on. Raises what that one raised."""
-        if self._beside is not None and not self._beside.done():
+    async def begin_concurrent(self, step: int) -> bool:
+        """Start an evaluation concurrently with training. Returns False, without starting one, if the previous one is
+        still running. Raises the error of the previous one."""
+        if self._concurrent is not None and not self._concurrent.done():
             return False
         await self.end()
-        self._beside = asyncio.ensure_future(self._play(step, beside=True))
+        self._concurrent = asyncio.ensure_future(self._run(step, concurrent=True))
         return True
 
     async def end(self) -> None:
-        """Wait for an evaluation that goes on beside training. Raises what it raises."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            await beside  # waits: every wait of an evaluation has a deadline of its own
+        """Wait for the concurrent evaluation, if any. Raises its error."""
+        concurrent, self._concurrent = self._concurrent, None
+        if concurrent is not None:
+            await concurrent  # waits: every wait of an evaluation has a deadline of its own
 
     def cancel(self) -> None:
-        """Give up an evaluation that goes on beside training."""
-        if self._beside is not None:
-            self._beside.cancel()
+        """Cancel the concurrent evaluation, if any."""
+        if self._concurrent is not None:
+            self._concurrent.cancel()
 
-    async def _play(self, step: int, held_out: str = "", beside: bool = False) -> Evaluation:
+    async def _run(self, step: int, held_out: str = "", concurrent: bool = False) -> Evaluation:
         settings, run, results = self._settings.evaluation, self._settings, list[Evaluation]()
         measured = set[str]()
         for name in [held_out] if held_out else settings.sets or ("",):
             items = items_to_run(self._task, name, run.held_out)
             replicas, workers = len(self._publisher.generators), len(self._workers.handles)
-            places = settings.places(self._requests * replicas, workers) if beside else None
-            # A version that cannot be delivered ends the evaluation, too.
-            playing = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), places)
-            result = await self._publisher.or_failed(playing)
+            places = settings.places(self._requests * replicas, workers) if concurrent else None
+            evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), places)
+            # If publishing fails, no generator may be left to answer: that ends the evaluation.
+            result = await self._publisher.or_failed(evaluating)
             values = self._show(result, step)
             await self._note(values, result, step)
             measured |= values.keys()
@@ -219,7 +220,7 @@ class Evaluations:
         if not held_out and settings.best_metric not in measured and not self._warned:
             self._warned = True
             logger.warning(
-                "no best version is remembered: %s (--evaluation.best) is no metric of an evaluation; these are: %s",
+                "the best version is not tracked: --evaluation.best %s is no evaluation metric; the metrics are %s",
                 *(settings.best_metric, ", ".join(sorted(measured))),
             )
         return results[0]
@@ -233,4 +234,4 @@ class Evaluations:
         if self._checkpoints is not None:
             self._checkpoints.evaluated(found, best)
         for call in self._on_best if best else ():
-            await call(found)  # waits: its own affair
+            await call(found)  # waits: the callback sets its own deadlines

@@ -1,4 +1,4 @@
-"""Failed episodes on their way to the author of the task: each kind is shown once, and a run that only fails ends."""
+"""Reports failed episodes to the task's author: each kind is shown once, and a run in which all episodes fail ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from monarch_rl.watch.watch import STUCK_FACTOR
 logger = logging.getLogger("monarch_rl")
 
 MIN_ITEMS = 8
-"""Held-out items that show that nothing works any more, at least; that one of fewer fails may be chance."""
+"""If all of at least this many held-out items fail, the run ends; with fewer, it may be chance."""
 
 
 class EpisodesFail(RuntimeError):
-    """No episode can be used. The message begins with the reason and ends with the first traceback."""
+    """No episode is usable. The message begins with the reason and ends with the first traceback."""
 
 
 class Failures:
-    """Shows failures and counts them.
+    """Reports and counts failures.
 
     Args:
-        buffer: workers report to it.
-        stall_s: twice this may groups be dropped, and none be put, until the run ends.
+        buffer: receives the workers' failure reports.
+        stall_s: the run ends if for twice this many seconds groups are dropped and none is submitted.
     """
 
     def __init__(self, buffer: Buffer, stall_s: float) -> None:
@@ -38,56 +38,54 @@ class Failures:
         self._held_out: Counter[str] = Counter()
 
     async def follow(self) -> None:
-        """Show the first failure of each kind as it comes. Ends with the buffer.
+        """Log the first failure of each kind as it arrives, until the buffer ends.
 
         Raises:
-            EpisodesFail: the run does nothing but drop groups.
+            EpisodesFail: the run only drops groups.
         """
-        known = 0
+        received = 0
         while True:
             try:
                 # waits: as long as the run; its end cancels this, and a lost buffer fails the call
-                news = await self._buffer.failures.call_one(known, self._patience_s)
-            except Exception as error:  # the loss of the buffer ends the run: whoever trains says so
-                logger.warning("failures are no longer shown: %s", last_line(error))
+                news = await self._buffer.failures.call_one(received, self._patience_s)
+            except Exception as error:  # the loss of the buffer ends the run, and is reported by the training loop
+                logger.warning("failures are no longer reported: %s", last_line(error))
                 return
-            known += len(news.failures)
+            received += len(news.failures)
             for failure in news.failures:
-                logger.warning("%s failed, the first one in this way: %s", failure.what, failure)
-            if news.failures and known == KINDS:
-                logger.warning("these were %d kinds of failures: further ones are counted, but not shown", KINDS)
+                logger.warning("%s failed, the first failure of this kind: %s", failure.what, failure)
+            if news.failures and received == KINDS:
+                logger.warning("%d kinds of failures were shown: further kinds are only counted", KINDS)
             if news.verdict is not None:
                 raise EpisodesFail(str(news.verdict))
 
     def counted(self, result: Evaluation, steps: int) -> Evaluation:
-        """``result``, once the held-out items that failed are counted.
+        """Count the held-out items of ``result`` that failed; returns ``result``.
 
         Args:
-            steps: optimiser steps made so far.
+            steps: training steps done so far.
 
         Raises:
-            EpisodesFail: all failed, and that is no chance: no step has been made, or there are many items.
+            EpisodesFail: all items failed, and either no step has been trained yet or there are at least ``MIN_ITEMS``.
         """
         self._held_out.update(result.failed)
         if result.failed and sum(result.failed.values()) == result.rewards.size:
             reason, count = Counter(result.failed).most_common(1)[0]
             first = result.first[reason]
-            said = (
-                f"{count} of {result.rewards.size} held-out items failed for this reason, and none was played through"
-            )
-            failure = Failure(f"{reason}: {said}", first.place, first.report)
+            share = f"{count} of {result.rewards.size} held-out items failed for this reason, and none completed"
+            failure = Failure(f"{reason}: {share}", first.place, first.report)
             if steps == 0 or result.rewards.size >= MIN_ITEMS:
                 raise EpisodesFail(str(failure))
-            logger.warning("too few to end the run for it: %s", failure)
+            logger.warning("all held-out items failed, too few of them to end the run: %s", failure)
         return result
 
     @asynccontextmanager
-    async def summed_up(self, observer: Observer, note: Callable[[str], None]) -> AsyncIterator[None]:
-        """Once the block has ended well, ``note`` one line with what failed in the run, by reason, if anything did."""
+    async def summary_at_end(self, observer: Observer, note: Callable[[str], None]) -> AsyncIterator[None]:
+        """After the block, unless it raises, pass ``note`` a line that counts the run's failures by reason, if any."""
         yield
-        counted = {"episodes": await observer.failed(), "held-out items": self._held_out}
+        failed = {"episodes": await observer.failed(), "held-out items": self._held_out}
         parts = [
-            f"{count:,} {of}: {reason}" for of, counts in counted.items() for reason, count in counts.most_common()
+            f"{count:,} {kind}: {reason}" for kind, counts in failed.items() for reason, count in counts.most_common()
         ]
         if parts:
             note(f"failed: {'; '.join(parts)}")

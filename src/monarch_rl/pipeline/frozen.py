@@ -1,4 +1,4 @@
-"""The frozen models of a run: what a recipe asks for, the checks, and the engines as a pool of replicas each."""
+"""The frozen models of a run: the recipe's requests, their checks, and a pool of engine replicas for each model."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ from monarch_rl.weights.endpoint import TransferSettings
 
 NAME = re.compile(r"[a-z][a-z_]*")
 LOGPROB_ROWS, LOGPROB_ARRAYS = 2048, 3
-"""Of prompts whose log-probs SGLang computes at once (``SGLANG_LOGPROB_CHUNK_SIZE``), and float32 arrays of the
-vocabulary for each: logits, the same by temperature, and what normalising them takes."""
+"""Prompt tokens whose log-probs SGLang computes at once (``SGLANG_LOGPROB_CHUNK_SIZE``), and float32 arrays of the
+vocabulary's size for each: logits, logits divided by the temperature, and one to normalise them."""
 
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """A frozen model that is to be started."""
+    """A frozen model to be started."""
 
     model: FrozenModel
     settings: FrozenSettings
     snapshot_every: int = 0
-    """Versions after which its engines take over the policy's weights; 0 never changes."""
+    """Versions after which its engines load the policy's weights; 0 is never."""
 
     @property
     def ranks(self) -> int:
-        """Engine ranks of all its replicas: devices, on a GPU."""
+        """Engine ranks of all its replicas; on GPUs, its number of devices."""
         return self.settings.replicas * self.settings.tp
 
     @property
     def kind(self) -> str:
-        """What messages call a replica."""
+        """Name of a replica in messages, without its index."""
         return f"frozen {self.model.name}"
 
     def same_as(self, other: FrozenPlan) -> bool:
-        """Whether engines of this plan are what another one asks for."""
+        """Whether engines of this plan can serve another one: the plans are equal except for the model's key."""
         return replace(self, model=replace(self.model, key=other.model.key)) == other
 
 
@@ -85,17 +85,17 @@ def plan_frozen(
     """Check a frozen model.
 
     Args:
-        policy: Hugging Face folder or Hub name of the model that is trained.
-        offered: what the launch has.
+        policy: Hugging Face folder or Hub name of the model to train.
+        offered: the devices of the launch.
         snapshot_every: see :class:`FrozenPlan`.
-        rollout: how the policy draws, and is asked; None is as by default.
+        rollout: the policy's sampling and chat settings; None uses the defaults.
 
     Raises:
-        ValueError: names what cannot work, and says what to do.
+        ValueError: names the problem, and says what to do.
     """
-    on_gpu, drawn = offered.kind == "cuda", rollout or RolloutSettings()
+    on_gpu, sampling = offered.kind == "cuda", rollout or RolloutSettings()
     if not NAME.fullmatch(name):
-        raise ValueError(f"a frozen model is called {name!r}: give a name of small letters and _")
+        raise ValueError(f"frozen model name {name!r} is invalid: use lower-case letters and _, starting with a letter")
     try:
         folder, config = resolve_frozen(model)
         check_folder(folder, config)
@@ -104,47 +104,48 @@ def plan_frozen(
         settings = with_memory(config, settings, offered)
         trained = resolve_model(policy)
         foreign, trained_config = tokenizer_difference(trained, folder), read_frozen(trained)
-        # The policy of before is to be asked as the policy is; another model has a template of its own.
-        options, parser = settings.chat(drawn if folder.samefile(trained) else RolloutSettings())
+        # An earlier version of the policy is prompted as the policy is; another model has its own chat template.
+        options, parser = settings.chat(sampling if folder.samefile(trained) else RolloutSettings())
         if snapshot_every and expected_tensors(config) != expected_tensors(trained_config):
             raise ValueError(
-                f"{folder} has other tensors than the policy, {trained}, whose weights it is to take over every "
+                f"{folder} has other tensors than the policy {trained}, whose weights it is to load every "
                 f"{snapshot_every} versions: give the policy's own folder"
             )
     except ValueError as error:
         raise ValueError(f"frozen model {name}: {error}") from error
     limit = min(engine_limits(config, settings.engine, on_gpu).values())
     key = f"{name}-{uuid.uuid4().hex}"
-    asked = settings.max_new_tokens, options, settings.request_deadline_s
-    compared = reward_labels(config), drawn.temperature or 1.0, drawn.truncated
+    requests = settings.max_new_tokens, options, settings.request_deadline_s
+    comparison = reward_labels(config), sampling.temperature or 1.0, sampling.truncated
     policy_ids: int = trained_config["vocab_size"]
-    handle = FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared, parser, policy_ids)
+    handle = FrozenModel(name, str(folder), key, limit, *requests, foreign, *comparison, parser, policy_ids)
     return FrozenPlan(handle, settings, snapshot_every)
 
 
 def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devices) -> FrozenSettings:
-    """The settings with the share of a GPU's memory that leaves room for all but weights and KV cache.
+    """The settings with ``memory_fraction`` resolved: the share of a GPU for weights and KV cache that leaves enough
+    for everything else.
 
     Raises:
-        ValueError: an engine does not fit its GPUs; says what takes how much.
+        ValueError: an engine does not fit its GPUs; lists the memory needed by purpose.
     """
     if not offered.memory:
         return settings
     needed = frozen_memory(config, settings.engine, offered.memory)
-    room = int(USABLE * offered.memory)
-    if sum(needed.values()) > room:
+    available = int(USABLE * offered.memory)
+    if sum(needed.values()) > available:
         raise ValueError(
-            f"a replica needs {sum(needed.values()) / 2**30:.1f} GiB at its peak ({describe(needed)}), and a GPU here "
-            f"has {room / 2**30:.1f} to plan with: raise frozen.tp, lower frozen.context-length or "
-            "frozen.max-running-requests, or take a smaller model"
+            f"a replica needs {sum(needed.values()) / 2**30:.1f} GiB at its peak ({describe(needed)}), but a GPU here "
+            f"has {available / 2**30:.1f} GiB available: raise frozen.tp, lower frozen.context-length or "
+            "frozen.max-running-requests, or use a smaller model"
         )
-    automatic = automatic_fraction(needed, room, offered.memory)
+    automatic = automatic_fraction(needed, available, offered.memory)
     return replace(settings, memory_fraction=settings.memory_fraction or automatic)
 
 
 def frozen_memory(config: dict[str, Any], engine: GeneratorSettings, device_bytes: int) -> dict[str, int]:
-    """Bytes by purpose at the peak of the first engine rank: as a generator's, but no version arrives, and log-probs of
-    prompts are computed."""
+    """Peak bytes by purpose on the first engine rank. As for a generator, but without incoming versions, and with the
+    log-probs of prompts."""
     model = trained_model(config, FULL_TRAINING)
     tokens = longest_sequence(engine, model.positions, model.positions)
     needed = replica_memory(
@@ -154,31 +155,31 @@ def frozen_memory(config: dict[str, Any], engine: GeneratorSettings, device_byte
     return needed | {"log-probs of prompts": LOGPROB_ROWS * model.sizes.vocabulary * 4 * LOGPROB_ARRAYS}
 
 
-def check_free_memory(plans: Sequence[FrozenPlan], beside: int, free_bytes: int) -> None:
-    """Refuse to start engines that a machine without GPUs has no memory for now.
+def check_free_memory(plans: Sequence[FrozenPlan], generator_bytes: int, free_bytes: int) -> None:
+    """Refuse to start engines for which a machine without GPUs has too little free memory.
 
     Args:
-        beside: bytes that the generators are about to take.
-        free_bytes: of the machine.
+        generator_bytes: memory that the generators are about to use.
+        free_bytes: the machine's free memory.
 
     Raises:
-        RuntimeError: says who needs how much.
+        RuntimeError: lists the memory needed by each model.
     """
     needed = {
         plan.kind: plan.settings.replicas
         * sum(cpu_memory(read_frozen(Path(plan.model.model)), plan.settings.engine, FULL_TRAINING).values())
         for plan in plans
     }
-    if beside + sum(needed.values()) > free_bytes:
+    if generator_bytes + sum(needed.values()) > free_bytes:
         raise RuntimeError(
-            f"the engines need {describe(needed | {'generators': beside})} GiB of memory, and {free_bytes / 2**30:.1f} "
-            f"GiB of this machine are free: use smaller KV caches (frozen.max-total-tokens), or "
-            "fewer replicas"
+            f"the engines need {describe(needed | {'generators': generator_bytes})} GiB of memory, but only "
+            f"{free_bytes / 2**30:.1f} GiB of this machine are free: use smaller KV caches "
+            "(frozen.max-total-tokens), or fewer replicas"
         )
 
 
 def check_frozen_devices(first_device: int, offered: Devices, plans: Sequence[FrozenPlan]) -> None:
-    """Refuse more engines, from ``first_device`` on, than there are devices. Raises TooFewDevices."""
+    """Refuse engines that need more devices than there are from ``first_device`` on. Raises TooFewDevices."""
     engines = ", ".join(f"{plan.settings.replicas} of {plan.kind}" for plan in plans)
     ranks = sum(plan.ranks for plan in plans)
     what = f"{first_device} for trainer and generators, {ranks} for frozen models: {engines}"
@@ -186,19 +187,19 @@ def check_frozen_devices(first_device: int, offered: Devices, plans: Sequence[Fr
 
 
 class FolderChanged(RuntimeError):
-    """A folder that frozen engines serve was written to, so that a new one read other weights."""
+    """The folder of a frozen model was modified while it is served, so that its engines read different weights."""
 
 
 class FrozenPlans(list[FrozenPlan]):
-    """The frozen models of a run before it starts.
+    """The frozen models of a run that has not started.
 
     Args:
-        kept: engines that are there already: what they serve keeps its key.
+        survivors: pools that survive a warm restart; a model with the same plan keeps its key.
     """
 
-    def __init__(self, kept: Sequence[FrozenPool] = ()) -> None:
+    def __init__(self, survivors: Sequence[FrozenPool] = ()) -> None:
         super().__init__()
-        self._kept = kept
+        self._survivors = survivors
 
     def add(
         self,
@@ -211,21 +212,21 @@ class FrozenPlans(list[FrozenPlan]):
         snapshot_every: int = 0,
         rollout: RolloutSettings | None = None,
     ) -> FrozenModel:
-        """Check one more, with those that are there; see :func:`plan_frozen`. Raises FrozenRefused."""
+        """Check and add a model; see :func:`plan_frozen`. Raises FrozenRefused."""
         if any(plan.model.name == name for plan in self):
-            raise FrozenRefused(f"there is a frozen model called {name!r} already: give each a name of its own")
+            raise FrozenRefused(f"there is already a frozen model named {name!r}: give each model a name of its own")
         try:
             plan = plan_frozen(name, model, settings, policy, offered, snapshot_every, rollout)
             check_frozen_devices(first_device, offered, [*self, plan])
         except ValueError as error:
             raise FrozenRefused(str(error)) from error
-        plan = next((pool.plan for pool in self._kept if pool.plan.same_as(plan)), plan)
+        plan = next((pool.plan for pool in self._survivors if pool.plan.same_as(plan)), plan)
         self.append(plan)
         return plan.model
 
 
 class FrozenPool(ActorPool[FrozenEngine]):
-    """The engines of one frozen model; the first one's devices begin with ``first_device``."""
+    """The engines of one frozen model, on consecutive devices from ``first_device`` on."""
 
     def __init__(
         self, plan: FrozenPlan, factory: ActorFactory[FrozenEngine] | None = None, first_device: int = 0
@@ -234,37 +235,39 @@ class FrozenPool(ActorPool[FrozenEngine]):
         self.plan, self.first_device = plan, first_device
         self.model = plan.model
         self.folder = Path(plan.model.model)
-        """Whose weights the engines hold."""
+        """Folder of the weights that the engines serve."""
         self.version: int | None = None
-        """Of the policy, if they are a snapshot of it that was taken for them."""
+        """The policy version of these weights, if they are a snapshot of the policy."""
         self.published_version = 0
-        """Of the policy, when it was last asked whether the engines are to take that over."""
+        """The policy version last published, from which :meth:`is_due` counts."""
         self.refused_snapshots = 0
-        """Of the policy, that the disk did not take."""
+        """Number of policy snapshots that could not be written."""
         self.refused = False
-        """Whether the newest one that was due is among them."""
+        """Whether the newest due snapshot could not be written."""
         self._loads = 0
-        """How often they were told to load another folder."""
+        """Number of :meth:`load` calls."""
         self._loading = asyncio.Lock()
         self._checksums: np.ndarray | None = None
-        """int64[tensors], of what the first engine found in the folder since; None before."""
+        """Checksums of the folder's weights as the first engine read them since the last load, int64[tensors]; None
+        before."""
 
     def is_due(self, version: int) -> bool:
-        """Whether the engines are to take over ``version`` of the policy: not every version is published."""
+        """Whether the engines are to load ``version`` of the policy."""
+        # Not every version is published, so multiples of snapshot_every may be skipped.
         return version // self.plan.snapshot_every > self.published_version // self.plan.snapshot_every
 
     async def set_up(self, index: int, engine: FrozenEngine, on_gpu: bool) -> None:
-        """Have a new engine load the folder and verify it. Raises what that raises, and FolderChanged."""
+        """Have a new engine load and verify the folder. Raises errors of the set-up, and FolderChanged."""
         name, folder, loads, settings = self.name(index), self.folder, self._loads, self.plan.settings.engine
         start = engine.setup.call_one(name, str(folder), settings, index)
-        # Its files are read once more to be verified.
+        # On top of the start, its files are read a second time, to verify them.
         limit_s = settings.start_limit_s(on_gpu) + disk_limit_s(_file_bytes(folder)) + CALL_DEADLINE_S
         checksums = await within(limit_s, start, f"{name} to start", on=name)
-        if loads == self._loads:  # else it loads the newest, see start
+        if loads == self._loads:  # otherwise start() has it load the newest folder
             self._check_same(checksums, name)
 
     async def start(self, index: int) -> FrozenEngine:
-        """As that of every pool; an engine that has come up with weights of before loads the newest."""
+        """As :meth:`ActorPool.start`; if another folder was loaded meanwhile, the new engine loads it, too."""
         loads = self._loads
         engine = await super().start(index)
         if self._loads != loads:
@@ -273,29 +276,29 @@ class FrozenPool(ActorPool[FrozenEngine]):
         return engine
 
     async def join(self, index: int, engine: FrozenEngine) -> None:
-        """Raise if an engine that was there before does not answer."""
+        """Raise if an engine that survived a warm restart does not answer."""
         await answers(self.name(index), engine)
 
     async def load(self, folder: Path, version: int | None = None) -> None:
         """Have all engines serve the weights of another folder of the same shapes.
 
         Args:
-            version: of the policy, whose weights they are.
+            version: the policy version of these weights, if they are a snapshot of the policy.
 
         Raises:
-            ValueError: its tensors have other names or shapes; nothing has changed.
-            FolderChanged: it was written to meanwhile, and engines have read different weights.
+            ValueError: its tensors have other names or shapes; the engines keep their weights.
+            FolderChanged: the folder was modified meanwhile, and engines have read different weights.
         """
         shapes, others = (expected_tensors(read_frozen(each)) for each in (self.folder, folder))
         if shapes != others:
-            raise ValueError(f"{self.kind}: {folder} holds another model than {self.folder}: other tensors, or shapes")
+            raise ValueError(f"{self.kind}: the tensors of {folder} have other names or shapes than in {self.folder}")
         check_folder(folder, read_frozen(folder))
         async with self._loading:  # waits: the loads that it waits for have deadlines
             self.folder, self.version, self._checksums = folder, version, None
             self._loads += 1
             loading = [self._load(engine, self.name(index)) for index, engine in self.handles.items()]
             for error in await asyncio.gather(*loading, return_exceptions=True):  # waits: each has a deadline
-                # One that is lost meanwhile is replaced by one that loads the folder.
+                # A lost engine is no error here: its replacement loads the folder.
                 if isinstance(error, BaseException) and not isinstance(error, SupervisionError | ActorError):
                     raise error
 
@@ -306,34 +309,35 @@ class FrozenPool(ActorPool[FrozenEngine]):
         self._check_same(checksums, name)
 
     def _check_same(self, checksums: np.ndarray, name: str) -> None:
-        """All engines serve the same weights, although each reads the folder at another time. Raises FolderChanged."""
+        """Check that all engines have read the same weights, as each reads the folder at another time. Raises
+        FolderChanged."""
         if self._checksums is None:
             self._checksums = checksums
         elif not np.array_equal(self._checksums, checksums):
             raise FolderChanged(
-                f"{name} found other weights in {self.folder} than the engines before it, so it does not serve: "
-                "leave a folder as it is while it is served, or load it again after it was written"
+                f"{name} read other weights from {self.folder} than the engines before it, so it does not serve: do "
+                "not modify a folder while it is served, or load it again afterwards"
             )
 
     def dispatcher(self) -> FrozenReplicas:
-        """Hands requests to the replicas, as they are now."""
+        """A dispatcher of requests to the current replicas."""
         replicas = [self.latest[index] for index in sorted(self.latest)]
         s = self.plan.settings
         flag = FrozenSettings.flag("request_deadline_s")
         return Dispatcher(replicas, s.request_deadline_s, self.kind, flag, s.request_losses)
 
     async def note_lost_engine(self, workers: ActorPool[RolloutWorker]) -> None:
-        """Have everybody know which replicas take no requests."""
+        """Notify this process and all workers which replicas are lost."""
         key, lost = self.model.key, self.lost
         replicas_of(key).update_replicas([], lost)
-        what = f"to take note of the lost engines of {self.kind}"
+        what = f"to register the lost engines of {self.kind}"
         await workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.update_frozen.call_one(key, lost))
 
     async def note_new_engine(self, workers: ActorPool[RolloutWorker], index: int) -> list[int]:
-        """Have everybody ask the new engine; returns the workers that did not take note of it."""
+        """Notify this process and all workers of a new engine; returns the workers that did not answer."""
         key, handle = self.model.key, self.latest[index]
         replicas_of(key).replace(index, handle)
-        what = f"to take note of a new {self.kind}"
+        what = f"to register a new {self.kind}"
         answers = await workers.ask(
             CALL_DEADLINE_S, what, lambda _, worker: worker.replace_frozen.call_one(key, index, handle)
         )
@@ -341,15 +345,15 @@ class FrozenPool(ActorPool[FrozenEngine]):
 
 
 async def start_frozen(
-    cluster: Cluster, plan: FrozenPlan, first_device: int, kept: Sequence[FrozenPool] = ()
+    cluster: Cluster, plan: FrozenPlan, first_device: int, survivors: Sequence[FrozenPool] = ()
 ) -> FrozenPool:
-    """Spawn the engines of a frozen model, one process mesh each; they answer once their weights are verified.
+    """Spawn the engines of a frozen model, one process mesh each; returns once their weights are verified.
 
     Args:
-        first_device: of replica 0; those of the others follow.
-        kept: pools that are there already; the one of this plan stays, and serves the model's own folder again.
+        first_device: first device of replica 0; the other replicas' devices follow.
+        survivors: pools that survive a warm restart; the pool of this plan is reused, and loads the model's own folder.
     """
-    for pool in kept:
+    for pool in survivors:
         if pool.plan == plan:
             await pool.start_all(plan.settings.replicas, pool.join)
             if pool.folder != Path(plan.model.model):
@@ -375,24 +379,25 @@ async def start_all_frozen(
     cluster: Cluster,
     plans: Sequence[FrozenPlan],
     first_device: int,
-    beside: int,
-    kept: Sequence[FrozenPool] = (),
+    generator_bytes: int,
+    survivors: Sequence[FrozenPool] = (),
 ) -> list[FrozenPool]:
-    """Start the engines of all frozen models at once, on devices that follow each other.
+    """Start the engines of all frozen models concurrently, on consecutive devices.
 
     Args:
-        beside: bytes that the generators are about to take of a machine without GPUs.
-        kept: pools that are there already; the engines of those that are not asked for any more, or should be on other
-            devices, are ended first.
+        generator_bytes: memory that the generators are about to use on a machine without GPUs.
+        survivors: pools that survive a warm restart; those that no plan asks for, or that belong on other devices, are
+            stopped first.
     """
     devices = [first_device + sum(plan.ranks for plan in plans[:index]) for index in range(len(plans))]
-    places = list(zip(plans, devices, strict=True))
-    staying = [pool for pool in kept if (pool.plan, pool.first_device) in places]
-    await asyncio.gather(*(pool.stop_all() for pool in kept if pool not in staying))  # waits: it has deadlines
-    new = [plan for plan in plans if all(pool.plan != plan for pool in staying)]
+    placements = list(zip(plans, devices, strict=True))
+    reused = [pool for pool in survivors if (pool.plan, pool.first_device) in placements]
+    await asyncio.gather(*(pool.stop_all() for pool in survivors if pool not in reused))  # waits: it has deadlines
+    new = [plan for plan in plans if all(pool.plan != plan for pool in reused)]
     if new and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
-        check_free_memory(new, beside, free_memory())
-    return list(await asyncio.gather(*(start_frozen(cluster, *place, staying) for place in places)))  # waits: deadlines
+        check_free_memory(new, generator_bytes, free_memory())
+    # waits: each start has deadlines
+    return list(await asyncio.gather(*(start_frozen(cluster, *placement, reused) for placement in placements)))
 
 
 def _file_bytes(folder: Path) -> int:

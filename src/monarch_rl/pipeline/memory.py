@@ -1,4 +1,4 @@
-"""The memory of a run, planned before anything is spawned: what each role takes, whether it fits, and what would.
+"""Plans the memory of a run before anything is spawned: how much each role needs, whether it fits, and what would fit.
 
 The arithmetic is in docs/memory.md; ``tools/memory.py`` prints it for models and GPUs.
 """
@@ -29,56 +29,56 @@ from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from monarch_rl.weights.endpoint import TransferSettings
 
 USABLE = 0.95
-"""Share of a GPU that is planned with. The rest is what allocators lose between blocks, and the driver's own."""
+"""Share of a GPU's memory that plans may use. The rest is for allocator fragmentation and for the driver."""
 TRAINER, REPLICA = "a trainer rank", "a generator replica"
 BOTH = f"{TRAINER} with {REPLICA}"
-"""On one device."""
+"""Both on one device."""
 SHARED_FRACTION = 0.98
-"""``generator.memory_fraction`` on a device that is shared. SGLang is told the tokens of its cache there: a share would
-be of what is free when it starts, which depends on how far the trainer is."""
+"""``generator.memory_fraction`` on a shared device. There SGLang is given its cache's size in tokens instead: a share
+would refer to the memory that is free at its start, which depends on the trainer's progress."""
 NAMED = 3
-"""Settings that a refusal names."""
+"""Maximum number of settings that an error suggests."""
 FEWEST_TOKENS, FEWEST_LOGITS, FEWEST_REQUESTS = 1024, 64, 16
-"""Below these a smaller setting frees next to nothing, and costs much."""
+"""Smallest suggested values: lower ones free next to nothing, and cost much speed."""
 MOST_RANKS, MOST_TP = 128, 16
 LORA_RANK = 16
 
 
 class Sides(NamedTuple):
-    """The settings that decide how much memory a run takes."""
+    """The settings that determine how much memory a run needs."""
 
     trainer: TrainerSettings
     generator: GeneratorSettings
     weights: TransferSettings
     colocate: bool = False
-    """A trainer rank and a replica share a device."""
+    """Whether a trainer rank and a replica share a device."""
     trained: bool = True
-    """False: there is no trainer rank, and no version arrives."""
+    """Whether there are trainer ranks, which send versions to the replicas."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose on the device that takes most, for a trainer rank and for a replica."""
+    """Memory needs of a trainer rank and of a replica, in bytes by purpose, each on its fullest device."""
 
     trainer: Mapping[str, int]
     replica: Mapping[str, int]
-    """The KV cache is what there must be at least."""
+    """The KV cache is counted with its minimum size."""
     room: int
-    """Bytes of a device that may be planned with."""
+    """Usable bytes of a device."""
     cache_tokens: int
-    """Tokens that the replica's KV cache has room for."""
+    """Tokens that fit in the replica's KV cache."""
     memory_fraction: float
-    """``generator.memory_fraction`` that leaves room for the rest."""
+    """``generator.memory_fraction`` that leaves enough memory for everything else."""
 
     def needed(self, who: str) -> Mapping[str, int]:
-        """Bytes by purpose of :data:`TRAINER`, :data:`REPLICA`, or of :data:`BOTH` together."""
+        """Bytes by purpose for :data:`TRAINER`, :data:`REPLICA`, or :data:`BOTH` together."""
         if who == BOTH:
             sides = ((TRAINER, self.trainer), (REPLICA, self.replica))
             return {f"{purpose} of {side}": nbytes for side, needed in sides for purpose, nbytes in needed.items()}
         return self.trainer if who == TRAINER else self.replica
 
     def fits(self, who: str) -> bool:
-        """Whether it fits a device."""
+        """Whether ``who`` fits on a device."""
         return sum(self.needed(who).values()) <= self.room
 
 
@@ -87,8 +87,8 @@ def plan_memory(config: dict[str, Any], s: Sides, device_bytes: int) -> MemoryPl
 
     Args:
         config: the model's ``config.json``.
-        s: settings.
-        device_bytes: of a GPU.
+        s: the settings to plan for.
+        device_bytes: memory of a GPU.
     """
     return _plan(trained_model(config, s.trainer.lora), s, device_bytes)
 
@@ -110,9 +110,9 @@ def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
     left = room - sum(trainer.values()) if s.colocate else room
     automatic = SHARED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
     fraction = generator.memory_fraction or automatic
-    beside = sum(nbytes for purpose, nbytes in replica.items() if purpose not in STATIC)
+    other = sum(nbytes for purpose, nbytes in replica.items() if purpose not in STATIC)
     if generator.memory_fraction and not s.colocate:
-        left = min(left, int(generator.memory_fraction * device_bytes) + beside)
+        left = min(left, int(generator.memory_fraction * device_bytes) + other)
     fitting = cache_tokens(model, replica, generator, left)
     return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
 
@@ -122,11 +122,11 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
 
     Args:
         config: the model's ``config.json``.
-        s: settings.
-        offered: nothing is checked where the memory of its devices is not known.
+        s: the settings to check.
+        offered: the devices of the launch; nothing is checked if their memory is unknown.
 
     Raises:
-        ValueError: says what takes how much, and which settings would make it fit.
+        ValueError: lists the memory needed by purpose, and settings that would make it fit.
     """
     if not offered.memory:
         return
@@ -136,32 +136,33 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
             needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s, offered)
             ladders += [] if who == TRAINER else _replica_ladders(config, s, offered, lora=who == REPLICA)
             raise ValueError(
-                f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), and a GPU here has "
-                f"{_gib(plan.room)} to plan with: {_advice(config, ladders, offered.memory, who, s)}"
+                f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), but a GPU here has "
+                f"{_gib(plan.room)} GiB available: {_advice(config, ladders, offered.memory, who, s)}"
             )
-    beside = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
-    if s.generator.memory_fraction and not s.colocate and beside > (1 - s.generator.memory_fraction) * offered.memory:
+    other = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
+    if s.generator.memory_fraction and not s.colocate and other > (1 - s.generator.memory_fraction) * offered.memory:
         most = automatic_fraction(plan.replica, plan.room, offered.memory)
         raise ValueError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} leaves "
-            f"{_gib((1 - s.generator.memory_fraction) * offered.memory)} GiB of a GPU, and what is not weights and KV "
-            f"cache needs {_gib(beside)} ({describe({p: n for p, n in plan.replica.items() if p not in STATIC})}): "
-            f"give at most {most:g}, or 0, which finds it"
+            f"{_gib((1 - s.generator.memory_fraction) * offered.memory)} GiB of a GPU to everything but weights and KV "
+            f"cache, which needs {_gib(other)} GiB "
+            f"({describe({p: n for p, n in plan.replica.items() if p not in STATIC})}): give at most {most:g}, or 0 to "
+            "have it computed"
         )
     static = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose in STATIC)
-    # Rounded as the automatic share is: a share that a plan has found is none to refuse.
+    # Rounded in the same way as the automatic share, so that a planned share is never refused.
     if s.generator.memory_fraction and not s.colocate and share(static, offered.memory) > s.generator.memory_fraction:
         tokens = s.generator.max_total_tokens
         cache = f"the {tokens} tokens of generator.max-total-tokens" if tokens else "a cache for one sequence"
         raise ValueError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} gives weights and KV cache "
-            f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, and they need {_gib(static)}, with "
-            f"{cache}: give at least {ceil(1000 * static / offered.memory) / 1000:g}, or 0, which finds it"
+            f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, but they need {_gib(static)} GiB with "
+            f"{cache}: give at least {ceil(1000 * static / offered.memory) / 1000:g}, or 0 to have it computed"
         )
 
 
 def describe(needed: Mapping[str, int]) -> str:
-    """Purposes with their GiB, the largest first."""
+    """Purposes with their sizes in GiB, the largest first."""
     return ", ".join(f"{purpose} {_gib(nbytes)}" for purpose, nbytes in sorted(needed.items(), key=lambda x: -x[1]))
 
 
@@ -170,14 +171,14 @@ def _gib(nbytes: float) -> str:
 
 
 class _Change(NamedTuple):
-    """A setting, and the settings with it."""
+    """A change of one setting: its text in messages, and a function that applies it."""
 
     text: str
     apply: Callable[[Sides], Sides]
 
 
 _Ladder = list[_Change]
-"""Values of one setting, each freeing more than the one before."""
+"""Changes of one setting, each of which frees more memory than the previous one."""
 
 
 def _of_trainer(flag: str, **values: Any) -> _Change:
@@ -193,7 +194,7 @@ def _of_weights(flag: str, **values: Any) -> _Change:
 
 
 def _halves(value: int, fewest: int) -> list[int]:
-    """Half of a value, a quarter and so on."""
+    """Half of a value, a quarter of it, and so on."""
     return [value >> n for n in range(1, 32) if value >> n >= fewest]
 
 
@@ -202,7 +203,7 @@ def _doubles(value: int, most: int) -> list[int]:
 
 
 def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list[_Ladder]:
-    """What could make a trainer rank fit, in the order in which it costs."""
+    """Changes that could make a trainer rank fit, the cheapest first."""
     t = s.trainer
     weaker = {"none": ["selective", "full"], "selective": ["full"], "full": []}[t.activation_checkpoint]
     tokens, chunks = _halves(t.tokens_per_microbatch, FEWEST_TOKENS), _halves(t.logprob_chunk, FEWEST_LOGITS)
@@ -221,7 +222,7 @@ def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list
 
 
 def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: bool) -> list[_Ladder]:
-    """The same for a replica."""
+    """Changes that could make a replica fit, the cheapest first."""
     g = s.generator
     longest = _halves(g.max_total_tokens or g.context_length or config["max_position_embeddings"], FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
@@ -242,7 +243,8 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: b
 
 
 def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
-    """``costly``: transports that keep more versions here than ``collective``."""
+    """Changes of the weight transfer. ``costly``: transports that keep more versions on this side than
+    ``collective``."""
     ladders = []
     if s.weights.delta:
         ladders.append([_of_weights("weights.delta False", delta=False)])
@@ -266,8 +268,8 @@ def _accepted(check: Callable[..., None], *arguments: Any) -> bool:
 
 
 def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, who: str, s: Sides) -> str:
-    """Up to three settings of which each makes it fit; where there is none, two or three that do together. None makes
-    the other side too large."""
+    """Up to three changes each of which makes ``who`` fit; if there are none, two or three that do so together. None of
+    them makes the other side too large."""
     other = {TRAINER: REPLICA, REPLICA: TRAINER, BOTH: BOTH}[who]
     other_fits = plan_memory(config, s, device_bytes).fits(other)
     models: dict[LoraSettings, TrainedModel] = {}
@@ -289,11 +291,11 @@ def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, w
         for together in combinations(ladders, count):
             if fitting(*(ladder[-1] for ladder in together)):
                 return f"it fits with {' and '.join(change.text for change in _relaxed(together, fitting))}"
-    return f"no {NAMED} settings make it fit; take a smaller model, or GPUs with more memory"
+    return f"no {NAMED} settings make it fit; use a smaller model, or GPUs with more memory"
 
 
 def _relaxed(ladders: tuple[_Ladder, ...], fitting: Callable[..., bool]) -> list[_Change]:
-    """Of each ladder the first value with which it still fits."""
+    """The smallest change of each ladder with which it still fits."""
     chosen = [ladder[-1] for ladder in ladders]
     for index, ladder in enumerate(ladders):
         for change in ladder:

@@ -1,4 +1,4 @@
-"""The metrics of a step, gathered from all actors and from the engines of frozen models."""
+"""Gathers the metrics of a step from all actors, and from the engines of frozen models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("monarch_rl")
 
 
 class Observer:
-    """Gathers the metrics of a step from all actors. Rates and shares are over the time since the last step."""
+    """Gathers the metrics of a step from all actors. Rates and shares refer to the time since the last step."""
 
     def __init__(self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer) -> None:
         self._publisher = publisher
@@ -36,20 +36,20 @@ class Observer:
         self._buffer = buffer
         self._last_step_at = 0.0
         self._engines: dict[int, _Engine] = {}
-        """What each replica had done at the last step, by index."""
+        """Totals of each replica at the last step, by index."""
         self._stats: dict[tuple[str, int], WorkerStats] = {}
-        """The newest of each process that was a worker, by name and pid."""
+        """Newest stats of every worker process so far, by name and pid."""
         self._stages: dict[str, StageTime] = {}
-        """What groups had spent in each stage at the last step."""
-        self._drawn, self._device_s = 0, 0.0
-        """Tokens drawn by all replicas, and seconds that their devices were busy, since ``begin``."""
+        """Total time of groups in each stage at the last step."""
+        self._sampled, self._device_s = 0, 0.0
+        """Tokens sampled by all replicas, and seconds that their devices were busy, over the whole run."""
 
     async def begin(self) -> None:
-        """Start the clock: rates and shares of the first step count from here."""
+        """Start the clock: the rates and shares of the first step refer to the time since this call."""
         self._last_step_at, self._engines = now(), await self._ask_engines()
 
     async def _ask_engines(self) -> dict[int, _Engine]:
-        """By index. A replica that is lost meanwhile is left out: the publisher decides what happens to it."""
+        """Totals of the replicas, by index. A lost replica is left out; handling its loss is up to the publisher."""
 
         async def ask(index: int, generator: Generator) -> tuple[int, _Engine] | None:
             try:
@@ -64,10 +64,10 @@ class Observer:
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
 
     async def step(self, trained: list[dict[str, float]]) -> dict[str, float]:
-        """Metrics of one step, by the names of docs/metrics.md.
+        """Metrics of one step, named as in docs/metrics.md.
 
         Args:
-            trained: what the update returned, of each trainer rank.
+            trained: the metrics that each trainer rank returned from the update.
         """
         swap = self._publisher.last
         counts, stats = await asyncio.gather(
@@ -96,33 +96,33 @@ class Observer:
         values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
         values |= self._stage_times() | self._lost(counts, list(self._stats.values()))
         self._last_step_at = moment
-        self._engines |= engines  # a replica that did not answer is counted from its last answer
+        self._engines |= engines  # the next step counts an unresponsive replica from its last answer
         return values
 
     def replayed_metrics(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
-        """Metrics of a step that was made again from the journal: those of the update and of the buffer.
+        """Metrics of a step replayed from the journal: those of the update and of the buffer.
 
         Args:
-            trained: what the update returned, of each trainer rank.
+            trained: the metrics that each trainer rank returned from the update.
         """
         values = {full_name(name): value for name, value in trained[0].items()} | _of_buffer(counts)
         values["time/step_s"] = max(rank["step_s"] for rank in trained)
         return values | self._lost(counts, list(self._stats.values()))
 
     async def failed(self) -> Counter[str]:
-        """Training episodes that have failed so far, by reason. Raises nothing: workers that do not answer are left
-        out."""
+        """Numbers of training episodes that have failed so far, by reason. Never raises: workers that do not answer are
+        left out."""
         what = "to return its stats"
         self._note_stats(await self._workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.stats.call_one()))
         return _failed(self._stats.values())
 
     def counters(self) -> dict[str, Any]:
-        """What is counted over the run and no actor keeps, for :meth:`go_on`."""
-        return {"drawn": self._drawn, "device_s": self._device_s, "workers": asdict(summed(self._stats.values()))}
+        """Run totals that no actor keeps, to be stored in checkpoints and passed to :meth:`restore`."""
+        return {"drawn": self._sampled, "device_s": self._device_s, "workers": asdict(summed(self._stats.values()))}
 
-    def go_on(self, counters: Mapping[str, Any]) -> None:
-        """Count on from what a checkpoint has of :meth:`counters`."""
-        self._drawn, self._device_s = counters["drawn"], counters["device_s"]
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Continue counting from a checkpoint's :meth:`counters`."""
+        self._sampled, self._device_s = counters["drawn"], counters["device_s"]
         earlier = WorkerStats(**counters["workers"])
         self._stats[earlier.worker, earlier.pid] = earlier
 
@@ -130,7 +130,7 @@ class Observer:
         self._stats |= {(of_worker.worker, of_worker.pid): of_worker for of_worker in stats.values()}
 
     def _stage_times(self) -> dict[str, float]:
-        """Means over the groups that have passed each stage since the last step."""
+        """Mean times per stage, over the groups that have passed it since the last step."""
         sums: dict[str, StageTime] = {}
         for worker in self._stats.values():
             for name, time in worker.stages.items():
@@ -145,10 +145,10 @@ class Observer:
         return values
 
     def _generation(self, engines: dict[int, _Engine], elapsed: float) -> dict[str, float]:
-        """What the replicas did in the ``elapsed`` seconds since the last step."""
+        """Generation metrics of the ``elapsed`` seconds since the last step."""
         since = [engine.since(self._engines.get(index)) for index, engine in engines.items()]
         tokens, busy_s = sum(engine.tokens for engine in since), sum(engine.busy_s for engine in since)
-        self._drawn += tokens
+        self._sampled += tokens
         self._device_s += sum(engine.busy_s * engine.devices for engine in since)
         return {
             "generator/idle_share": max(0.0, 1.0 - busy_s / (elapsed * max(len(since), 1))),
@@ -158,13 +158,13 @@ class Observer:
         } | _later_turns(since)
 
     def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
-        """What was drawn and is not trained: groups and episodes by reason, tokens, and their device-seconds."""
+        """What was sampled but not trained: groups and episodes by reason, tokens, and their device-seconds."""
         lost = Counter(counts.dropped)
         lost.update({f"episode {reason}": count for reason, count in _failed(workers).items()})
         tokens = sum(counts.wasted_tokens.values()) + sum(worker.failed_tokens for worker in workers)
         values = {f"dropped/{reason}": float(count) for reason, count in lost.items()}
         values |= {f"wasted/{reason}_tokens".replace(" ", "_"): float(n) for reason, n in counts.wasted_tokens.items()}
-        return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._drawn, 1)}
+        return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._sampled, 1)}
 
 
 def _of_buffer(counts: Counts) -> dict[str, float]:
@@ -180,7 +180,7 @@ def _of_buffer(counts: Counts) -> dict[str, float]:
 
 
 def _failed(workers: Iterable[WorkerStats]) -> Counter[str]:
-    """Episodes that failed, by reason."""
+    """Numbers of failed episodes, by reason."""
     failed: Counter[str] = Counter()
     for worker in workers:
         failed.update(worker.failed)
@@ -189,26 +189,26 @@ def _failed(workers: Iterable[WorkerStats]) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """What a replica has done since its start."""
+    """Totals of a replica since its start."""
 
     pid: int
     tokens: int
     busy_s: float
     request_s: float
-    """Busy seconds, each multiplied by the requests that were in the engine."""
+    """Integral over busy time of the number of requests in the engine, in seconds."""
     devices: int
     turn_reads: tuple[int, int, int]
-    """Tokens of the prompts of later turns: all, those in the prefix cache, those read again after a commit."""
+    """Prompt tokens of turns after the first: all, those found in the prefix cache, those recomputed after a commit."""
 
     @classmethod
     def of(cls, stats: GeneratorStats) -> _Engine:
-        """What a replica has done since its start."""
+        """The totals in a replica's stats."""
         turn_reads = stats["turn_prompt_tokens"], stats["turn_cached_tokens"], stats["turn_reread_tokens"]
         did = stats["generated_tokens"], stats["busy_seconds"], stats["request_seconds"]
         return cls(stats["pid"], *did, stats["devices"], turn_reads)
 
     def since(self, before: _Engine | None) -> _Engine:
-        """What it did since ``before``; everything if that was another process."""
+        """The difference to ``before``; the totals themselves if that was another process."""
         if before is None or before.pid != self.pid:
             return self
         did = self.tokens - before.tokens, self.busy_s - before.busy_s, self.request_s - before.request_s
@@ -217,7 +217,7 @@ class _Engine:
 
 
 def _later_turns(engines: Sequence[_Engine]) -> dict[str, float]:
-    """How the prompts of turns that continue conversations were read; nothing if there were none."""
+    """Prefix-cache metrics of turns that continue a conversation; empty if there were none."""
     tokens, cached, reread = (sum(engine.turn_reads[part] for engine in engines) for part in range(3))
     return {"generator/turn_cached_share": cached / tokens, "generator/turn_reread_tokens": reread} if tokens else {}
 
@@ -226,19 +226,19 @@ def _later_turns(engines: Sequence[_Engine]) -> dict[str, float]:
 
 
 class FrozenMeter:
-    """What the engines of frozen models did so far.
+    """Totals of the engines of frozen models over the run.
 
     Args:
-        pools: of all models.
+        pools: the pools of all models.
     """
 
     def __init__(self, pools: Sequence[FrozenPool]) -> None:
         self._pools = pools
         self._newest: dict[str, dict[tuple[int, int], FrozenStats]] = {pool.model.name: {} for pool in pools}
-        """By model, replica and pid, of each process that was an engine of it: machines have the same pids."""
+        """Newest stats of every engine process so far, by model, then by replica and pid: pids recur on other hosts."""
 
     async def metrics(self) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
+        """Metrics, named as in docs/metrics.md."""
         for pool in self._pools:
             answers = await pool.ask(CALL_DEADLINE_S, "to return its stats", lambda _, engine: engine.stats.call_one())
             self._newest[pool.model.name] |= {(index, stats["pid"]): stats for index, stats in answers.items()}

@@ -1,16 +1,16 @@
 """Recovery: lost generators, frozen engines and rollout workers are replaced while the rest of the run continues.
 
-A process is lost when it has ended or its engine has (a call that lasts as long as it lives fails), when its work
-raised, when the publisher removed it, or when the watch (``watch/watch.py``) found that it cannot go on. Then
+A process counts as lost when it or its engine has ended (a persistent call to it fails), when its work raised, when the
+publisher removed it, or when the watch (``watch/watch.py``) found that it makes no progress. Then
 
-    a generator        gets no more requests; others draw what it owes; a new process takes its place and its devices,
-                       and serves when it holds the newest version, verified
-    a frozen engine    gets no more requests; what it owes is asked again; a new process takes its place and its
-                       devices, and answers when its weights are verified
-    a rollout worker   leaves its groups to others, which start them again in the same slots; a new one takes its place
+    generator        receives no more requests; other replicas complete its pending ones; a new process takes over its
+                     index and devices, and serves once it has loaded and verified the newest version
+    frozen engine    receives no more requests; its pending ones are sent again; a new process takes over its index and
+                     devices, and serves once its weights are verified
+    rollout worker   other workers restart its groups in the same slots; a new process takes over its index
 
-A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run goes on without it.
-When all of a kind are removed the run ends. It reports the first loss, because later ones may follow from that.
+A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run continues without
+it. When all processes of a kind are removed, the run ends. It reports the first loss, which may have caused the others.
 Each loss and each return is a line of ``losses.jsonl`` in the run's folder.
 """
 
@@ -45,17 +45,18 @@ from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 logger = logging.getLogger("monarch_rl")
 
 LOSSES = "losses.jsonl"
-"""File of the run's folder: each loss and each return."""
+"""File in the run's folder with a line for each loss and each return."""
 
 
 @dataclass(frozen=True)
 class RecoverySettings(CheckedSettings, flags="recovery"):
-    """What happens when a generator replica or a rollout worker is lost."""
+    """What happens when a generator replica, a frozen engine or a rollout worker is lost."""
 
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
-    """How often each may be restarted within per-s; 0: never. After one more loss the run goes on without it."""
+    """Times that each process may be restarted within per-s seconds; 0 is never. After one more loss the run continues
+    without it."""
     per_s: Annotated[float, Range(0, FOREVER_S, above=True)] = 600.0
-    """Seconds for which a loss counts."""
+    """Seconds for which a loss counts towards `restarts`."""
 
 
 class AllActorsLost(RuntimeError):
@@ -63,21 +64,21 @@ class AllActorsLost(RuntimeError):
 
 
 class Living(Protocol):
-    """An actor whose end can be waited for."""
+    """An actor whose end can be awaited."""
 
     @concurrent_endpoint
     async def lives(self) -> None:
-        """Return never; raise when the process has ended or cannot work."""
+        """Never return; raise when the process has ended or cannot work."""
 
 
 L = TypeVar("L", bound=Living)
 
 
 class Recovery:
-    """Replaces lost processes of two pools inside :meth:`supervising`; :meth:`rolling_out` goes inside that.
+    """Replaces lost processes inside a :meth:`supervising` block, which must enclose :meth:`rolling_out`.
 
     Args:
-        folder: of the run, for ``losses.jsonl``; None writes none.
+        folder: the run's folder, for ``losses.jsonl``; None writes none.
     """
 
     def __init__(
@@ -94,26 +95,26 @@ class Recovery:
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
         self._losses = LostProcesses(settings.per_s, folder / LOSSES if folder is not None else None)
         self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
-        """By name, of each process that is thought to live; set to the cause of its loss."""
+        """For each process that is considered alive, by name: resolves to the cause of its loss."""
         self._removed: dict[str, set[int]] = {pool.kind: set(pool.lost) for pool in self._pools}
-        """By kind, the indices that are not started again."""
+        """Indices that are not restarted, by kind."""
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[int, asyncio.Task[None]] | None = None
-        """The workers' ``run`` calls, inside :meth:`rolling_out`."""
+        """The workers' ``run`` calls by index, inside :meth:`rolling_out`."""
 
     @property
     def _pools(self) -> list[ActorPool[Any]]:
-        """A frozen model may be called what others are called: those come first."""
+        # Frozen models come first: a name such as "frozen generator 0" also matches the kind "generator".
         return [*self._frozen, self._generators, self._workers]
 
-    # -- for the recipe --------------------------------------------------------------------------------------------
+    # -- called by the run -----------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def supervising(self, *beside: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async def supervising(self, *background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Replace lost processes while the block runs.
 
         Args:
-            beside: what else runs beside the block, and ends it with what it raises.
+            background: coroutines to run concurrently with the block; an error of one ends the block and is raised.
 
         Raises:
             AllActorsLost: no process of a kind is left.
@@ -122,19 +123,19 @@ class Recovery:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 keeping = [self._keep(pool, index) for pool in self._pools for index in pool.handles]
-                supervisors = [self._tasks.create_task(each) for each in (*keeping, *beside)]
+                supervisors = [self._tasks.create_task(each) for each in (*keeping, *background)]
                 yield
                 for supervisor in supervisors:
                     supervisor.cancel()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None  # the others followed from it
+            raise group.exceptions[0] from None  # the others are its consequences
         finally:
             self._publisher.on_lost = None
             self._losses.close()
 
     @asynccontextmanager
     async def rolling_out(self) -> AsyncIterator[None]:
-        """Workers play while the block runs, also those that are started meanwhile; then the buffer is closed."""
+        """Have all workers, including replacements, roll out groups while the block runs; then close the buffer."""
         self._running = {}
         for index in self._workers.handles:
             self._begin_run(index)
@@ -144,34 +145,35 @@ class Recovery:
         await asyncio.gather(*running.values())  # waits: they end with the buffer; lost ones have ended
 
     async def recover(self, culprit: str) -> bool:
-        """Replace a process that cannot go on, if the run can do without it.
+        """Replace a stuck process, if the run can continue without it.
 
         Args:
-            culprit: what the watch calls it: ``"generator 1"``, ``"the engine of generator 1"``.
+            culprit: the watch's name for the process, such as ``"generator 1"`` or ``"the engine of generator 1"``.
 
         Returns:
-            Whether the run can: the process belongs to a pool in which others are left, or can be replaced.
+            Whether the run can continue: the process belongs to a pool that has other processes left, or in which it
+            can be replaced.
         """
         for pool in self._pools:
-            # A process that has not said its name yet goes by its mesh and its rank there.
+            # A process that has not reported its name yet is named by its mesh and its rank there.
             match = re.search(rf"\b{pool.kind} (\d+)|^{pool.mesh}(\d+) \d+$", culprit)
             if match is None:
                 continue
             lost = int(match[1] or match[2])
             name, others_left = pool.name(lost), any(index != lost for index in pool.handles)
             if others_left or (pool.replaceable and self._losses.recent(name) < self._settings.restarts):
-                self._report_loss(name, RuntimeError(f"{culprit} is stopped, or does not go on"))
+                self._report_loss(name, RuntimeError(f"{culprit} is stopped or stuck"))
                 return True
         return False
 
     def metrics(self) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
+        """Metrics, named as in docs/metrics.md."""
         return {"recovery/lost": float(self._losses.lost), "recovery/returned": float(self._losses.returned)}
 
     # -- one process -----------------------------------------------------------------------------------------------
 
     async def _keep(self, pool: ActorPool[L], index: int) -> None:
-        """Wait for the loss of a process and replace it, again and again, until it is removed."""
+        """Replace a process each time it is lost, until it is removed."""
         name = pool.name(index)
         while True:
             cause = await self._loss_of(pool, index)
@@ -180,12 +182,12 @@ class Recovery:
             lose(name, last_line(cause))
             pool.handles.pop(index)
             await self._detach(pool, index, cause)
-            while self._may_start_again(pool, index, cause):
+            while self._may_restart(pool, index, cause):
                 try:
                     await pool.stop(index)
                     await self._replace(pool, index)
                     break
-                except Exception as error:  # counts as a loss: a process that fails again and again is removed
+                except Exception as error:  # counts as a loss: a process that fails repeatedly is removed
                     cause = error
                     self._losses.note_failed_start(name, error)
             else:
@@ -195,7 +197,7 @@ class Recovery:
             self._losses.note_returned(name, now() - lost)
 
     async def _detach(self, pool: ActorPool[Any], index: int, cause: Exception) -> None:
-        """Have the others do without a lost process."""
+        """Have the other processes stop using a lost one."""
         if pool is self._generators:
             await self._publisher.remove_replica(index, last_line(cause))
         elif isinstance(pool, FrozenPool):
@@ -204,7 +206,7 @@ class Recovery:
             await self._detach_worker(index)
 
     async def _replace(self, pool: ActorPool[Any], index: int) -> None:
-        """Start another process in the place of a lost one."""
+        """Start a replacement for a lost process."""
         if pool is self._generators:
             await self._start_generator(index)
         elif isinstance(pool, FrozenPool):
@@ -214,7 +216,7 @@ class Recovery:
 
     async def _loss_of(self, pool: ActorPool[L], index: int) -> Exception:
         """Wait until a process is lost; returns why."""
-        if pool is self._generators and index in self._publisher.lost:  # before the supervision began
+        if pool is self._generators and index in self._publisher.lost:  # lost before supervision began
             return RuntimeError(self._publisher.lost[index])
         report = self._loss_reports[pool.name(index)] = asyncio.get_running_loop().create_future()
         end = asyncio.ensure_future(_end_of(pool.handles[index]))
@@ -231,17 +233,17 @@ class Recovery:
             report.set_result(cause)
 
     def _report_replica(self, index: int, why: str) -> None:
-        """Take note that the publisher has removed a replica."""
+        """Handle the publisher's removal of a replica."""
         self._report_loss(self._generators.name(index), RuntimeError(why))
 
-    def _may_start_again(self, pool: ActorPool[L], index: int, cause: Exception) -> bool:
-        """Count a loss; returns whether the process is started again."""
+    def _may_restart(self, pool: ActorPool[L], index: int, cause: Exception) -> bool:
+        """Count a loss; returns whether the process may be restarted."""
         name = pool.name(index)
         self._losses.count(pool.kind, name, cause)
         return pool.replaceable and self._losses.recent(name) <= self._settings.restarts
 
     def _remove(self, pool: ActorPool[L], index: int, cause: Exception) -> None:
-        """Go on without a process. Raises AllActorsLost if no other of its kind is left."""
+        """Continue without a process. Raises AllActorsLost if no other of its kind is left."""
         removed = self._removed[pool.kind]
         removed.add(index)
         others = [pool.name(other) for other in pool.latest if other not in removed]
@@ -251,18 +253,18 @@ class Recovery:
 
     async def _start_generator(self, index: int) -> None:
         handle = await self._generators.start(index)
-        replace = "to take note of a new generator"
+        what = "to register a new generator"
         answers = await self._workers.ask(
-            CALL_DEADLINE_S, replace, lambda _, worker: worker.replace.call_one(index, handle)
+            CALL_DEADLINE_S, what, lambda _, worker: worker.replace.call_one(index, handle)
         )
         missing = sorted(self._workers.handles.keys() - answers.keys())
         self._lose_workers(missing, f"generator {index}")
         await self._publisher.add(index, handle)
 
-    def _lose_workers(self, indices: Sequence[int], unknown: str) -> None:
-        """Workers that did not take note of a new engine would ask the old one again and again."""
+    def _lose_workers(self, indices: Sequence[int], engine: str) -> None:
+        # A worker that did not register a new engine would keep sending requests to the old one.
         for index in indices:
-            self._report_loss(self._workers.name(index), RuntimeError(f"it did not take note of the new {unknown}"))
+            self._report_loss(self._workers.name(index), RuntimeError(f"it did not register the new {engine}"))
 
     async def _start_frozen(self, pool: FrozenPool, index: int) -> None:
         await pool.start(index)
@@ -270,33 +272,33 @@ class Recovery:
         await pool.note_lost_engine(self._workers)
 
     async def _detach_worker(self, index: int) -> None:
-        """End a lost worker, and have others start its groups again."""
+        """Stop a lost worker, and have other workers restart its groups."""
         name = self._workers.name(index)
-        await self._workers.stop(index)  # before its groups go to others: it could still ask for them
+        await self._workers.stop(index)  # before its groups are released: it might still request them
         if self._running is not None and index in self._running:
             self._running.pop(index).cancel()
         release = self._buffer.release.call_one(name)
-        groups = await within(CALL_DEADLINE_S, release, f"the buffer to take back the groups of {name}", on="buffer")
+        groups = await within(CALL_DEADLINE_S, release, f"the buffer to release the groups of {name}", on="buffer")
         if groups:
-            logger.warning("%d groups of %s are started again: %s", len(groups), name, ", ".join(map(str, groups)))
+            logger.warning("%d groups of %s are restarted: %s", len(groups), name, ", ".join(map(str, groups)))
 
     async def _start_worker(self, index: int) -> None:
-        known = dict(self._generators.latest)
+        registered = dict(self._generators.latest)
         frozen = [dict(pool.latest) for pool in self._frozen]
         worker = await self._workers.start(index)
-        # The worker has the handles of before; generators may have been started meanwhile.
-        while new := {i: g for i, g in self._generators.latest.items() if known[i] is not g}:
+        # The worker was set up with the handles above; generators may have been replaced meanwhile.
+        while new := {i: g for i, g in self._generators.latest.items() if registered[i] is not g}:
             for other, generator in new.items():
                 name = self._workers.name(index)
-                what = f"{name} to take note of a new generator"
+                what = f"{name} to register a new generator"
                 await within(CALL_DEADLINE_S, worker.replace.call_one(other, generator), what, on=name)
-            known |= new
+            registered |= new
         for pool, before in zip(self._frozen, frozen, strict=True):
             for other in [i for i, handle in pool.latest.items() if before[i] is not handle]:
                 self._lose_workers(await pool.note_new_engine(self._workers, other), pool.name(other))
             await pool.note_lost_engine(self._workers)
         await self._publisher.update_dispatch()
-        if self._running is not None and index not in self._running:  # rolling_out may have begun meanwhile
+        if self._running is not None and index not in self._running:  # rolling_out may have started it meanwhile
             self._begin_run(index)
 
     def _begin_run(self, index: int) -> None:
@@ -305,36 +307,36 @@ class Recovery:
 
     async def _run(self, index: int, worker: RolloutWorker) -> None:
         try:
-            await worker.run.call_one()  # waits: as long as the run; lost processes are Monarch's to report
+            await worker.run.call_one()  # waits: as long as the run; Monarch reports lost processes
         except Exception as error:
-            if isinstance(_origin(error), DeadlineExceeded):  # its wait for another process timed out: the run ends
+            if isinstance(_origin(error), DeadlineExceeded):  # its wait for another process timed out: end the run
                 raise
             await self._check_buffer(error)
             self._report_loss(self._workers.name(index), error)
 
     async def _check_buffer(self, error: Exception) -> None:
-        """Raise ``error`` if the buffer is lost: all workers fail then, and none of them is to blame."""
+        """Raise ``error`` if the buffer is lost: then all workers fail, and none of them is to blame."""
         try:
             call = self._buffer.counts.call_one()
-            await within(ANSWER_DEADLINE_S, call, "the buffer to say that it is there", on="buffer")
+            await within(ANSWER_DEADLINE_S, call, "the buffer to report that it is alive", on="buffer")
         except Exception as lost:
             raise error from lost
 
 
 def _origin(error: BaseException) -> BaseException:
-    """What was raised, beneath Monarch's errors of calls from one actor to the next."""
+    """The original error, unwrapped from Monarch's errors of nested actor calls."""
     while isinstance(error, ActorError):
         error = error.exception
     return error
 
 
 async def _end_of(handle: Living) -> Exception:
-    """Wait for the end of a process; returns what ended it."""
+    """Wait for the end of a process; returns its cause."""
     try:
         await handle.lives.call_one()  # waits: as long as the run
     except Exception as error:
         return error
-    return RuntimeError("it ended by itself")
+    return RuntimeError("it ended on its own")
 
 
 # -- lost processes: how often each was lost, the first cause, and the file ``losses.jsonl`` --------------------------
@@ -342,32 +344,32 @@ async def _end_of(handle: Living) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class LostProcess:
-    """A process was lost, or its replacement did not start."""
+    """The loss of a process, or the failed start of its replacement."""
 
     name: str
-    """What the process calls itself."""
+    """The process's name in messages."""
     cause: Exception
     when: float
-    """Seconds of the event loop's clock."""
+    """Time of the loss, in seconds of the event loop's clock."""
 
 
 class LostProcesses:
-    """Counts losses by process and by kind, and writes them to a file.
+    """Counts losses per process and per kind, and writes them to a file.
 
     Args:
         per_s: seconds for which a loss counts.
-        file: for a JSON object per loss and return; None writes none.
+        file: file to which a JSON object is appended per loss and return; None writes none.
     """
 
     def __init__(self, per_s: float, file: Path | None) -> None:
         self._per_s, self._file = per_s, None if file is None else LineFile(file)
         self._disk: DiskThread | None = None
         self.lost = self.returned = 0
-        """Processes that were lost, and how many were replaced."""
+        """Numbers of lost and of replaced processes."""
         self._recent: dict[str, deque[LostProcess]] = {}
-        """By process, its losses that still count."""
+        """The losses of each process that still count, by name."""
         self._first: dict[str, LostProcess] = {}
-        """By kind, the first loss of a series in which each came within ``per_s`` of the one before."""
+        """By kind, the first of a series of losses in which each came within ``per_s`` of the previous one."""
         self._latest: dict[str, LostProcess] = {}
         """By kind, the latest loss."""
 
@@ -389,7 +391,7 @@ class LostProcesses:
         return len(losses)
 
     def explain(self, kind: str, name: str, cause: Exception) -> str:
-        """Say why no process of a kind is left. ``name``: the last one, which was lost for ``cause``."""
+        """Why no process of a kind is left. ``name`` is the last one, lost because of ``cause``."""
         first, times = self._first[kind], len(self._recent[name])
         text = f"no {kind} is left. The first loss was that of {first.name}: {str(first.cause).strip()}"
         if times > 1:
@@ -399,25 +401,25 @@ class LostProcesses:
     # -- the log and the file --------------------------------------------------------------------------------------
 
     def note_lost(self, name: str, cause: Exception) -> None:
-        """A process that was there is lost."""
+        """Record that a process is lost."""
         self.lost += 1
         self._note(name, f"is lost: {last_line(cause)}", cause=str(cause))
 
     def note_failed_start(self, name: str, cause: Exception) -> None:
-        """The replacement of a lost process did not start."""
+        """Record that the replacement of a lost process did not start."""
         self._note(name, f"did not start: {last_line(cause)}", cause=str(cause))
 
     def note_returned(self, name: str, seconds: float) -> None:
-        """A replacement works, ``seconds`` after the loss."""
+        """Record that a replacement works, ``seconds`` after the loss."""
         self.returned += 1
         self._note(name, f"is back after {seconds:.1f} s", back_after_s=seconds)
 
     def note_removed(self, name: str, others: list[str]) -> None:
-        """A lost process is not replaced."""
-        self._note(name, f"is not started again; the run goes on with {', '.join(others)}", removed=True)
+        """Record that a lost process is not replaced."""
+        self._note(name, f"is not restarted; the run continues with {', '.join(others)}", removed=True)
 
     def close(self) -> None:
-        """Write what is left, and close the file until the next loss."""
+        """Finish pending writes, and close the file until the next loss."""
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()
@@ -429,4 +431,4 @@ class LostProcesses:
         if self._disk is None:
             self._disk = DiskThread(file.path.name, file.close)
         line = json.dumps({"time": time.time(), "who": name} | values)
-        self._disk.begin(lambda: file.append(line), lambda: file.lose(1, "the disk does not go on"))
+        self._disk.begin(lambda: file.append(line), lambda: file.lose(1, "the disk is stalled"))

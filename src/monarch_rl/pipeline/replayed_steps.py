@@ -1,9 +1,9 @@
-"""Steps after a checkpoint, made again by a run that goes on: no batch that its journal has is lost.
+"""Replay of the steps after a checkpoint from the journal, in a resumed run: no journaled batch is lost.
 
-trainer ranks    are at the checkpoint; which later batches have all of them in their journals?
-each batch       is trained as it was: on a CPU the weights are those of before, bit for bit
-the buffer       knows its groups as trained; what else had come since the checkpoint is begun anew
-generators       are sent the last of these versions, and have drawn nothing before
+trainer ranks    start from the checkpoint, and find the later batches that all of their journals have
+each batch       is trained again in the same way: on a CPU the weights are identical, bit for bit
+the buffer       marks the batch's groups as trained; other groups since the checkpoint are restarted
+generators       are sent the last of the replayed versions, and generate nothing before
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
 from monarch_rl.trainer.known_steps import JournalBatch, StepReplay
 
-Shown = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
-"""What is done with each step: its number, its metrics by trainer rank, and the buffer's counts after it."""
+OnReplayed = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
+"""Called with each replayed step: its number, its metrics by trainer rank, and the buffer's counts after it."""
 
 
-async def make_again(
-    actors: Actors, resumed: Resumed, journal_bytes: int, most: int, limit_s: float, shown: Shown
+async def replay_steps(
+    actors: Actors, resumed: Resumed, journal_bytes: int, most: int, limit_s: float, on_replayed: OnReplayed
 ) -> AsyncIterator[str]:
-    """Make the versions after the checkpoint again, as many as there are; yields what to say of them, before and after.
+    """Replay all journaled steps after the checkpoint; yields a message before and after, none if there are no steps.
 
     Args:
-        journal_bytes: of a rank's journal, at most.
-        most: steps of the run.
+        journal_bytes: maximum size of a rank's journal.
+        most: the run's number of steps; later ones are not replayed.
         limit_s: seconds for a step.
 
-    Raises what an update raises.
+    Raises the errors of updates.
     """
     first, equal = resumed.version, list[bool | None]()
     looking = actors.trainer.journaled.call(resumed.manifest.generation, resumed.journal_since)
     what = "trainer ranks to read their journals"
     found = await within(disk_limit_s(journal_bytes) + CALL_DEADLINE_S, looking, what, on="the disk")
-    last = min(first + common(list(found.values())), most)
+    last = min(first + common_batches(list(found.values())), most)
     if last <= first:
         return
     steps = f"step {last}" if last == first + 1 else f"steps {first + 1} to {last}"
-    yield f"making {steps} again from the journal"
+    yield f"replaying {steps} from the journal"
     for version in range(first, last):
         call, step = actors.trainer.make_again.call(version, version + 1 == last), version + 1
-        what = f"trainer ranks to make step {step} again from the journal"
-        made: list[StepReplay] = list((await within(limit_s, call, what, on="trainer ranks")).values())
-        noting = actors.buffer.note_replayed.call_one(step, made[0].group_ids, made[0].lag_counts)
+        what = f"trainer ranks to replay step {step} from the journal"
+        replayed: list[StepReplay] = list((await within(limit_s, call, what, on="trainer ranks")).values())
+        noting = actors.buffer.note_replayed.call_one(step, replayed[0].group_ids, replayed[0].lag_counts)
         counts = await within(CALL_DEADLINE_S, noting, "the buffer to note the step", on="buffer")
-        of_ranks = [rank.equal for rank in made]
+        of_ranks = [rank.equal for rank in replayed]
         equal.append(None if None in of_ranks else all(of_ranks))
         # waits: its calls have deadlines
-        await shown(step, [rank.metrics for rank in made], counts)
-    yield said_of(steps, equal)
+        await on_replayed(step, [rank.metrics for rank in replayed], counts)
+    yield replay_summary(steps, equal)
 
 
-def common(by_rank: Sequence[Sequence[JournalBatch]]) -> int:
-    """How many batches all ranks have, from the first on. Ranks of a run that was lost several times may have taken
-    different ones at last."""
+def common_batches(by_rank: Sequence[Sequence[JournalBatch]]) -> int:
+    """Number of leading batches that are the same for all ranks. The ranks of a run that was lost several times may
+    have journaled different last batches."""
     together = zip(*by_rank, strict=False)
     return sum(1 for _ in takewhile(lambda of_ranks: len(set(of_ranks)) == 1, together))
 
 
-def said_of(steps: str, equal: Sequence[bool | None]) -> str:
-    """What is known of the weights after each of these steps."""
-    known = [one for one in equal if one is not None]
-    if not known:
-        found = "there is nothing to compare the weights with"
-    elif all(known):
-        found = f"the weights are those of before, bit for bit, after all {len(known)} that can be compared"
+def replay_summary(steps: str, equal: Sequence[bool | None]) -> str:
+    """Whether the weights after the replayed steps equal those of the original run; None where it is unknown."""
+    compared = [one for one in equal if one is not None]
+    if not compared:
+        found = "the journal has no checksums to compare the weights with"
+    elif all(compared):
+        found = f"the weights are identical, bit for bit, after all {len(compared)} that can be compared"
     else:
-        found = f"the weights are others than before, after {known.count(False)} of {len(known)} that can be compared"
-    return f"{steps} made again from the journal; {found}"
+        found = f"the weights differ after {compared.count(False)} of {len(compared)} that can be compared"
+    return f"{steps} replayed from the journal; {found}"

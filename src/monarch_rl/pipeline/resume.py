@@ -1,9 +1,8 @@
-"""Going on with a run: which one, whether these settings can, and its folder as the checkpoint knows it.
+"""Resuming a run: which one, whether the settings allow it, and resetting its folder to the checkpoint.
 
-``--resume RUN`` names a run's folder, ``--resume auto`` takes the newest of this recipe that has not finished and that
-no process works at. A recipe that is started again after a loss, by torchrun or by the process that watches over it,
-resumes by itself. torchrun does not say so to a recipe: it is known by the id of the job, or by the process that starts
-its ranks.
+``--resume RUN`` names a run's folder; ``--resume auto`` takes the newest unfinished run of this recipe that no process
+is running. A recipe that is restarted after a loss, by torchrun or by its supervisor, resumes automatically. torchrun
+does not notify a recipe of a restart: it is recognised by the job's id, or by the process that starts the ranks.
 """
 
 from __future__ import annotations
@@ -44,30 +43,31 @@ from monarch_rl.settings.ranges import to_plain
 logger = logging.getLogger("monarch_rl")
 
 RESUMES = "resumes.jsonl"
-"""File of the run's folder: each time that it was resumed."""
+"""File in the run's folder with a line for each resume."""
 BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
-"""Settings by which slots were counted: with others the bound on the lag would not hold for the groups here."""
+"""Settings that determine the buffer's slots. If they change, the lag bound does not hold for the restored groups."""
 SCHEDULE = tuple(f"trainer.lr{of}" for of in ("", "_warmup_steps", "_decay_ratio", "_decay_type", "_min_factor"))
-"""Settings of which the learning rates so far were made."""
+"""Settings that determined the learning rates so far."""
 MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
-"""Settings that say which tensors there are."""
+"""Settings that determine the trained tensors."""
 NOT_COMPARED = ("resume", "output")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """The state that a run resumes from."""
 
     run: Path
     """The run's folder."""
     checkpoint: Path
+    """The checkpoint's folder."""
     manifest: Manifest
     generation: int
-    """How often the run was resumed, this time included: the versions that it makes are of this generation."""
+    """Number of times the run was resumed, including this time. New versions belong to this generation."""
     journal_since: int = 0
-    """What earlier generations have left in the journal does not count: a later one went on without it."""
+    """The last generation that ran without a journal, 0 if none did. Journal records of earlier ones are ignored."""
     differences: tuple[str, ...] = ()
-    """Between its settings and packages and those of before, a line each."""
+    """Changes of settings and packages since the checkpoint, one text each."""
 
     @property
     def version(self) -> int:
@@ -81,30 +81,28 @@ class Resumed:
         return f"Resumed after step {self.version} (resume {self.generation} of this run), from {self.checkpoint}"
 
 
-def going_on(settings: RunSettings) -> Resumed | None:
-    """What this launch goes on from; None begins a new run.
+def resolve_resume(settings: RunSettings) -> Resumed | None:
+    """The state that this launch resumes from; None begins a new run.
 
     Raises:
-        ValueError: the run that is named has no checkpoint that is whole, still goes on elsewhere, or cannot go on with
-            these settings.
+        ValueError: the run to resume has no complete checkpoint, is still running, or cannot resume with these
+            settings.
     """
-    if os.environ.get("RANK", "0") != "0":  # only the controller looks
+    if os.environ.get("RANK", "0") != "0":  # only the controller resumes a run
         return None
-    run = _wanted(settings)
+    run = _run_to_resume(settings)
     if run is None:
         return None
     if not folder_lock.take(run):
-        pid = read_state(run).get("pid", "of which nothing is known")
-        raise ValueError(
-            f"resume {run}: the run still goes on, in process {pid}; it can be resumed when that has ended"
-        )
+        process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
+        raise ValueError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
 
 
-def _wanted(settings: RunSettings) -> Path | None:
-    """The folder of the run to go on with."""
-    if (again := os.environ.get(supervisor.RESUMES)) is not None:
-        return Path(again)
+def _run_to_resume(settings: RunSettings) -> Path | None:
+    """The folder of the run to resume, if any."""
+    if (restarted := os.environ.get(supervisor.RESUMES)) is not None:
+        return Path(restarted)
     if settings.resume is not None and settings.resume != "auto":
         folder = Path(settings.resume)
         if not complete(folder / FOLDER):
@@ -115,38 +113,37 @@ def _wanted(settings: RunSettings) -> Path | None:
     if settings.resume is None:
         return _run_of_this_job(runs) if launched_by_torchrun() else None
     unfinished = [run for run in runs if _unfinished(run)]
-    return next((run for run in reversed(unfinished) if folder_lock.take(run)), None)  # others still go on
+    return next((run for run in reversed(unfinished) if folder_lock.take(run)), None)  # locked ones are still running
 
 
 def _run_of_this_job(runs: Sequence[Path]) -> Path | None:
-    """The run that torchrun started before, if it starts its ranks again: that of the same job, or of the same agent.
-
-    Counts say little: a machine that joins starts all ranks again without one, and a new agent begins at 0.
+    """The run of the same torchrun job or agent, if torchrun has restarted its ranks.
 
     Args:
-        runs: of this recipe, the newest last.
+        runs: runs of this recipe, the newest last.
 
     Raises:
-        ValueError: it has finished, or ended by a mistake.
+        ValueError: the run has finished, or failed with an error that a restart would meet again.
     """
+    # The restart count does not suffice: a joining machine restarts all ranks without one, and a new agent begins at 0.
     run = next((run for run in reversed(runs) if read_state(run).get("launcher") == launcher()), None)
     if run is None:
         return None
     state = read_state(run)
     finished, mistake = state["state"] == "finished", state["state"] == "failed" and not state["goes_on"]
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # it may be another job by the same id
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # it may be another job with the same id
         return run if not mistake and _unfinished(run) and folder_lock.take(run) else None
     if finished or mistake:
-        ended = "has finished" if finished else f"would end so again: {state['cause']}"
-        raise ValueError(f"torchrun starts {run} again, which {ended}")
+        ended = "has finished" if finished else f"would fail again: {state['cause']}"
+        raise ValueError(f"torchrun has restarted the run in {run} although it {ended}")
     return run if _unfinished(run) else None
 
 
 def open_run(run: Path, settings: RunSettings) -> Resumed:
-    """The newest whole checkpoint of a run.
+    """Read the newest complete checkpoint of a run.
 
     Raises:
-        ValueError: it cannot go on with these settings, or no checkpoint is whole; says why.
+        ValueError: the run cannot resume with these settings, or has no complete checkpoint; says why.
     """
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
@@ -167,14 +164,14 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
 
 
 def how_to_resume(run: Path) -> str:
-    """What to tell who has interrupted a run."""
+    """A message for the user who interrupted a run."""
     if not complete(run / FOLDER):
-        return "it has no checkpoint to go on from"
-    return f"--resume {run} goes on with it"
+        return "it has no checkpoint to resume from"
+    return f"resume it with --resume {run}"
 
 
 def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
-    """The run's folder: a new one with its settings, or that of the run that goes on, as its checkpoint knows it.
+    """Lock the run's folder and return it: a new one with the settings, or the resumed run's, reset to its checkpoint.
 
     Raises OSError.
     """
@@ -183,33 +180,36 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
     if resumed is None:
         write_whole(folder / SETTINGS, _text(settings))
     else:
-        _cut_back(resumed)
+        _reset_folder(resumed)
         _note_generation(resumed, journal=settings.journal.mib > 0)
         print("; ".join([str(resumed), *resumed.differences]))
     return folder
 
 
 def note_settings(folder: Path, settings: RunSettings) -> None:
-    """Write the settings of a run that goes on, once they have proved to fit its checkpoint. A disk that refuses them
-    costs no run: each checkpoint has its own."""
+    """Write the settings of a resumed run, once it has restored its checkpoint with them. A failure is only logged:
+    each checkpoint stores its settings, too."""
     try:
         if (folder / SETTINGS).read_text() != _text(settings):
             write_whole(folder / SETTINGS, _text(settings))
     except OSError as error:
-        logger.error("%s cannot be written (%s): it is that of before", folder / SETTINGS, error.strerror or error)
+        logger.error(
+            "%s cannot be written (%s): it still has the settings before the resume",
+            *(folder / SETTINGS, error.strerror or error),
+        )
 
 
 def _text(settings: RunSettings) -> str:
     return json.dumps(to_plain(settings), indent=2)
 
 
-def _cut_back(resumed: Resumed) -> None:
-    """Cut the run's files off behind the checkpoint. This also makes room on a disk that is full."""
+def _reset_folder(resumed: Resumed) -> None:
+    """Truncate the run's files to their sizes at the checkpoint. This also frees space on a full disk."""
     go_back(resumed.run / FOLDER, resumed.version)
     finish_all(resumed.run)
     for name, nbytes in resumed.manifest.positions.items():
         truncate(resumed.run / name, nbytes)
-    try:  # a result of weights that are no more would be the best of all that come
+    try:  # a result from after the checkpoint would outrank new ones although its weights are gone
         (resumed.run / BEST).unlink(missing_ok=True)
         if resumed.manifest.best is not None:
             write_whole(resumed.run / BEST, json.dumps(asdict(resumed.manifest.best)) + "\n")
@@ -218,15 +218,15 @@ def _cut_back(resumed: Resumed) -> None:
 
 
 def _note_generation(resumed: Resumed, journal: bool) -> None:
-    """Have the disk hold that the run is resumed. Raises OSError: without that two attempts would have the same number,
-    and versions and journals of one would be taken for those of the other."""
+    """Write the resume to disk durably. Raises OSError: without this line two attempts could have the same generation,
+    and the versions and journals of one would be taken for those of the other."""
     note = LineFile(resumed.run / RESUMES)
     row: dict[str, Any] = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
     row |= {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}
     row["journal"] = journal
     try:
         if not note.append(json.dumps(row)):
-            raise OSError(f"{note.path} cannot be written: a run does not go on without this line")
+            raise OSError(f"{note.path} cannot be written, and a run cannot resume without a line in it")
         note.position()
         flush(resumed.run)
     finally:
@@ -234,27 +234,30 @@ def _note_generation(resumed: Resumed, journal: bool) -> None:
 
 
 def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse settings that a resumed run cannot have. Raises ValueError with the setting, and what it was."""
+    """Refuse changed settings with which a run cannot resume. Raises ValueError with the flag, and both values."""
     schedule = list(SCHEDULE)
     if before["trainer"]["lr_min_factor"] != 1:
         schedule += ["steps", "trainer.epochs", "trainer.minibatches"]
-    reasons = dict.fromkeys(BOUND, "the bound on the lag was counted with the former")
-    reasons |= dict.fromkeys(schedule, "the schedule of the learning rate was made with the former")
-    reasons |= dict.fromkeys(MODEL, "the checkpoint's tensors are of the former")
+    reasons = dict.fromkeys(BOUND, "the lag bound of the checkpoint's groups depends on it")
+    reasons |= dict.fromkeys(schedule, "the learning-rate schedule depends on it")
+    reasons |= dict.fromkeys(MODEL, "the checkpoint's tensors depend on it")
     if after["trainer"]["reference"]:
-        reasons["model"] = "the reference is read from it"
+        reasons["model"] = "the reference model is loaded from it"
     if after["trainer"]["critic"]["lr"] and not before["trainer"].get("critic", {}).get("lr"):
         reasons["trainer.critic.lr"] = "the checkpoint has no critic"
     if after["trainer"]["lora"]["rank"]:
-        reasons["model"] = "the checkpoint has LoRA's weights alone"
+        reasons["model"] = "the checkpoint has LoRA weights only, which belong to the old model"
     for name, old, new in changes(before, after):
         if name in reasons:
             flag = name.replace("_", "-")
-            raise ValueError(f"{flag} {new} cannot go on with this run: it was {old}, and {reasons[name]}")
+            raise ValueError(
+                f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
+                "begin a new run without --resume"
+            )
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, old and new value of the settings that differ."""
+    """Name, old and new value of each changed setting."""
     old, new = dict(_flat(before)), dict(_flat(after))
     for name in old | new:
         if name not in NOT_COMPARED and old.get(name) != new.get(name):
@@ -270,31 +273,31 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _unfinished(run: Path) -> bool:
-    """Whether there is something to go on with."""
+    """Whether a run has not finished and has a checkpoint to resume from."""
     return read_state(run).get("state") != "finished" and bool(complete(run / FOLDER))
 
 
 def _started(run: Path) -> float:
-    """When it was begun or resumed last."""
+    """When the run was started or last resumed, as a file time."""
     return max((run / name).stat().st_mtime for name in (SETTINGS, RESUMES) if (run / name).exists())
 
 
 def _last_generation(run: Path, resumes: Mapping[int, bool]) -> int:
-    """The largest of which anything is known: a line, a checkpoint, a plan of the journal. Any of them may be lost."""
-    known = [0, *resumes]
+    """The largest generation found in the resume lines, checkpoints and journal plans. Any of these may be lost."""
+    found = [0, *resumes]
     for checkpoint in complete(run / FOLDER).values():
         with suppress(BrokenCheckpoint):
-            known.append(read_manifest(checkpoint).generation)
-    return max(known + plans_of(run / JOURNAL))
+            found.append(read_manifest(checkpoint).generation)
+    return max(found + plans_of(run / JOURNAL))
 
 
 def _last_without_journal(resumes: Mapping[int, bool]) -> int:
-    """The last generation that was resumed without the journal, and so made other steps than it has; 0 if none was."""
+    """The last generation that ran without a journal, so that its steps differ from the journaled ones; 0 if none."""
     return max((generation for generation, journal in resumes.items() if not journal), default=0)
 
 
 def _resumes(run: Path) -> dict[int, bool]:
-    """The generations of which there is a line, and whether they kept a journal."""
+    """For each generation with a line in the run's file of resumes: whether it kept a journal."""
     found = {}
     with suppress(FileNotFoundError):
         for line in (run / RESUMES).read_text(errors="replace").splitlines():

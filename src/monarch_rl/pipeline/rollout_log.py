@@ -1,4 +1,4 @@
-"""``rollouts.jsonl``: some groups of each batch that was trained, with all that is known of them."""
+"""``rollouts.jsonl``: a random sample of the groups of each trained batch, with their full details."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from monarch_rl.trainer.actor import Trainer
 
 
 class RolloutLog:
-    """Writes groups that are drawn at random from the batch of each step.
+    """Logs groups chosen at random from the batch of each step.
 
-    The trainer ranks know what was trained, and as what; the worker that played a group knows who said what in it.
+    Trainer ranks have the trained tokens with their advantages; the worker that ran a group has its messages.
 
     Args:
-        path: of the file; lines are appended.
-        groups: of a step; 0 writes nothing.
-        seed: of the draw.
-        again: groups may be trained again (``buffer.replay``).
+        path: the file; lines are appended.
+        groups: number of groups per step; 0 writes nothing.
+        seed: seed of the choice.
+        again: whether groups may be trained more than once (``buffer.replay``).
     """
 
     def __init__(
@@ -46,38 +46,39 @@ class RolloutLog:
 
     @classmethod
     def of(cls, actors: Actors, folder: Path, settings: RolloutSettings, replay: int) -> RolloutLog:
-        """The log of a run in its folder."""
+        """The rollout log in a run's folder."""
         path = folder / "rollouts.jsonl"
         return cls(actors.trainer, actors.workers, path, settings.logged_groups, settings.seed or 0, replay > 1)
 
     async def gather(self) -> list[dict[str, Any]]:
-        """The rows of the groups that are drawn from the batch that was trained last."""
+        """Rows of the groups chosen from the last trained batch."""
         return await self._rows(await self._trained()) if self._groups else []
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Write what :meth:`gather` returned."""
+        """Write rows that :meth:`gather` returned."""
         self._disk.begin(
             lambda: self.lines.append(*map(json.dumps, rows)),
             lambda: self.lines.lose(len(rows), "the disk is slower than the run"),
         )
 
     def position(self) -> Future[int]:
-        """As that of ``LineFile``, with all lines that were handed over before; as that of ``Metrics``."""
+        """Size of the file in bytes, as ``LineFile.position``, once all rows appended so far are on disk."""
         return self._disk.ask(self.lines.position)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Finish pending writes."""
         self._disk.close()
 
     async def _trained(self) -> list[TrainedEpisode]:
         asking = self._trainer.trained_episodes.call(self._groups, self._seed)
         answers = await within(CALL_DEADLINE_S, asking, "the episodes that were trained", on="trainer ranks")
-        # Tensor-parallel ranks have the same part of a batch.
+        # Tensor-parallel ranks return the same episodes.
         episodes = {(one.group_id, one.place): one for of_rank in answers.values() for one in of_rank}
         return [episodes[key] for key in sorted(episodes)]
 
     async def _rows(self, trained: list[TrainedEpisode]) -> list[dict[str, Any]]:
-        """In their order. Of an episode whose worker is lost another worker makes the row, without messages."""
+        """The rows of episodes, in their order. If an episode's worker is lost, another one makes the row, without
+        messages."""
         what = "to return rollouts"
         answers = await self._workers.ask(
             CALL_DEADLINE_S, what, lambda _, worker: worker.rollouts.call_one(trained, True, self._again)

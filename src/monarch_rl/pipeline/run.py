@@ -1,16 +1,16 @@
-"""A training run: its actors, its versions, its metrics. What a recipe is written with.
+"""A training run: its actors, policy versions and metrics. Recipes are written with :class:`Run` and :func:`launch`.
 
     async def train(run: Run, s: Settings) -> None:
         await run.start(task(s), advantage=dr_grpo, objective=...)
         async for step in run.steps(s.steps):
-            figures = await run.update()
+            metrics = await run.update()
             await run.publish()
-            await run.log(figures)
+            await run.log(metrics)
 
     launch(train, tyro.cli(Settings), task)
 
-Rollouts go on all the time between the first and the last step; the buffer bounds how stale a trained token may be. The
-simulator, tests and benchmarks run the same :class:`Run` over actors that they start themselves (:meth:`Run.begin`).
+Rollouts continue throughout, from the first step to the last; the buffer bounds the staleness of trained tokens. The
+simulator, tests and benchmarks use the same :class:`Run` with actors that they start themselves (:meth:`Run.begin`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import captures
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
 from monarch_rl.pipeline.components import RunComponents
-from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, Shown
+from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, ResultOutput
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.replayed_steps import make_again
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_resume, note_settings, take_folder
+from monarch_rl.pipeline.replayed_steps import replay_steps
+from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
-from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
+from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
@@ -89,15 +89,15 @@ S = TypeVar("S", bound=RunSettings)
 
 
 class Run:
-    """One run, from its first actor to its last metric. Open with :meth:`open`; use from one task.
+    """One run, from its first actor to its last metric. Create with :meth:`open`; use from a single asyncio task.
 
     Args:
-        settings: of the run.
-        lifetimes: what is entered here ends with the run.
-        cluster: where actors are spawned, and whose processes are watched; None for actors that live in this process.
-        folder: of the run, for metrics, rollouts, reports and the model; None writes and prints nothing.
-        resumed: what the run goes on from; None begins one.
-        kept: what still lives of this run, which has lost other processes.
+        settings: the run's settings.
+        lifetimes: context managers entered here exit with the run.
+        cluster: spawns the actors, whose processes are then watched; None for actors in this process.
+        folder: the run's folder, for metrics, rollouts, reports and the model; None writes and prints nothing.
+        resumed: state to resume from; None begins a new run.
+        survivors: surviving processes of this run, for a warm restart.
     """
 
     def __init__(
@@ -107,33 +107,33 @@ class Run:
         cluster: Cluster | None = None,
         folder: Path | None = None,
         resumed: Resumed | None = None,
-        kept: Survivors | None = None,
+        survivors: Survivors | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
         self.resumed = resumed
-        """What it goes on from."""
+        """The state that the run resumed from; None for a new run."""
         self.version = resumed.version if resumed else 0
-        """The policy version: batches trained so far."""
+        """The policy version: the number of batches trained so far."""
         self.saved: Path | None = None
-        """Where the model was saved last."""
+        """Folder of the last :meth:`save`."""
         self.on_best: list[OnBest] = []
-        """Called after each evaluation that was better than all before."""
-        known = resumed.manifest.best if resumed else None
-        self._best = BestResult(settings.evaluation.best_metric, folder, known)
+        """Called after each evaluation that is better than all earlier ones."""
+        best = resumed.manifest.best if resumed else None
+        self._best = BestResult(settings.evaluation.best_metric, folder, best)
         self._lifetimes, self._cluster = lifetimes, cluster
         self._task = asyncio.current_task()
         self._begun: RunComponents | None = None
-        self._kept = kept
-        self._frozen = FrozenPlans(kept.actors.frozen if kept else ())
+        self._survivors = survivors
+        self._frozen = FrozenPlans(survivors.actors.frozen if survivors else ())
         self._rollouts: AsyncExitStack | None = None
-        """Open while rollout workers play for training."""
+        """Open while rollout workers roll out groups for training."""
         self._rollouts_ended = False
         self._updating: asyncio.Future[list[dict[str, float]]] | None = None
-        """The update under way."""
+        """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
-        """Figures of the newest step, until they are logged."""
+        """Metrics of the newest step, until they are logged."""
         self._on_gpu = cluster is not None and cluster.devices.kind == "cuda"
-        # A generator may be restarted in the middle of a step.
+        # A generator may be restarted during a step.
         floor_s = settings.generator.start_limit_s(self._on_gpu) + 60
         self._patience = Patience(settings.update_limit_s, floor_s=floor_s)
 
@@ -145,28 +145,28 @@ class Run:
         cluster: Cluster | None = None,
         folder: Path | None = None,
         resumed: Resumed | None = None,
-        kept: Survivors | None = None,
+        survivors: Survivors | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
 
         Raises:
-            Stalled: the run could not go on; says who waited for whom.
+            Stalled: the run made no progress; the message says which process waited for which.
             AllActorsLost: all generators, all rollout workers or all engines of a frozen model were lost.
-            EpisodesFail: no episode can be used: all held-out items fail, or all groups are dropped (docs/failures.md).
+            EpisodesFail: no episode is usable: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
         async with AsyncExitStack() as lifetimes:
-            run = cls(settings, lifetimes, cluster, folder, resumed, kept)
+            run = cls(settings, lifetimes, cluster, folder, resumed, survivors)
             try:
                 yield run
-                await run._end_rollouts()  # a recipe may leave its loop early
+                await run._end_rollouts()  # the recipe may have left its loop early
                 await run._checkpoints_settled()
             except (Exception, asyncio.CancelledError) as error:
                 await run._save_before_the_end(error)
                 raise
 
     @property
-    def _parts(self) -> RunComponents:
+    def _components(self) -> RunComponents:
         if self._begun is None:
             raise RuntimeError("the run has no actors yet: await run.start(...) first")
         return self._begun
@@ -174,55 +174,56 @@ class Run:
     @property
     def actors(self) -> Actors:
         """Handles of all actors."""
-        return self._parts.actors
+        return self._components.actors
 
     @property
     def publisher(self) -> Publisher:
-        """What takes new versions to the generators."""
-        return self._parts.publisher
+        """Publishes new versions to the generators."""
+        return self._components.publisher
 
     # -- start -----------------------------------------------------------------------------------------------------
 
     def frozen(
         self, name: str, model: str, settings: FrozenSettings | None = None, *, snapshot_every: int = 0
     ) -> FrozenModel:
-        """A model that never changes: a judge, a teacher or reference, an opponent (docs/judges.md).
+        """Add a frozen model: a judge, a teacher or reference, or an opponent (docs/judges.md).
 
-        Its engines have devices of their own, and start with the other actors in :meth:`start`. Lost ones are replaced.
-        What is returned can be asked from then on: in episodes and stages, whose functions may hold it, and here.
+        Its engines have devices of their own, and start with the other actors in :meth:`start`. Lost engines are
+        replaced. The returned handle can be used from then on: in the functions of episodes and stages, and here.
 
         Args:
-            name: of small letters and ``_``, for messages and metrics.
+            name: lower-case letters and ``_``; used in messages and metrics.
             model: Hugging Face folder or Hub name.
-            settings: None is one engine.
-            snapshot_every: versions after which it takes over the policy's weights, in :meth:`publish`, and is the
-                policy of then until the next time: a teacher for self-distillation, an opponent. 0 never changes.
+            settings: settings of its engines; None uses one engine.
+            snapshot_every: versions after which, in :meth:`publish`, it loads the policy's current weights: a teacher
+                for self-distillation, or an opponent. 0 is never.
 
         Raises:
-            FrozenRefused: it cannot be served, or the launch has too few devices; says what to do. Nothing is spawned.
+            FrozenRefused: it cannot be served, or the launch has too few devices; says what to do. Raised before
+                anything is spawned.
         """
         if self._cluster is None or self._begun is not None:
             raise RuntimeError("frozen models are started by run.start(...): call run.frozen(...) before it")
         s, given = self.settings, settings or FrozenSettings()
-        begins, offered = s.first_frozen_device, self._cluster.devices
-        return self._frozen.add(name, model, given, s.model, begins, offered, snapshot_every, s.rollout)
+        first_device, offered = s.first_frozen_device, self._cluster.devices
+        return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
     async def start(
         self, task: Task, *, advantage: Advantage | str, objective: Objective | str, stages: Sequence[Stage] = ()
     ) -> None:
-        """Start all actors, serve the model as version 0, and watch over the processes from here on.
+        """Start all actors, serve the model as version 0 (or the restored version), and start to watch the processes.
 
         Args:
-            task: what rollout workers play, and how it is rewarded.
-            advantage: from a group to the advantages of its sequences, turns or tokens
-                (:data:`monarch_rl.algorithms.group_view.Advantage`), or the name of one in ``ADVANTAGES``.
+            task: the episodes to roll out, and their rewards.
+            advantage: maps a group to the advantages of its sequences, turns or tokens
+                (:data:`monarch_rl.algorithms.group_view.Advantage`), or a name in ``ADVANTAGES``.
             objective: the loss of a micro-batch (:data:`monarch_rl.trainer.objective.Objective`), or a name in
-                ``OBJECTIVES``, which follows ``trainer.loss``.
-            stages: what is done with each group between playing and training, one after the other.
+                ``OBJECTIVES``, which uses ``trainer.loss``.
+            stages: applied to each group in turn, between its rollout and its training.
 
         Raises:
-            ValueError: settings that cannot work, or a column that is read and that nobody fills, before anything is
-                spawned; names them.
+            ValueError: settings that cannot work, or a column that is read but not filled; names them. Raised before
+                anything is spawned.
             TypeError: the task or a function cannot be sent to other processes; says why.
         """
         if self._cluster is None:
@@ -236,19 +237,19 @@ class Run:
         check_that_columns_are_read(functions, columns_for_training(stages))
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             print(f"warning: {warning}")
-        handed, by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
+        inputs = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
-            *(self._cluster, settings, handed, model, functions, by_value, self._frozen, self.resumed, self.folder),
-            kept=self._kept.actors if self._kept else None,
+            *(self._cluster, settings, inputs[0], model, functions, inputs[1], self._frozen, self.resumed, self.folder),
+            survivors=self._survivors.actors if self._survivors else None,
         )
         await self.begin(actors, task)
-        if self._kept is not None:
-            self._kept.note_returned()
-            thaw_heap()  # what has ended is garbage, and is not to stay forever
+        if self._survivors is not None:
+            self._survivors.note_returned()
+            thaw_heap()  # objects of the ended run are garbage, which a frozen heap would never collect
         freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
-        """As :meth:`start`, with actors that are running already."""
+        """As :meth:`start`, with actors that are already running."""
         self._check_first_start()
         s, folder = self.settings, self.folder
         publisher = await Publisher.connect(
@@ -260,14 +261,14 @@ class Run:
             replica_updates(actors.workers, actors.frozen),
         )
         self._lifetimes.callback(publisher.cancel)
-        publisher.lost.update({index: "it did not start again" for index in actors.generators.lost})
+        publisher.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored = self.version
-        shown = metrics, rollouts, console = self._open_files(actors)
+        outputs = metrics, rollouts, console = self._open_files(actors)
         if self.resumed is not None:
-            observer.go_on(self.resumed.manifest.counters)
-            await self._make_again(actors, self.resumed, observer, *shown)
-        # Nothing is drawn before the served weights are known to be the trainer's.
+            observer.restore(self.resumed.manifest.counters)
+            await self._replay_steps(actors, self.resumed, observer, *outputs)
+        # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
         await publisher.settled()
         if self.resumed is not None:
@@ -296,21 +297,22 @@ class Run:
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
             *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
-            *(Shown(metrics, console).evaluation, self._best, self.on_best, checkpoints),
+            *(ResultOutput(metrics, console).evaluation, self._best, self.on_best, checkpoints),
         )
         self._lifetimes.callback(evaluations.cancel)
         begun = RunComponents(
-            *(actors, publisher, observer, recovery, failures, meter, watch, *shown, evaluations, checkpoints)
+            *(actors, publisher, observer, recovery, failures, meter, watch, *outputs, evaluations, checkpoints)
         )
-        await self._lifetimes.enter_async_context(failures.summed_up(observer, begun.note))
+        await self._lifetimes.enter_async_context(failures.summary_at_end(observer, begun.note))
         self._begun = begun
-        if checkpoints is not None and self.version > restored:  # a loss is not to cost the same steps again
+        # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
+        if checkpoints is not None and self.version > restored:
             await checkpoints.begin(self.version, self._position)
         if self._cluster is not None and self._task is not None:
             self._cluster.interrupts.take_over = self._task.cancel
 
     def _open_files(self, actors: Actors) -> tuple[Metrics | None, RolloutLog | None, Console | None]:
-        """What the run writes and shows, until it ends."""
+        """Open the run's outputs, which are closed when it ends."""
         s, folder = self.settings, self.folder
         if folder is None:
             return None, None, None
@@ -321,7 +323,7 @@ class Run:
         self._lifetimes.callback(self._best.close)
         return metrics, rollouts, self._lifetimes.enter_context(Console(s.steps))
 
-    async def _make_again(
+    async def _replay_steps(
         self,
         actors: Actors,
         resumed: Resumed,
@@ -330,12 +332,12 @@ class Run:
         rollouts: RolloutLog | None,
         console: Console | None,
     ) -> None:
-        """Make the versions after the checkpoint again that the journal has, and log their steps."""
+        """Replay the journaled steps after the checkpoint, and log them."""
 
-        async def log(step: int, figures: list[dict[str, float]], counts: Counts) -> None:
+        async def log(step: int, trained: list[dict[str, float]], counts: Counts) -> None:
             self.version = step
             if metrics is not None:
-                metrics.log(step, observer.replayed_metrics(figures, counts))
+                metrics.log(step, observer.replayed_metrics(trained, counts))
             if rollouts is not None:
                 rollouts.append(await rollouts.gather())
 
@@ -343,191 +345,202 @@ class Run:
         if s.journal.mib:
             limit_s = s.update_limit_s + s.trainer.compile_limit_s
             # waits: its calls have deadlines
-            async for said in make_again(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
+            async for message in replay_steps(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
                 if console is not None:
-                    console.note(said)
+                    console.note(message)
 
     def _check_first_start(self) -> None:
         if self._begun is not None:
-            raise RuntimeError("the run has its actors already: start it once")
+            raise RuntimeError("the run has already been started: call run.start(...) once")
         if asyncio.current_task() is not self._task:
             raise RuntimeError("await run.start() in the task that opened the run, not in wait_for() or create_task()")
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     async def steps(self, count: int) -> AsyncIterator[int]:
-        """Yields 1 to ``count``, one for each batch to train on; a resumed run begins with the first that is left.
-        Rollout workers play from the first to the last, and checkpoints are made after those where one is due.
+        """Yield the numbers of the steps to train, 1 to ``count``; a resumed run begins after its last trained step.
 
-        When the last step is done, no more is generated, and the newest version is served. Can be used once.
+        Rollout workers generate from the first step to the last. Checkpoints are written after steps where one is due.
+        After the last step, generation has stopped and the newest version is served. Can be used once.
         """
         if self._rollouts is not None:
             raise RuntimeError("run.steps() can be used once: the buffer is closed after the last step")
         self._rollouts = AsyncExitStack()
-        await self._rollouts.enter_async_context(self._parts.recovery.rolling_out())
-        await self._parts.observer.begin()
+        await self._rollouts.enter_async_context(self._components.recovery.rolling_out())
+        await self._components.observer.begin()
         for step in range(self.version + 1, count + 1):
             yield step
-            if (checkpoints := self._parts.checkpoints) is not None:
+            if (checkpoints := self._components.checkpoints) is not None:
                 position = self._last_position if step == count else self._position
                 await checkpoints.after_step(self.version, position, last=step == count)
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
-        """Wait for the next batch and train on it, which makes the next version; metrics by trainer rank.
+        """Wait for the next batch and train on it, which produces the next version; returns metrics by trainer rank.
 
         Raises:
             DeadlineExceeded: batch and update took longer than ``update_deadline_s``; says what is missing.
         """
         actors = self.actors
         if self._rollouts is None:
-            raise RuntimeError("no batch can come: call run.update() inside `async for step in run.steps(...)`")
+            raise RuntimeError("no rollouts are running: call run.update() inside `async for step in run.steps(...)`")
         return await self._updated(update(actors.trainer, actors.buffer, self.version, self._patience))
 
     async def _updated(self, work: Awaitable[list[dict[str, float]]]) -> list[dict[str, float]]:
-        """Await what makes the next version; metrics by trainer rank."""
+        """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        figures = await self.publisher.or_failed(asyncio.shield(self._updating))
-        self._note_update(figures)
-        return figures
+        metrics = await self.publisher.or_failed(asyncio.shield(self._updating))
+        self._note_update(metrics)
+        return metrics
 
-    def _note_update(self, figures: list[dict[str, float]]) -> None:
+    def _note_update(self, metrics: list[dict[str, float]]) -> None:
         self.version += 1
-        self._unlogged, self._updating = figures, None
+        self._unlogged, self._updating = metrics, None
 
     async def publish(self) -> None:
-        """Send the newest version on its way. Returns after the local copy: decoding and training go on meanwhile.
-        Frozen models that take over the policy's weights do so before it returns, when that is due."""
+        """Start to publish the newest version. Returns after the local copy: decoding and training continue meanwhile.
+        Frozen models with ``snapshot_every`` load the policy's weights before this returns, if they are due."""
         await self.publisher.publish(self.version)
         await take_snapshots(self.actors, self.version, self.folder)
 
-    async def log(self, figures: list[dict[str, float]]) -> dict[str, float]:
-        """Gather what the other actors did since the last step, then write and show it with ``figures``.
+    async def log(self, update_metrics: list[dict[str, float]]) -> dict[str, float]:
+        """Gather the other actors' metrics of the step; write and print them together with those of the update.
 
         Args:
-            figures: of :meth:`update`.
+            update_metrics: the result of :meth:`update`.
 
         Returns:
-            The metrics of the step, by the names of docs/metrics.md.
+            The metrics of the step, named as in docs/metrics.md.
         """
-        parts = self._parts
-        rows = await parts.rollouts.gather() if parts.rollouts is not None else []
-        values = await parts.frozen.metrics() | await parts.observer.step(figures) | parts.recovery.metrics()
-        # No await from here on: a signal in between would have the step logged twice, or its rates lost.
-        if parts.watch is not None:
-            values |= parts.watch.loop_lag()
-        if parts.checkpoints is not None:
-            values |= parts.checkpoints.metrics()
-        if parts.metrics is not None:
-            values["checkpoint/lost_lines"] = parts.lost_lines
-            parts.metrics.log(self.version, values)
-        if parts.rollouts is not None:
-            parts.rollouts.append(rows)
+        components = self._components
+        rows = await components.rollouts.gather() if components.rollouts is not None else []
+        values = await components.frozen.metrics() | await components.observer.step(update_metrics)
+        values |= components.recovery.metrics()
+        # No await from here on: after a signal in between, the step would be logged twice, or its rates lost.
+        if components.watch is not None:
+            values |= components.watch.loop_lag()
+        if components.checkpoints is not None:
+            values |= components.checkpoints.metrics()
+        if components.metrics is not None:
+            values["checkpoint/lost_lines"] = components.lost_lines
+            components.metrics.log(self.version, values)
+        if components.rollouts is not None:
+            components.rollouts.append(rows)
         self._unlogged = None
-        if parts.console is not None:
-            parts.console.show(self.version, values)
+        if components.console is not None:
+            components.console.show(self.version, values)
         return values
 
     async def step(self) -> dict[str, float]:
-        """:meth:`update`, :meth:`publish` and :meth:`log`; for callers that change nothing in between."""
-        figures = await self.update()
+        """Call :meth:`update`, :meth:`publish` and :meth:`log`; returns the metrics of the step."""
+        update_metrics = await self.update()
         await self.publish()
-        return await self.log(figures)
+        return await self.log(update_metrics)
 
-    # -- rows of prompt and answer ---------------------------------------------------------------------------------
+    # -- supervised training on rows of prompt and answer ----------------------------------------------------------
 
     async def supervised(
         self, rows: Sequence[Row], *, steps: int, rows_per_step: int = 64, lr_factor: float = 1.0
     ) -> None:
-        """Warm start: make the first versions, up to ``steps``, by supervised updates alone, and publish the last one.
+        """Warm start: train the first versions, up to ``steps``, by supervised updates only, and publish the last one.
 
-        The loss is the cross-entropy of the answers' tokens, their mean over a step. Each step is one optimiser step
-        and makes a version: ``run.steps(n)`` goes on from there to ``n``. A resumed run makes those that are left.
+        The loss is the cross-entropy of the answers' tokens, averaged over the tokens of a step. Each step is one
+        optimiser step and produces a version: ``run.steps(n)`` continues from there to ``n``. A resumed run trains the
+        remaining steps.
 
         Args:
-            rows: mappings with ``prompt``, text or messages, and ``answer``, text: a list, or what ``tasks/rows.py``
-                reads. They are rendered by the model's chat template.
-            rows_per_step: in another order each time through.
-            lr_factor: what ``trainer.lr`` and its schedule are multiplied by: such steps usually take a larger rate.
+            rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
+                ``tasks/rows.py``. They are rendered by the model's chat template.
+            rows_per_step: rows per step; each pass over the rows has another order.
+            lr_factor: multiplies ``trainer.lr`` and its schedule: supervised steps usually use a higher rate.
 
         Raises:
             ValueError: the rows cannot be trained; says which and why.
         """
         if self._rollouts is not None:
             raise RuntimeError(
-                "supervised steps come before run.steps(...), whose groups would age: await run.mix(rows, share=...) "
-                "trains on rows beside them"
+                "run.supervised(...) must come before run.steps(...), whose groups would become stale meanwhile: use "
+                "await run.mix(rows, share=...) to train on rows alongside them"
             )
         plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if self.version >= steps:
             return
-        actors, parts = self.actors, self._parts
+        actors, components = self.actors, self._components
         await use_rows(actors.trainer, plan)
-        await parts.observer.begin()
+        await components.observer.begin()
         while self.version < steps:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self.settings.update_limit_s)
             await self.log(await self._updated(work))
-            if parts.checkpoints is not None:
-                await parts.checkpoints.after_step(self.version, self._position, last=False)
+            if components.checkpoints is not None:
+                await components.checkpoints.after_step(self.version, self._position, last=False)
         await self.publish()
 
     async def mix(self, rows: Sequence[Row], *, share: float) -> None:
-        """From the next update on train on ``rows`` beside each batch: (1 - share) x the objective's loss + share x the
-        cross-entropy of the answers (arXiv:2508.11408).
+        """From the next update on, train on ``rows`` in addition to each batch. The loss is (1 - share) x the
+        objective's loss + share x the cross-entropy of the answers (arXiv:2508.11408).
 
-        A batch has as many rows as make them ``share`` of its sequences. They have no policy, so no lag.
+        The number of rows per batch is such that they are ``share`` of its sequences. They were not sampled from a
+        policy version, so they have no lag.
 
         Args:
-            rows: as for :meth:`supervised`.
-            share: above 0, below 1.
+            rows: prompts and answers, as for :meth:`supervised`.
+            share: the rows' share of the sequences and of the loss, above 0 and below 1.
 
         Raises:
-            ValueError: they cannot be trained; says why.
+            ValueError: the rows cannot be trained; says why.
         """
         await use_rows(self.actors.trainer, plan_mixed_rows(rows, self.settings, share))
 
-    # -- beside the loop -------------------------------------------------------------------------------------------
+    # -- evaluation, frozen models, saving -------------------------------------------------------------------------
 
     async def evaluate(self, held_out: str = "") -> Evaluation:
-        """Wait until the newest version is served, have it play held-out items as the settings say, and log the result.
+        """Wait until the newest version is served, evaluate it on held-out items, and log the result.
 
-        ``held_out`` names a set, all of it; empty is all sets that the settings name, or the first one, as many items
-        of it as they say. Returns the result of the first set. Raises ValueError if the task has no such set.
+        Args:
+            held_out: name of a set, to evaluate on all its items. Empty: the sets in ``evaluation.sets``, each in full;
+                or, if there are none, the first ``held_out`` items (setting) of the task's first set.
+
+        Returns:
+            The result of the first set.
+
+        Raises:
+            ValueError: the task has no such set.
         """
-        return await self._parts.evaluations.play(self.version, held_out)
+        return await self._components.evaluations.run(self.version, held_out)
 
     async def evaluate_after(self, step: int) -> None:
-        """Evaluate, if that is due after ``step``: now, or with ``evaluation.share`` beside the next steps.
+        """Evaluate if an evaluation is due after ``step``: now, or concurrently with the next steps if
+        ``evaluation.share`` is set.
 
-        An evaluation that is due while another one goes on is left out, and the console says so.
+        An evaluation that is due while another one is still running is skipped, with a message on the console.
         """
-        parts = self._parts
+        components = self._components
         if not self.settings.evaluates_after(step):
             return
         if not self.settings.evaluation.share:
             await self.evaluate()
-        elif not await parts.evaluations.begin_beside(self.version):
-            parts.note(f"no evaluation after step {step}: the one before still goes on (--evaluation.share)")
+        elif not await components.evaluations.begin_concurrent(self.version):
+            components.note(f"no evaluation after step {step}: the previous one is still running (--evaluation.share)")
 
     @property
     def best(self) -> Measurement | None:
-        """The best result of an evaluation so far, by ``evaluation.best_metric``."""
+        """The best evaluation result so far, by ``evaluation.best_metric``."""
         return self._best.best
 
     async def load_frozen(self, model: FrozenModel, folder: Path) -> None:
-        """From here on a frozen model has the weights of another folder of the same shapes, such as one that
-        :meth:`save` wrote: an earlier version of the policy, as an opponent or a teacher. Its engines verify them.
+        """Have a frozen model serve the weights of another folder with tensors of the same names and shapes, such as
+        one written by :meth:`save`: an earlier policy version, as an opponent or a teacher. Its engines verify them.
 
         Raises:
             ValueError: the run has no such frozen model, or the folder holds another model; nothing has changed.
         """
         pools = [pool for pool in self.actors.frozen if pool.model == model]
         if not pools:
-            asked = ", ".join(pool.model.name for pool in self.actors.frozen) or "none"
+            existing = ", ".join(pool.model.name for pool in self.actors.frozen) or "none"
             raise ValueError(
-                f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has {asked}. "
-                "Ask for it by run.frozen(...) before run.start(...), and give load_frozen what that returned"
+                f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has "
+                f"{existing}. Add it by run.frozen(...) before run.start(...), and pass load_frozen the returned handle"
             )
         await pools[0].load(folder)
 
@@ -541,30 +554,30 @@ class Run:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _position(self, limit_s: float | None = None) -> Position:
-        return self._parts.position(self._best, limit_s)
+        return self._components.position(self._best, limit_s)
 
     def _last_position(self) -> Position:
-        return self._position(self.settings.checkpoint.grace_s or None)  # no step waits any more
+        return self._position(self.settings.checkpoint.grace_s or None)  # a longer limit, because no step waits for it
 
     async def _checkpoints_settled(self) -> None:
         if self._begun is not None and self._begun.checkpoints is not None:
             await self._begun.checkpoints.settled()
 
     async def _save_before_the_end(self, error: BaseException) -> None:
-        """Make a checkpoint of where the run is, whatever ends it, if trainer and buffer still live. Raises nothing."""
+        """Write a last checkpoint, whatever ends the run, if trainer and buffer are alive. Never raises."""
         grace_s, lost = self.settings.checkpoint.grace_s, self._cluster is not None and self._cluster.interrupts.reason
         if self._begun is None or self._begun.checkpoints is None or not grace_s or lost or self._rollouts_ended:
             return
         try:
             await within(grace_s, self._save_progress(self._begun), "a last checkpoint", on="the disk")
-        except (Exception, asyncio.CancelledError) as failed:  # the end of the run has another reason, which is told
+        except (Exception, asyncio.CancelledError) as failed:  # only logged: the run ends with its own error
             logger.error("no last checkpoint: %s", last_line(failed))
 
-    async def _save_progress(self, parts: RunComponents) -> None:
-        assert parts.checkpoints is not None
-        await parts.checkpoints.alive()
-        held = await parts.checkpoints.hold()
-        # A supervised update needs no batch.
+    async def _save_progress(self, components: RunComponents) -> None:
+        assert components.checkpoints is not None
+        await components.checkpoints.alive()
+        held = await components.checkpoints.hold()
+        # Without rollouts the update is supervised, and needs no batch from the buffer.
         if self._updating is not None and (held > self.version or self._rollouts is None):
             await asyncio.wait([self._updating])  # waits: for an update that has its batch, which has a deadline
             if not self._updating.cancelled() and self._updating.exception() is None:
@@ -572,29 +585,30 @@ class Run:
         if self._unlogged is not None:
             await self.log(self._unlogged)
         if self.version:
-            await parts.checkpoints.now(self.version, self._last_position)
+            await components.checkpoints.now(self.version, self._last_position)
 
     async def counts(self) -> Counts:
-        """What the buffer has counted so far."""
+        """The buffer's counts so far."""
         return await within(CALL_DEADLINE_S, self.actors.buffer.counts.call_one(), "the buffer's counts", on="buffer")
 
     async def _end_rollouts(self) -> None:
-        """Wait until the newest version is served, close the buffer, and wait for the workers to end what they play."""
+        """Wait until the newest version is served, close the buffer, and wait for the workers to end."""
         if self._rollouts is None or self._rollouts_ended:
             return
-        await self._parts.evaluations.end()
+        await self._components.evaluations.end()
         await self.publisher.settled()
         await self._checkpoints_settled()
-        if self.version and (checkpoints := self._parts.checkpoints) is not None:  # also of a loop that was left early
+        # steps() has done this already, unless the recipe left its loop early.
+        if self.version and (checkpoints := self._components.checkpoints) is not None:
             await checkpoints.after_step(self.version, self._last_position, last=True)
         await self._checkpoints_settled()
         self._rollouts_ended = True
-        # waits: for the buffer, within a deadline, then for the workers, which end with it
+        # waits: for the buffer, within a deadline; then for the workers, which end with it
         await self._rollouts.aclose()
 
 
 def _retrieve(update: asyncio.Future[list[dict[str, float]]]) -> None:
-    """Take the exception of an update that nobody awaits any more."""
+    """Retrieve an update's exception, so that asyncio does not report it as never retrieved."""
     if not update.cancelled():
         update.exception()
 
@@ -602,11 +616,13 @@ def _retrieve(update: asyncio.Future[list[dict[str, float]]]) -> None:
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callable[[S], Task] | None = None) -> None:
     """Run a recipe: check its settings, bring up the hosts, and call ``train`` with a :class:`Run` on the controller.
 
-    Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Bad settings end
-    the program with one line that names the setting, before anything is spawned.
+    Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Invalid settings
+    end the program with a one-line error that names the setting, before anything is spawned.
 
     Args:
-        task: makes the task that ``train`` will start with, so that it is checked with the settings.
+        train: the recipe.
+        settings: the recipe's settings.
+        task: creates the task that ``train`` passes to :meth:`Run.start`, so that it is checked with the settings.
     """
     if captures(train, settings):
         return
@@ -614,34 +630,34 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     try:
         settings, _ = prepare(settings, devices(), None if task is None else task(settings))
-        resumed = going_on(settings)
+        resumed = resolve_resume(settings)
     except ValueError as error:
-        if not raised_in_package(error):  # but by the recipe's own code: its author needs the traceback
+        if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback
             raise
         sys.exit(f"error: {error}")
     if settings.trainer.deterministic:
         fix_nccl_order()
     with (
-        going_on_after_a_loss(settings.checkpoint.restarts),
+        restarting_after_loss(settings.checkpoint.restarts),
         launch_cluster(PRELOADS, settings.checkpoint.grace_s) as cluster,
     ):
-        if cluster is None:  # a torchrun rank other than 0: its part was to host
+        if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
         for warning in loss_warnings(settings.trainer.loss, settings.trainer.updates_per_batch):
             print(f"warning: {warning}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
-            with noted(folder, cluster.interrupts):
+            with recording_state(folder, cluster.interrupts):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 saved = asyncio.run(_train(train, settings, cluster, folder, resumed))
         except (EpisodesFail, FrozenRefused) as error:
-            # What matters to the author is in its message, not in where it was raised.
+            # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise
-            if cluster.interrupts.reason is None:  # else the signal was this process's own, because of a loss
+            if cluster.interrupts.reason is None:  # otherwise this process sent itself the signal, because of a loss
                 print(f"interrupted: exit code {128 + number}; {how_to_resume(folder)}")
             raise KeyboardInterrupt from None
         print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder}")
@@ -650,46 +666,46 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
 async def _train(
     train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path, resumed: Resumed | None
 ) -> Path | None:
-    """The folder to which the recipe saved the model, if it did. Calls it again where the run keeps what lives."""
-    kept: Survivors | None = None
+    """Call the recipe, and again after each warm restart; returns the folder of the saved model, if it was saved."""
+    survivors: Survivors | None = None
     while True:
         runs: list[Run] = []
-        called = _called(train, settings, Run.open(settings, cluster, folder, resumed, kept), runs)
+        called = _called(train, settings, Run.open(settings, cluster, folder, resumed, survivors), runs)
         try:
-            # In a task of its own: what ends it, such as the watch, is not to end the next one.
+            # In a task of its own, because a failing run cancels its task, which must not affect the next run.
             return await asyncio.create_task(called)  # waits: as long as the run
         except Exception as error:
             cluster.interrupts.take_over = None
             begun = runs[0]._begun if runs else None
-            if begun is None and kept is not None:
-                logger.error("the run does not go on with what it has kept: %s", last_line(error))
-                raise kept.cause from error
+            if begun is None and survivors is not None:
+                logger.error("warm restart failed: %s", last_line(error))
+                raise survivors.cause from error
             if begun is None:
                 raise
-            kept = await find_survivors(error, begun, settings, cluster, folder, resumed)
-            if kept is None:
+            survivors = await find_survivors(error, begun, settings, cluster, folder, resumed)
+            if survivors is None:
                 raise
-            resumed = kept.resumed
-            del begun  # with all that it ran
+            resumed = survivors.resumed
+            del begun  # so that the ended run is freed
 
 
 async def _called(
     train: Callable[[Run, S], Awaitable[None]], settings: S, opened: AbstractAsyncContextManager[Run], runs: list[Run]
 ) -> Path | None:
-    """Call a recipe with a run, which ``runs`` then has."""
+    """Call a recipe with a run, which is appended to ``runs``; returns the folder of the saved model."""
     async with opened as run:
         runs.append(run)
         await train(run, settings)
     return run.saved
 
 
-# -- supervised rows: prompts and answers on their way to the trainer ranks, and updates on them alone ----------------
+# -- supervised rows: sending prompts and answers to the trainer ranks, and updates on them ---------------------------
 
 
 def plan_rows(
     rows: Sequence[Row], s: RunSettings, rows_per_step: int, share: float = 1.0, lr_factor: float = 1.0
 ) -> SupervisedPlan:
-    """What trainer ranks train on. Raises ValueError for rows and numbers that cannot be."""
+    """The plan of supervised training on ``rows``. Raises ValueError for invalid rows or numbers."""
     check_rows(rows)
     if rows_per_step < 1 or not 0 < lr_factor < float("inf"):
         raise ValueError(f"rows_per_step {rows_per_step} and lr_factor {lr_factor:g} must be positive")
@@ -698,29 +714,32 @@ def plan_rows(
 
 
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:
-    """The same for rows that are ``share`` of the sequences, and of the loss, of each batch. Raises ValueError."""
+    """The plan for rows that make up ``share`` of the sequences, and of the loss, of each batch. Raises ValueError."""
     if not 0 < share < 1:
-        raise ValueError(f"share {share:g} of supervised rows must be above 0 and below 1: leave run.mix out for 0")
+        raise ValueError(f"share {share:g} of supervised rows must be above 0 and below 1: for 0, do not call run.mix")
     rows_per_step = max(1, round(share / (1 - share) * s.groups_per_step * s.rollout.group_size))
     if rows_per_step < s.trainer.minibatches:
         raise ValueError(
-            f"share {share:g} of supervised rows makes {rows_per_step} rows a batch, fewer than trainer.minibatches "
+            f"share {share:g} of supervised rows is {rows_per_step} rows per batch, fewer than trainer.minibatches "
             f"{s.trainer.minibatches}: give a larger share, or fewer mini-batches"
         )
     return plan_rows(rows, s, rows_per_step, share)
 
 
 async def use_rows(trainer: Trainer, plan: SupervisedPlan) -> None:
-    """Have all trainer ranks read the rows. Raises ValueError if they do not find the same ones."""
+    """Have all trainer ranks read the rows. Raises ValueError if their numbers of rows differ."""
     call = trainer.use_rows.call(plan)
     answers = await within(SET_UP_DEADLINE_S, call, "trainer ranks to read the supervised rows", on="trainer ranks")
     found = sorted(set(answers.values()))
     if len(found) > 1:
-        raise ValueError(f"trainer ranks find {found[0]} and {found[-1]} supervised rows: each machine needs the same")
+        raise ValueError(
+            f"trainer ranks read different numbers of supervised rows, {found[0]} and {found[-1]}: each machine needs "
+            "the same rows"
+        )
 
 
 async def supervised_update(trainer: Trainer, buffer: Buffer, version: int, limit_s: float) -> list[dict[str, float]]:
-    """Make one optimiser step on rows alone on every trainer rank; metrics by rank."""
+    """Make one optimiser step on rows only on every trainer rank; metrics by rank."""
     call, what = trainer.supervised.call(version), f"trainer ranks to make supervised step {version + 1}"
     answers = await within(limit_s, call, what, on="trainer ranks", flag="update-deadline-s")
     await within(CALL_DEADLINE_S, buffer.begin_at.call_one(version + 1), "the buffer to note the step", on="buffer")

@@ -1,4 +1,4 @@
-"""The folder of a run over its launches: made or taken again, with what became of the run in ``run.json``."""
+"""The folder of a run, and the run's state in its ``run.json``: running, finished, failed or interrupted."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
 NO_JOB = "none"
-"""What torchrun calls each job on several machines that is given no id."""
-ENDS_FOR_GOOD = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of a task, an objective or a setting, which another attempt would meet again. What else ends a run is taken
-for the loss of a process: the others fail in many ways when one is lost."""
+"""torchrun's id for jobs on several machines that were given none."""
+PERMANENT_ERRORS = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""Errors of a task, an objective or a setting, which another attempt would meet again. Any other error is attributed
+to a lost process: when one is lost, the others fail in many ways."""
 
 
 def recipe_name() -> str:
-    """How the names of this recipe's runs begin."""
+    """Prefix of the names of this recipe's run folders."""
     return Path(sys.argv[0]).stem or "run"
 
 
 def new_folder(output: Path) -> Path:
-    """Make the folder of a new run. Raises OSError."""
+    """Create the folder of a new run. Raises OSError."""
     folder = output / f"{recipe_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
     return folder.resolve()
 
 
 @contextmanager
-def noted(folder: Path, interrupts: Interrupts) -> Iterator[None]:
-    """Say in the folder that the run is under way while the block runs, and then what became of it."""
+def recording_state(folder: Path, interrupts: Interrupts) -> Iterator[None]:
+    """Record in the run's folder that the run is running during the block, and how it ended after the block."""
     global _run_of_this_process
     _run_of_this_process = folder
     note_state(folder, "running", goes_on=True)
@@ -59,43 +59,49 @@ def noted(folder: Path, interrupts: Interrupts) -> Iterator[None]:
         reason = interrupts.reason or error
         interrupted = interrupts.received is not None and interrupts.reason is None
         goes_on = not interrupted and may_resume(reason)
-        cause = signal_name(interrupts.received or 0) if interrupted else _said(reason)
+        cause = signal_name(interrupts.received or 0) if interrupted else _describe(reason)
         note_state(folder, "interrupted" if interrupted else "failed", cause, goes_on)
         raise
     else:
         note_state(folder, "finished")
     finally:
-        folder_lock.release(folder)  # what this process starts again is another one
+        folder_lock.release(folder)  # a program that this process restarts has to take the lock
 
 
 @contextmanager
-def going_on_after_a_loss(restarts: int) -> Iterator[None]:
-    """If a run in the block fails, may go on and has a checkpoint, start this program again, which goes on with it, and
-    end with its exit code. Not where others do that, or under torchrun.
+def restarting_after_loss(restarts: int) -> Iterator[None]:
+    """If a run in the block fails, may resume and has a checkpoint, restart this program so that it resumes the run,
+    and exit with its exit code. Does nothing under a supervisor or torchrun, which restart the program themselves.
 
     Args:
-        restarts: without a newer checkpoint; 0 is never.
+        restarts: restarts without a newer checkpoint in between; 0 is never.
     """
     try:
         yield
     except Exception as error:
         run = _run_of_this_process
-        started_again = supervisor.NOTES in os.environ or launched_by_torchrun()
-        if not restarts or run is None or started_again or not may_resume(error) or not complete(run / "checkpoints"):
+        restarted_by_others = supervisor.NOTES in os.environ or launched_by_torchrun()
+        if (
+            not restarts
+            or run is None
+            or restarted_by_others
+            or not may_resume(error)
+            or not complete(run / "checkpoints")
+        ):
             raise
         traceback.print_exc()
         program = [sys.executable, *sys.orig_argv[1:]]
-        sys.exit(supervisor.Supervisor(program, restarts).run(run, _said(error)))
+        sys.exit(supervisor.Supervisor(program, restarts).run(run, _describe(error)))
 
 
 _run_of_this_process: Path | None = None
 
 
 def may_resume(error: BaseException) -> bool:
-    """Whether a run that this error ended may be resumed by itself."""
+    """Whether a run that ended with this error may be resumed automatically."""
     while isinstance(error, ActorError):
         error = error.exception
-    return isinstance(error, Exception) and not isinstance(error, ENDS_FOR_GOOD)
+    return isinstance(error, Exception) and not isinstance(error, PERMANENT_ERRORS)
 
 
 def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) -> None:
@@ -103,21 +109,21 @@ def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) ->
 
     Args:
         state: ``running``, ``finished``, ``failed`` or ``interrupted``.
-        cause: of the last two.
-        goes_on: it may be resumed by itself.
+        cause: reason for ``failed`` or ``interrupted``.
+        goes_on: whether the run may be resumed automatically.
     """
     supervisor.note(run, cause=cause, goes_on=goes_on)
     try:
         values = {"state": state, "cause": cause, "goes_on": goes_on, "pid": os.getpid(), "launcher": launcher()}
         text = json.dumps(values | {"time": time.time()}) + "\n"
-        # With a deadline: the run's processes are held until it returns.
+        # With a deadline, because the run's processes wait for this call.
         on_disk_now(CALL_DEADLINE_S, f"{run / STATE}", write_whole, run / STATE, text)
     except OSError as error:
         logger.error("%s cannot be written (%s)", run / STATE, error)
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """What :func:`note_state` wrote; empty if nothing can be read."""
+    """The contents of ``run.json``; empty if it cannot be read."""
     try:
         values: dict[str, Any] = json.loads((run / STATE).read_text())
         return values
@@ -126,8 +132,8 @@ def read_state(run: Path) -> dict[str, Any]:
 
 
 def launcher() -> str | list[float]:
-    """Who started this process, and would start it again: the id of torchrun's job (``--rdzv-id``, which torchrun makes
-    up on one machine), or else the process that did: its pid and when it began."""
+    """Identifies what started this process, and would restart it: the id of torchrun's job (``--rdzv-id``, which
+    torchrun generates on one machine), or else the pid and start time of the parent process."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", NO_JOB)
     if launched_by_torchrun() and job not in ("", NO_JOB):
         return job
@@ -139,5 +145,5 @@ def launcher() -> str | list[float]:
     return [parent, began]
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {last_line(error)}"

@@ -1,4 +1,4 @@
-"""What a user sets about a run as a whole, and the checks that span rooms."""
+"""The settings of a whole run, and the checks that involve several packages."""
 
 from __future__ import annotations
 
@@ -47,35 +47,36 @@ from monarch_rl.weights.endpoint import TransferSettings
 
 @dataclass(frozen=True)
 class RunSettings(CheckedSettings, flags=""):
-    """The settings of every run. A recipe derives its own from it: other defaults, further fields."""
+    """The settings of every run. A recipe subclasses it to change defaults and add fields."""
 
     model: str = "Qwen/Qwen3-0.6B"
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
-    """Batches to train on, each of which makes a version: one optimiser step each, but for trainer.epochs and
-    trainer.minibatches."""
+    """Batches to train on. Each produces one policy version, in trainer.epochs x trainer.minibatches optimiser steps
+    (1 by default)."""
     colocate: bool = False
-    """Have trainer ranks and replicas share devices, so that one GPU is enough. Memory is divided, and training and
-    decoding slow each other down (docs/memory.md)."""
+    """Let trainer ranks and generator replicas share devices, so that one GPU is enough. They divide its memory, and
+    training and generation slow each other down (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
-    """Prompts of one batch; each is played rollout.group-size times."""
+    """Prompts per batch. Each prompt is rolled out rollout.group-size times."""
     held_out: Annotated[int, Range(1, 1_000_000)] = 200
-    """Held-out items of an evaluation."""
+    """Held-out items per evaluation. Sets listed in evaluation.sets are evaluated in full."""
     evaluate_every: Annotated[int, Range(0, 10**9, "0 is only before and after training")] = 0
-    """Steps between two evaluations while training goes on; 0 evaluates before and after training only. Generators
-    play the held-out items beside the training rollouts; the next update waits for it, unless evaluation.share is set.
-    """
+    """Steps between evaluations during training; 0 evaluates only before and after training. Training rollouts continue
+    during an evaluation, but the next update waits for its end unless evaluation.share is set."""
     output: Path = Path("runs")
-    """Folder in which the run's own folder is made."""
+    """Folder in which each run creates its own folder."""
     resume: str | None = None
-    """Folder of a run to go on with, from its newest checkpoint, or `auto`: the newest in `output` that has not
-    finished, if there is one. Give the flags of before with it; what differs is listed, and refused where it cannot."""
+    """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
+    `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
+    the run cannot resume with them."""
     update_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
-    """Seconds that a step may take, its batch and its update, before the run fails. None is 600, or 300 and what the
-    tokens of a turn take at 20 a second, if that is more. After the first step it is 10 times the longest recent
-    one, if that is less, but at least as long as a generator may take to start + 60."""
+    """Seconds that a step may take, from waiting for its batch to the end of its update, before the run fails. None:
+    600, or 300 + rollout.max-new-tokens / 20 if that is more. After the first step the limit drops to 10 times the
+    longest recent step, but not below generator.start-deadline-s + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
-    """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
+    """Seconds after which a stuck process is reported and replaced; the run ends if it cannot be replaced. If nothing
+    advances but no process is stuck, the run ends after twice as long."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -88,18 +89,18 @@ class RunSettings(CheckedSettings, flags=""):
 
     @property
     def first_replica_device(self) -> int:
-        """The number of the first device that replicas take; trainer ranks take the first ones."""
+        """Number of the replicas' first device; trainer ranks start at device 0."""
         return 0 if self.colocate else self.trainer.ranks
 
     @property
     def first_frozen_device(self) -> int:
-        """The number of the first device that engines of frozen models take: none is shared."""
+        """Number of the first device of the frozen models' engines, which share none."""
         engine_ranks = self.generator.replicas * self.generator.tp
         return max(self.trainer.ranks, engine_ranks) if self.colocate else self.trainer.ranks + engine_ranks
 
     @property
     def transfers(self) -> TransferSettings:
-        """How versions travel: trainer ranks and replicas that share a device share its memory, too."""
+        """The transfer settings with the transport resolved: with ``colocate`` the default is ``shared_memory``."""
         if self.colocate and self.weights.transport is None:
             return replace(self.weights, transport="shared_memory")
         return self.weights
@@ -107,32 +108,31 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def update_limit_s(self) -> float:
         """Seconds that a step may take."""
-        drawn_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
-        return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + drawn_s)
+        generation_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
+        return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after ``step``. After the last step a recipe evaluates in any case."""
+        """Whether an evaluation is due after ``step``. False for the last step, after which recipes always evaluate."""
         return self.evaluate_every > 0 and step % self.evaluate_every == 0 and step < self.steps
 
 
 S = TypeVar("S", bound=RunSettings)
 UPDATE_S = 600.0
-"""Seconds that a step may take, however few tokens are drawn for it."""
+"""Seconds that a step may take, however few tokens it generates."""
 
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, Path]:
-    """The settings with the values that automatic ones take, and the model's folder, after :func:`check`. Settings that
-    have been prepared stay as they are."""
+    """Run :func:`check`; returns the settings with automatic values resolved, and the model's folder. Idempotent."""
     model = check(s, offered, task)
     return resolve(s, offered, model), model
 
 
 def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
-    """Refuse what cannot work before anything is spawned; returns the model's folder.
+    """Refuse settings that cannot work, before anything is spawned; returns the model's folder.
 
     Args:
-        offered: what the launch has.
-        task: what is to be played, if it is known.
+        offered: the devices of the launch.
+        task: the task to train on, if it is known.
 
     Raises:
         ValueError: names the setting and says what to do.
@@ -142,20 +142,20 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     s.buffer.window_for(s.groups_per_step)
     _check_updates(s)
     _check_devices(s, offered)
-    model = _check_played(s, offered, task)
+    model = _check_rollouts(s, offered, task)
     _check_trained(s, model, offered)
     _check_output(s.output)
     return model
 
 
 def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -> tuple[GeneratorSettings, Path]:
-    """The settings of one engine by itself, with the values that automatic ones take, and the model's folder.
+    """The settings of a single engine without a run, with automatic values resolved, and the model's folder.
 
-    Refused is what cannot be played with it. What a run has beside it is not looked at: trainer ranks, other replicas.
+    Only checks that concern this engine's rollouts are made: not those of trainer ranks and other replicas.
 
     Args:
-        offered: what this machine has.
-        task: what is to be played, if it is known.
+        offered: the devices of this machine.
+        task: the task to roll out, if it is known.
 
     Raises:
         ValueError: names the setting and says what to do.
@@ -164,17 +164,17 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
     _check_numbers(s, task)
     check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
     offered.check(s.generator.tp, "one generator replica")
-    model = _check_played(s, offered, task)
+    model = _check_rollouts(s, offered, task)
     check_gpu_memory(read_config(model), sides := engine_sides(s), offered)
     return resolve(s, offered, model, sides).generator, model
 
 
 def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | None = None) -> S:
-    """The settings with the values that automatic ones take on these devices.
+    """The settings with automatic values resolved for these devices.
 
     Args:
-        model: its folder; None leaves alone what depends on it.
-        sides: for which memory is planned; None is those of the run.
+        model: the model's folder; None leaves values that depend on the model unresolved.
+        sides: the settings for which memory is planned; None uses those of the run.
     """
     sides = sides or memory_sides(s)
     on_gpu = offered.kind == "cuda"
@@ -197,18 +197,19 @@ def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | No
 
 
 def memory_sides(s: RunSettings) -> Sides:
-    """The settings that decide how much memory a run takes."""
+    """The settings that determine how much memory a run takes."""
     return Sides(s.trainer, s.generator, s.transfers, s.colocate)
 
 
 def engine_sides(s: RunSettings) -> Sides:
-    """The same of one engine by itself, to which no version is sent: with ``shared_memory`` it would keep none."""
+    """The same for a single engine without a run. It receives no versions, so it is planned with ``shared_memory``, for
+    which a replica reserves no memory."""
     episode = TrainerSettings(tokens_per_microbatch=s.trainer.tokens_per_microbatch)
     return Sides(episode, replace(s.generator, replicas=1), TransferSettings("shared_memory"), trained=False)
 
 
-def _check_played(s: RunSettings, offered: Devices, task: Task | None) -> Path:
-    """Refuse what cannot be served or played here; returns the model's folder."""
+def _check_rollouts(s: RunSettings, offered: Devices, task: Task | None) -> Path:
+    """Refuse a model that cannot be served, or a task that cannot be rolled out, here; returns the model's folder."""
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -229,14 +230,14 @@ def _check_played(s: RunSettings, offered: Devices, task: Task | None) -> Path:
 
 
 def _check_trained(s: RunSettings, model: Path, offered: Devices) -> None:
-    """Refuse a folder that cannot be trained with these settings, or that does not fit the GPUs."""
+    """Refuse a model that cannot be trained with these settings, or that does not fit the GPUs."""
     config = read_config(model)
     check_trained(config, s.trainer)
     check_gpu_memory(config, memory_sides(s), offered)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
-    """Refuse limits that leave no room for these prompts."""
+    """Refuse prompts that do not fit within these limits."""
     if not prompts:
         return
     characters = max(limits.values()) * tokenizer.longest_token
@@ -247,9 +248,9 @@ def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str,
 
 
 def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict[str, int]:
-    """Tokens that an episode may have, by the setting that limits them.
+    """Tokens that an episode may have, keyed by the flag that sets each limit.
 
-    With expert routes one less: a replica that goes on for a lost one may draw one token more to report them.
+    One less with expert routes: a replica that resumes a lost one's request may generate one more token to report them.
     """
     limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch}
     limits |= engine_limits(config, s.generator, on_gpu)
@@ -257,29 +258,29 @@ def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict
 
 
 def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
-    """What the ``constant`` aggregation divides by. ``limits``: see :func:`episode_limits`."""
+    """Divisor of the ``constant`` loss aggregation. ``limits`` are those of :func:`episode_limits`."""
     return s.trainer.loss.max_tokens or min(limits.values())
 
 
 def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
-        raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
+        raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds all sampling")
     if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
         raise ValueError(
-            f"held-out {s.held_out} is more than the {items} held-out items of task {task.name}: lower it, or hold out "
-            "more (task.held-out-size)"
+            f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
+            "(task.held-out-size)"
         )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
-        there = ", ".join(task.held_out) or "none"
-        raise ValueError(f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; there are {there}")
+        existing = ", ".join(task.held_out) or "none"
+        raise ValueError(f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; it has {existing}")
 
 
 def _check_updates(s: RunSettings) -> None:
     if s.trainer.minibatches > s.groups_per_step:
         raise ValueError(
-            f"trainer.minibatches {s.trainer.minibatches} is more than groups-per-step {s.groups_per_step}: a group is "
-            "not divided among mini-batches. Lower it, or take more groups"
+            f"trainer.minibatches {s.trainer.minibatches} exceeds groups-per-step {s.groups_per_step}, but a group is "
+            "never split among mini-batches: lower trainer.minibatches, or raise groups-per-step"
         )
 
 
@@ -291,35 +292,35 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
-        otherwise = "Or have trainer ranks and replicas share devices: --colocate."
+        otherwise = "Or let trainer ranks and replicas share devices: --colocate."
         offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
 
 
 def check_shared(way: str, offered: Devices) -> None:
-    """Refuse a transport by which versions cannot travel between processes that share a device. Raises ValueError.
+    """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError.
 
     Args:
-        way: ``TransferSettings.way``.
+        way: the transport, ``TransferSettings.way``.
     """
     if offered.kind == "cuda" and way in ("collective", "auto"):
         raise ValueError(
-            f"weights.transport {way} cannot be used with colocate: NCCL does not take two ranks on one GPU. Leave "
-            "it out, which is shared_memory then, or give rdma"
+            f"weights.transport {way} cannot be used with colocate: NCCL does not support two ranks on one GPU. Omit "
+            "it, which selects shared_memory, or give rdma"
         )
     if offered.num_hosts > 1 and way == "shared_memory":
         raise ValueError(
-            f"colocate on {offered.num_hosts} hosts: weights.transport shared_memory, its default, works on one. "
-            "Give weights.transport rdma"
+            f"colocate on {offered.num_hosts} hosts: its default weights.transport, shared_memory, works on one host "
+            "only. Give weights.transport rdma"
         )
 
 
 def _check_output(folder: Path) -> None:
-    """Refuse an output folder in which no run folder can be made."""
+    """Refuse an output folder in which no run folder can be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"output {folder} cannot be made ({reason}): choose another folder") from error
+        raise ValueError(f"output {folder} cannot be created ({reason}): choose another folder") from error
     if not os.access(folder, os.W_OK):
         raise ValueError(f"output {folder} is not writable: choose another folder")

@@ -1,10 +1,11 @@
-"""The actors of a run: the meshes of its four kinds, how each is started, and what a run asks of them.
+"""The actors of a run: the meshes of its four kinds, how each is started, and the calls that a run makes to them.
 
     buffer <-- groups -- rollout workers -- prompts --> generators
       |                                                     ^
       +-- batch --> trainer ranks -- new weights -----------+
 
-Rollout data does not pass through here: workers put groups into the buffer, trainer ranks take batches from it.
+Rollout data does not pass through the controller: workers submit groups to the buffer, and trainer ranks take batches
+from it.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ PRELOADS = (
         asks_for_accelerators=True,
     ),
 )
-"""What the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it changes
-transformers."""
+"""Modules that the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it
+changes transformers."""
 REPEAT_S = 30.0
-"""Seconds after which workers are told again about replicas of which nothing has changed."""
+"""Seconds after which workers are notified of the replicas' state again, even if it has not changed."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to set up workers or the buffer."""
 UPDATE_GRACE_S = 15.0
-"""Seconds after a rank's own deadline for its batch, in which its error can arrive."""
+"""Seconds for a rank's error to arrive after the rank's own deadline for its batch."""
 
 
 async def start_buffer(
@@ -97,9 +98,9 @@ async def start_buffer(
     """Spawn the buffer actor on the first host.
 
     Args:
-        version: optimiser steps done, and served, at the start.
-        bound: what each group may hold.
-        resumed: what it goes on from instead of a version.
+        version: version that is trained and served at the start.
+        bound: limits of each group.
+        resumed: saved state to restore instead of starting at ``version``.
     """
     await cluster.fork_server.imported("torch")
     buffer: Buffer = cluster.spawn("buffer", 1, preload="torch").spawn(
@@ -109,7 +110,7 @@ async def start_buffer(
 
 
 async def set_up_buffer(cluster: Cluster, buffer: Buffer) -> None:
-    """Wait until the buffer is there."""
+    """Wait until the buffer has started."""
     await within(SET_UP_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer")
     await cluster.locate(cluster.named("buffer"))
 
@@ -130,7 +131,7 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, fir
 
 
 async def restore_trainer(trainer: Trainer, folder: Path, version: int, optimizer_steps: int, nbytes: int) -> None:
-    """Have all trainer ranks go on from a checkpoint of so many bytes."""
+    """Have all trainer ranks restore a checkpoint of ``nbytes``, which lengthen the deadline."""
     what = f"trainer ranks to read {folder}"
     restoring = trainer.restore.call(str(folder), version, optimizer_steps)
     await within(disk_limit_s(nbytes), restoring, what, on="the disk")
@@ -143,21 +144,22 @@ async def start_generators(
     first_device: int,
     lora: LoraSettings = FULL_TRAINING,
     expert_routes: bool = False,
-    kept: ActorPool[Generator] | None = None,
+    survivors: ActorPool[Generator] | None = None,
     shared: bool = False,
 ) -> ActorPool[Generator]:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
     Args:
-        first_device: of replica 0; those of the others follow.
-        lora: the trainer's; with adapters, a version is the adapter, or the weights that it is merged into.
-        expert_routes: requests may ask which experts read each token.
-        kept: replicas of the same settings; those that answer stay, and one is enough to go on with.
-        shared: trainer ranks have the same devices.
+        first_device: first device of replica 0; the other replicas' devices follow.
+        lora: the trainer's settings; with adapters, a version is the adapter, or the weights that it is merged into.
+        expert_routes: whether requests may ask for the experts of each token.
+        survivors: replicas with the same settings that survive a warm restart; those that answer are reused, and one
+            running replica is enough to continue.
+        shared: whether trainer ranks share the devices.
 
-    Raises RuntimeError if the one host of a run without GPUs has too little memory free for all of them.
+    Raises RuntimeError if the only host of a run without GPUs has too little free memory for all replicas.
     """
-    if kept is None and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
+    if survivors is None and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
         check_memory(read_config(model), settings, lora, free_memory(), engines=settings.replicas)
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
@@ -181,8 +183,8 @@ async def start_generators(
         await answers(f"generator {index}", generator)
 
     await cluster.fork_server.imported(ENGINE_PRELOAD)
-    generators = kept or ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
-    await generators.start_all(settings.replicas, join=join if kept else None)
+    generators = survivors or ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
+    await generators.start_all(settings.replicas, join=join if survivors else None)
     return generators
 
 
@@ -197,16 +199,17 @@ async def start_rollout(
     expert_routes: bool = False,
     stages: ByValue[Sequence[Stage]] | None = None,
     frozen: Sequence[FrozenPool] = (),
-    kept: ActorPool[RolloutWorker] | None = None,
+    survivors: ActorPool[RolloutWorker] | None = None,
 ) -> ActorPool[RolloutWorker]:
-    """Spawn the rollout workers on the first host: a process mesh each, and a dispatcher of its own over all replicas.
+    """Spawn the rollout workers on the first host, each with its own process mesh and a dispatcher over all replicas.
 
     Args:
-        episode_limit: tokens that an episode may have; one that would be longer ends there.
-        expert_routes: episodes keep which experts of the generators read each token.
-        stages: what workers do with a group that was played, before they put it.
-        frozen: the engines of the models that episodes may ask.
-        kept: workers of the same settings, task and stages; those that can stay, and from now on play for ``buffer``.
+        episode_limit: tokens that an episode may have; a longer one is cut there.
+        expert_routes: whether episodes record the generators' experts for each token.
+        stages: applied to each rolled-out group before it is submitted.
+        frozen: the engines of the frozen models that episodes may call.
+        survivors: workers with the same settings, task and stages that survive a warm restart; those that can be set up
+            again are reused, for ``buffer``.
     """
 
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
@@ -223,71 +226,73 @@ async def start_rollout(
         await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
     await cluster.fork_server.imported(SCORING_PRELOAD)
-    workers = kept or ActorPool("rollout worker", "rollout")
+    workers = survivors or ActorPool("rollout worker", "rollout")
     workers.factory = ActorFactory(cluster, spawn, set_up)
-    await workers.start_all(settings.workers, join=set_up if kept else None)
+    await workers.start_all(settings.workers, join=set_up if survivors else None)
     return workers
 
 
 def replica_updates(workers: ActorPool[RolloutWorker], frozen: Sequence[FrozenPool] = ()) -> UpdateDispatch:
-    """A function that tells all rollout workers which replicas take no new requests, and which are lost.
+    """A function that notifies all rollout workers which replicas take no new requests, and which are lost.
 
-    It is called for every version. Workers that have been told the same are called again only after ``REPEAT_S``: one
-    may have taken a replica for lost because of an error of its own, and would never ask it again. Then they also hear
-    again which engines of ``frozen`` models are lost, of which they are told when something changes.
+    It is called for every version, but calls only workers whose last notification differs.
     """
-    told: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
-    all_told_at = -math.inf
+    notified: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
+    all_notified_at = -math.inf
 
-    async def tell(paused: list[int], lost: list[int]) -> None:
-        nonlocal all_told_at
-        if now() > all_told_at + REPEAT_S:
-            told.clear()
-            all_told_at = now()
+    async def notify(paused: list[int], lost: list[int]) -> None:
+        nonlocal all_notified_at
+        # All workers are notified every REPEAT_S: one may have marked a replica as lost because of an error of its own,
+        # and would never use it again. The same holds for frozen engines, of which they are otherwise notified on
+        # changes only.
+        if now() > all_notified_at + REPEAT_S:
+            notified.clear()
+            all_notified_at = now()
             for pool in frozen:
                 await pool.note_lost_engine(workers)
-        news = {i: worker for i, worker in workers.handles.items() if told.get(i) != (worker, paused, lost)}
-        what = "to take note of the replicas"
+        pending = {i: worker for i, worker in workers.handles.items() if notified.get(i) != (worker, paused, lost)}
+        what = "to update its replicas"
         answers = await workers.ask(
-            CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost), news
+            CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost), pending
         )
-        told.update({i: (news[i], list(paused), list(lost)) for i in answers})
+        notified.update({i: (pending[i], list(paused), list(lost)) for i in answers})
 
-    return tell
+    return notify
 
 
 def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
-    """The dtype that generators serve and versions are sent in."""
+    """The dtype in which generators serve, and in which versions are sent."""
     return resolve_dtype(settings.dtype, cluster.devices.kind == "cuda")
 
 
 def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
-    """The schedule that follows from the settings, in sentences for the start of a run."""
+    """A summary of the schedule that follows from the settings, to print at the start of a run."""
     slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
     order = "any number of groups may" if window is None else f"at most {window} groups may"
-    batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
+    batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes per step; "
     if slots is None:
         return (
-            f"{batch}stream: nothing bounds the lag. Tokens may be trained however old they are, above all where "
-            f"generators are faster than the trainer; {order} overtake another."
+            f"{batch}stream: the lag is unbounded. Tokens of any age may be trained, in particular if generators are "
+            f"faster than the trainer; {order} overtake a slower one."
         )
     late = {
-        "wait": "the trainer waits for it then",
-        "drop": "a group above the bound is dropped",
-        "mask": "tokens above the bound are not trained",
+        "wait": "then the trainer waits for it",
+        "drop": "a group above the lag bound is dropped",
+        "mask": "tokens above the lag bound are not trained",
     }[buffer.late]
     again = f", each in up to {buffer.replay} batches" if buffer.replay > 1 else ""
-    return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups{again}; {order} overtake another: {late}."
+    bound = f"lag <= {buffer.max_policy_lag}; buffer of {slots} groups{again}"
+    return f"{batch}{bound}; {order} overtake a slower one: {late}."
 
 
 async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patience) -> list[dict[str, float]]:
-    """Make one optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank.
+    """Wait for the next batch and train on it, from ``version``, on every trainer rank; metrics by rank.
 
     Args:
-        patience: how long batch and update may take together, judged by the steps before.
+        patience: deadline for batch and update together, derived from earlier steps.
     """
     with patience.step() as limit_s:
-        # The rank's own deadline comes first: the buffer can say what its batch lacks.
+        # The rank's own deadline comes first, because its error has the buffer's report on what the batch lacks.
         call = trainer.update.call(version, limit_s)
         what = f"trainer ranks to make step {version + 1}"
         answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks", flag="update-deadline-s")
@@ -297,9 +302,9 @@ async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patie
 
 
 async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
-    """Write the model as a Hugging Face folder, by all trainer ranks together; ``nbytes`` lengthen the deadline."""
+    """Have the trainer ranks write the model as a Hugging Face folder; its ``nbytes`` lengthen the deadline."""
     what = f"trainer ranks to save to {folder}"
-    # The disk is not a process of the run: waiting for a slow one is no stall.
+    # on="the disk": the disk is no process of the run, so waiting for a slow one is not a stall.
     limit_s = disk_limit_s(nbytes) + CALL_DEADLINE_S
     await within(limit_s, trainer.save.call(str(folder)), what, on="the disk")
 
@@ -308,26 +313,26 @@ async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
 
 logger = logging.getLogger("monarch_rl")
 
-Handed = tuple[ByValue[Task], ByValue[Sequence[Stage]]]
-"""What workers play, and the stages of its groups."""
+WorkerInputs = tuple[ByValue[Task], ByValue[Sequence[Stage]]]
+"""The task that workers roll out, and the stages that they apply to its groups."""
 
 
 @dataclass(frozen=True)
 class Actors:
-    """Handles of all actors of a run. Generators and rollout workers can be replaced one by one."""
+    """Handles of all actors of a run. Generators, frozen engines and rollout workers can be replaced one by one."""
 
     buffer: Buffer
     trainer: Trainer
     generators: ActorPool[Generator]
     workers: ActorPool[RolloutWorker]
     model_bytes: int = 0
-    """Of the weights that are trained, in their folder; 0 where there are none."""
+    """Size of the model's weight files; 0 if there are none."""
     checkpoint_bytes: int = 0
-    """Of the trainer's part of a checkpoint."""
+    """Size of the trainer's part of a checkpoint."""
     frozen: tuple[FrozenPool, ...] = ()
     """The engines of each frozen model."""
-    handed: Handed | None = None
-    """What the workers were started with; None where nothing can be started again."""
+    worker_inputs: WorkerInputs | None = None
+    """Task and stages that the workers were started with; None if workers cannot be restarted."""
 
 
 async def start_actors(
@@ -340,19 +345,20 @@ async def start_actors(
     frozen: Sequence[FrozenPlan] = (),
     resumed: Resumed | None = None,
     folder: Path | None = None,
-    kept: Actors | None = None,
+    survivors: Actors | None = None,
 ) -> Actors:
-    """Spawn and set up every actor. Trainer ranks take the first devices, replicas the next ones, or the same.
+    """Spawn and set up all actors. Trainer ranks use the first devices; replicas use the next ones, or the same.
 
     Args:
-        task: what is played.
-        model: the Hugging Face folder.
-        functions: what it is trained with.
-        stages: what workers do with a group that was played, before they put it.
-        frozen: models that never change; their engines take the devices after those of the replicas.
-        resumed: what buffer and trainer go on from; None starts with the model and nothing played.
-        folder: of the run, seen by all hosts.
-        kept: of this run, whose trainer and buffer have been killed; the other actors stay, if they can.
+        task: the task to roll out.
+        model: the model's Hugging Face folder.
+        functions: advantage and objective.
+        stages: applied by workers to each rolled-out group before it is submitted.
+        frozen: frozen models; their engines use the devices after those of the replicas.
+        resumed: state from which buffer and trainer resume; None starts from the model.
+        folder: the run's folder, visible on all hosts.
+        survivors: actors of a warm restart, whose trainer and buffer have been killed; the others are reused if they
+            can be.
     """
     limits = episode_limits(s, read_config(model), cluster.devices.kind == "cuda")
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
@@ -362,7 +368,7 @@ async def start_actors(
         *(journal, s.journal.mib << 20, resumed.generation if resumed else 0),
     )
     routes = s.trainer.keeps_expert_routes
-    beside = s.generator.replicas * sum(cpu_memory(read_config(model), s.generator, s.trainer.lora).values())
+    engine_bytes = s.generator.replicas * sum(cpu_memory(read_config(model), s.generator, s.trainer.lora).values())
     bound = s.rollout.bound(min(limits.values()))
     buffer = await start_buffer(
         cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
@@ -371,9 +377,13 @@ async def start_actors(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(
             *(cluster, model, s.generator, s.first_replica_device, s.trainer.lora, routes),
-            *(kept.generators if kept else None, s.colocate),
+            *(survivors.generators if survivors else None, s.colocate),
         ),
-        start_all_frozen(cluster, frozen, s.first_frozen_device, 0 if kept else beside, kept.frozen if kept else ()),
+        start_all_frozen(
+            *(cluster, frozen, s.first_frozen_device),
+            generator_bytes=0 if survivors else engine_bytes,  # surviving generators have their memory already
+            survivors=survivors.frozen if survivors else (),
+        ),
         set_up_buffer(cluster, buffer),
     )
     if resumed is not None:
@@ -382,7 +392,7 @@ async def start_actors(
     await connect([(pool.model, pool.dispatcher()) for pool in pools])
     workers = await start_rollout(
         *(cluster, s.rollout, task, model, buffer, generators, min(limits.values()), routes, stages, pools),
-        kept=await _workers_to_keep(kept, (task, stages)) if kept else None,
+        survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
     )
     return Actors(buffer, trainer, generators, workers, *_sizes(model, s), tuple(pools), (task, stages))
 
@@ -392,15 +402,15 @@ def _sizes(model: Path, s: RunSettings) -> tuple[int, int]:
 
 
 def whole_checkpoint_bytes(model: Path, settings: TrainerSettings) -> int:
-    """Of what all trainer ranks write."""
+    """Size of the checkpoint files of all trainer ranks."""
     trained = trained_model(read_config(model), settings.lora)
     return settings.ranks * checkpoint_bytes(trained, settings)
 
 
-async def _workers_to_keep(kept: Actors, handed: Handed) -> ActorPool[RolloutWorker] | None:
-    """Those that are there, if they play what the recipe hands over now; else they are ended."""
-    if kept.handed == handed:
-        return kept.workers
-    logger.warning("the recipe hands over another task, or other stages, than before: rollout workers start anew")
-    await kept.workers.stop_all()
+async def _reusable_workers(survivors: Actors, inputs: WorkerInputs) -> ActorPool[RolloutWorker] | None:
+    """The surviving workers, if the recipe passes the same task and stages again; otherwise they are stopped."""
+    if survivors.worker_inputs == inputs:
+        return survivors.workers
+    logger.warning("the recipe passed another task or other stages than before: rollout workers are restarted")
+    await survivors.workers.stop_all()
     return None

@@ -1,13 +1,13 @@
-"""A run that has lost trainer ranks or the buffer, and neither its controller nor a host, keeps what still lives.
+"""Warm restart: a run that loses trainer ranks or the buffer, but no host, resumes with its surviving processes.
 
-    the recipe's function     raises, as where the run ends; files are closed
+    the recipe's function     raises, as at the end of a run; files are closed
     trainer and buffer        all their processes are killed; new ones start from the newest checkpoint
-    engines                   stay: what they draw fails, and they are sent the restored version, and verify it
-    rollout workers           stay: they give up what they play, and play for the new buffer
-    the recipe's function     is called again, with a run that is resumed
+    engines                   survive: their running requests fail; they receive and verify the restored version
+    rollout workers           survive: they abandon their episodes, and work for the new buffer
+    the recipe's function     is called again, with the resumed run
 
-So a run goes on once from each checkpoint. If it is lost again before there is a newer one, or cannot be restored so,
-it ends, and whoever started it (``runtime/supervisor.py``, torchrun) starts all of it again.
+A run makes at most one warm restart from each checkpoint. If it fails again before there is a newer one, or the warm
+restart fails, the run ends, and whatever started it (``runtime/supervisor.py``, torchrun) restarts it completely.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from monarch_rl.runtime.deadlines import disk_limit_s, now, on_disk
 logger = logging.getLogger("monarch_rl")
 
 LOST = "trainer with its buffer"
-"""What messages and ``losses.jsonl`` call both: neither goes on without the other."""
+"""Name of both in messages and ``losses.jsonl``: they are always restarted together."""
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """What a run goes on with."""
+    """The surviving processes of a run, and the state that it resumes from."""
 
     actors: Actors
-    """Of which trainer and buffer have been killed."""
+    """The run's actors; trainer and buffer have been killed."""
     resumed: Resumed
     cause: Exception
-    """What ended the run first."""
+    """The error that ended the run."""
     lost_at: float
-    """Seconds of the event loop's clock."""
+    """Time of the loss, in seconds of the event loop's clock."""
     losses: LostProcesses
 
     def note_returned(self) -> None:
-        """The run has what it lost."""
+        """Record that trainer and buffer have been replaced."""
         self.losses.note_returned(LOST, now() - self.lost_at)
         self.losses.close()
         _forget_frames(self.cause)
@@ -56,73 +56,74 @@ class Survivors:
 
 async def find_survivors(
     error: Exception,
-    parts: RunComponents,
+    components: RunComponents,
     settings: RunSettings,
     cluster: Cluster,
     folder: Path,
-    before: Resumed | None,
+    previous: Resumed | None,
 ) -> Survivors | None:
-    """What a run that ``error`` has ended goes on with; None if it has to end.
+    """Prepare the warm restart of a run that ended with ``error``; None if it has to end.
 
     Args:
-        parts: of the run.
-        before: what it went on from already.
+        components: the run's components.
+        previous: the state from which this run had resumed; None if it had not.
     """
-    interrupts, checkpoints = cluster.interrupts, parts.checkpoints
+    interrupts, checkpoints = cluster.interrupts, components.checkpoints
     may = settings.checkpoint.restarts > 0 and may_resume(error) and not (interrupts.received or interrupts.reason)
-    since = 0 if before is None else before.version
+    since = 0 if previous is None else previous.version
     if not may or checkpoints is None:
         return None
-    if not await _has_newer_resume(checkpoints, folder, since) or not await _lost(checkpoints):
+    if not await _has_newer_checkpoint(checkpoints, folder, since) or not await _lost(checkpoints):
         return None
     lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
     losses.note_lost(LOST, error)
-    losses.close()  # what goes on writes to the same file
+    losses.close()  # the resumed run writes to the same file
     try:
         for name in ("trainer", "buffer"):
             await cluster.kill(cluster.named(name))
         await checkpoints.settled()
-        what = f"a whole checkpoint of {folder}"
+        what = f"a complete checkpoint of {folder}"
         resumed = await on_disk(checkpoints.limit_s, what, _open_newer, folder, settings, since)
-        print(f"going on with {folder} from {resumed.checkpoint.name}, engines and workers kept: {last_line(error)}")
-        await on_disk(disk_limit_s(0), f"{folder} to be cut back", take_folder, settings, resumed)
-    except Exception as refused:  # what ended the run first is told
-        logger.error("the run does not go on with what it has kept: %s", last_line(refused))
+        print(f"resuming {folder} from {resumed.checkpoint.name}, engines and workers kept: {last_line(error)}")
+        await on_disk(disk_limit_s(0), f"{folder} to be reset to the checkpoint", take_folder, settings, resumed)
+    except Exception as failed:  # only logged: the run ends with its first error
+        logger.error("warm restart failed: %s", last_line(failed))
         return None
-    return Survivors(parts.actors, resumed, error, lost_at, losses)
+    return Survivors(components.actors, resumed, error, lost_at, losses)
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Have ``error``, and what led to it, no longer say where it was raised. The frames there have the run that it
-    ended, which has what that went on with, and so all runs before."""
-    left, seen = [error], set[int]()
-    while left:
-        known = left.pop()
-        if id(known) in seen:
+    """Clear the tracebacks of ``error`` and of its causes. Their frames reference the ended run, which references the
+    state it had resumed from, and so all earlier runs: none would be freed."""
+    remaining, seen = [error], set[int]()
+    while remaining:
+        current = remaining.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(known))
-        known.__traceback__ = None
-        left += [other for other in (known.__cause__, known.__context__) if other is not None]
-        left += known.exceptions if isinstance(known, BaseExceptionGroup) else ()
+        seen.add(id(current))
+        current.__traceback__ = None
+        remaining += [other for other in (current.__cause__, current.__context__) if other is not None]
+        remaining += current.exceptions if isinstance(current, BaseExceptionGroup) else ()
 
 
-async def _has_newer_resume(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
-    """Whether there is a checkpoint after step ``since``, or will be."""
+async def _has_newer_checkpoint(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
+    """Whether a checkpoint after step ``since`` exists or is being written."""
     if checkpoints.writing:
         return True
     try:
-        there = await on_disk(disk_limit_s(0), f"the checkpoints of {folder}", complete, folder / FOLDER)
+        found = await on_disk(disk_limit_s(0), f"the checkpoints of {folder}", complete, folder / FOLDER)
     except OSError as error:
-        logger.error("the run does not go on with what it has kept: %s", last_line(error))
+        logger.error("warm restart failed: %s", last_line(error))
         return False
-    return max(there, default=0) > since
+    return max(found, default=0) > since
 
 
 def _open_newer(folder: Path, settings: RunSettings, since: int) -> Resumed:
-    """As :func:`open_run`. Raises ValueError, too, if no checkpoint after step ``since`` is whole."""
+    """As :func:`open_run`, but raises ValueError if no checkpoint after step ``since`` is complete."""
     resumed = open_run(folder, settings)
     if resumed.version <= since:
-        raise ValueError(f"the newest checkpoint that is whole is {resumed.checkpoint.name}, where it went on already")
+        name = resumed.checkpoint.name
+        raise ValueError(f"the newest complete checkpoint is {name}, from which the run has already resumed once")
     return resumed
 
 

@@ -1,1 +1,1 @@
-"""Rollout workers: episodes of a task, the policy that these talk to, scoring, stages, submission to the buffer."""
+"""Rollout workers: run a task's episodes with the policy, score them, run stages and submit groups to the buffer."""

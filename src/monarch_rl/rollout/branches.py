@@ -1,10 +1,10 @@
-"""The conversations of one play: those of its seats, in each of its branches.
+"""The tree of conversations of one rollout: one conversation per seat, in each branch.
 
-A *branch* is one way in which a play went: a line for each seat. A *line* is a conversation and the turns that it
-consists of. A fork goes on from what there was until then; these turns are the same objects in both, which is how a
-shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (:class:`TurnSplits`). A
-branch that has nothing but what its forks took over is their common beginning. Every other one is a leaf, of which
-each line becomes a sequence (``sequences.py``).
+A *branch* is one course of the rollout and has a :class:`Line` per seat. A line is one conversation with its turns. A
+fork starts with the history of its origin: both hold the same Turn objects, which is how shared turns are recognised.
+After a fork within a turn, spans record which tokens are shared (:class:`TurnSplits`). A branch whose turns were all
+taken over by its forks is only their common prefix. Every other branch is a leaf, and each of its lines becomes a
+sequence (``sequences.py``).
 """
 
 from __future__ import annotations
@@ -28,71 +28,71 @@ class Line:
 
     conversation: Conversation
     reward_so_far: float
-    """The episode sets it by :meth:`set_reward`."""
+    """Reward if a full context ends the episode; set through :meth:`set_reward`."""
     number: int = 0
-    """Lines of the play that were begun before it."""
+    """Index of the line in the rollout, in order of creation."""
     turns: list[Turn] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    """Of each turn."""
+    """Finish reason per turn."""
     spans: dict[int, Spans] = field(default_factory=dict)
-    """By its place, of a turn that has its beginning from another one: where its tokens were drawn."""
+    """Spans of each turn that continues a part of another turn, by turn index."""
     begun: bool = False
-    """Whether the last turn is the beginning of one, which the next one goes on with."""
+    """Whether the last turn is only the beginning of a turn, which the next completion continues."""
     answers: list[str] = field(default_factory=list)
-    """The text of each turn."""
+    """Text per turn."""
     expert_routes: list[np.ndarray] = field(default_factory=list)
-    """What each turn added, where routes are kept."""
+    """Rows that each turn added, if expert routes are kept."""
     context: list[int] = field(default_factory=list)
-    """What the policy was given since its last turn."""
+    """Tokens given to the policy since its last turn."""
     full: bool = False
-    """Whether the context has ended a turn, or left no room for one."""
-    began_at: int | None = None
-    """The version that drew its first token."""
-    drawing: int = 0
-    """Tokens that the turn under way may draw; 0 without one."""
+    """Whether a token limit ended a turn, or left no room for one."""
+    first_version: int | None = None
+    """Policy version that sampled the first token."""
+    pending_tokens: int = 0
+    """Maximum number of tokens of the turn being generated; 0 if there is none."""
     has_outcome: bool = False
-    """Whether, since it was begun, the episode said what it is worth so far, or there was no room for its turn."""
+    """Whether, since this line was created, the episode set its reward so far or there was no room for its turn."""
 
     @property
     def tokens(self) -> int:
-        """Those that it has, and those that it may have after the turn under way. What a full one was given last, for
-        which there was no room, will be in no sequence."""
-        return self.length(len(self.turns)) if self.full else len(self.conversation.ids) + self.drawing
+        """Maximum number of tokens after the turn being generated. The last context of a full line is not counted:
+        there was no room for a turn after it, so no sequence contains it."""
+        return self.length(len(self.turns)) if self.full else len(self.conversation.ids) + self.pending_tokens
 
     def set_reward(self, reward_so_far: float) -> None:
-        """Set what it is worth if a full context ends the episode."""
+        """Set the reward for the case that a full context ends the episode."""
         self.reward_so_far, self.has_outcome = reward_so_far, True
 
-    def fill(self) -> None:
-        """There is no room for its turn."""
+    def mark_full(self) -> None:
+        """Record that there is no room for its next turn."""
         self.full = self.has_outcome = True
 
     def length(self, turns: int) -> int:
-        """Tokens that it had after its first turns."""
+        """Number of tokens of the first ``turns`` turns."""
         return sum(len(turn.token_ids) for turn in self.turns[:turns])
 
     @property
     def shared_logprobs(self) -> np.ndarray:
-        """float32, of the tokens that the next turn has begun with."""
+        """float32: log-probs of the sampled tokens with which the next turn begins."""
         n = len(self.conversation.begun)
         return self.turns[-1].logprobs[-n:] if n else np.zeros(0, np.float32)
 
     def drawn(self, turn: int) -> int:
-        """Tokens that were drawn of a turn, 0 for the first."""
+        """Number of sampled tokens of a turn; turns count from 0."""
         return len(self.conversation.drawn(self.length(turn + 1)))
 
-    def spans_of(self, place: int) -> Spans:
-        """Where the tokens of a turn were drawn."""
-        return self.spans.get(place) or [Span(self.turns[place], 0, len(self.turns[place].token_ids))]
+    def spans_of(self, turn: int) -> Spans:
+        """The spans of a turn."""
+        return self.spans.get(turn) or [Span(self.turns[turn], 0, len(self.turns[turn].token_ids))]
 
     @property
     def all_spans(self) -> list[Spans]:
-        """Those of all turns."""
-        return [self.spans_of(place) for place in range(len(self.turns))]
+        """The spans of each turn."""
+        return [self.spans_of(turn) for turn in range(len(self.turns))]
 
     def fork(self, number: int, turns: int | None, tokens: int | None = None) -> Line:
-        """One that goes on from here; or from what it was after its first ``turns`` turns, or after the first
-        ``tokens`` drawn tokens of the last of these."""
+        """A line that continues from the current state, from the end of the first ``turns`` turns, or from the first
+        ``tokens`` sampled tokens of the last of these turns."""
         if turns is None:
             fork = Line(self.conversation.fork(), self.reward_so_far, number, list(self.turns))
             fork.context, fork.full, fork.begun = list(self.context), self.full, self.begun
@@ -102,26 +102,26 @@ class Line:
         shared = len(fork.turns)
         fork.finish_reasons = self.finish_reasons[:shared]
         fork.answers = self.answers[:shared]
-        fork.spans = {place: spans for place, spans in self.spans.items() if place < shared}
-        fork.began_at = self.began_at
+        fork.spans = {turn: spans for turn, spans in self.spans.items() if turn < shared}
+        fork.first_version = self.first_version
         fork.expert_routes = self.expert_routes[:shared]
         if tokens is not None:
-            fork._begin(self.spans_of(shared - 1), self.drawn(shared - 1) - tokens)
+            fork._shorten_last_turn(self.spans_of(shared - 1), self.drawn(shared - 1) - tokens)
         return fork
 
-    def _begin(self, spans: Spans, left_out: int) -> None:
-        """Keep all but so many tokens of the last turn, which is still to be drawn to its end."""
+    def _shorten_last_turn(self, spans: Spans, left_out: int) -> None:
+        """Remove the last ``left_out`` tokens of the last turn, which the next completion then continues."""
         last = len(self.turns) - 1
         n = len(self.turns[last].token_ids) - left_out
-        self.turns[last], self.spans[last] = cut(self.turns[last], 0, n), beginning(spans, n)
+        self.turns[last], self.spans[last] = slice_turn(self.turns[last], 0, n), first_spans(spans, n)
         self.finish_reasons[last], self.answers[last], self.begun = "length", "", True
         if self.expert_routes:
             self.expert_routes[last] = self.expert_routes[last][:-left_out]
 
     def go_on(self, turn: Turn) -> Turn:
-        """The beginning of a turn, and what was drawn after it, as one; the last turn is taken back."""
+        """Merge the unfinished last turn, which is removed from the line, with the completion that continues it."""
         begun, last = self.turns.pop(), len(self.turns)
-        whole, n = joined(begun, turn), len(begun.token_ids)
+        whole, n = merge_turns(begun, turn), len(begun.token_ids)
         self.spans[last] = [*self.spans[last], Span(whole, n, len(whole.token_ids))]
         self.finish_reasons.pop()
         self.answers.pop()
@@ -133,71 +133,72 @@ class Line:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """One way in which a play went."""
+    """One course of the rollout."""
 
     lines: dict[str, Line]
-    """By the name of the seat; "" is the policy's own."""
+    """Line of each seat, by name; "" is the policy itself."""
     turns: int = 0
-    """Drawn so far, by all seats."""
+    """Turns of all seats so far."""
     forked_at: int = -1
-    """How many of them the longest of its forks took over; -1 without a fork."""
+    """Number of turns shared with the fork that took over the most; -1 without a fork."""
     origin: Branch | None = None
-    """What it was forked from."""
-    taken_over: int = 0
-    """The turns that it began with."""
+    """Branch that this one was forked from."""
+    inherited_turns: int = 0
+    """Number of turns that the fork started with."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is a fork that has not come to anything of its own."""
+        """Whether it is a fork without a turn or an outcome of its own."""
         has_outcome = any(line.has_outcome for line in self.lines.values())
-        return self.origin is not None and self.turns == self.taken_over and not has_outcome
+        return self.origin is not None and self.turns == self.inherited_turns and not has_outcome
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it has turns that its forks have not, or no forks."""
+        """Whether it has turns that no fork shares, or no forks."""
         return self.turns > self.forked_at
 
     @property
-    def is_drawing(self) -> bool:
-        """Whether a turn is under way, after which it is a leaf."""
-        return any(line.drawing for line in self.lines.values())
+    def is_generating(self) -> bool:
+        """Whether a turn is being generated, which makes the branch a leaf."""
+        return any(line.pending_tokens for line in self.lines.values())
 
     @property
     def seats(self) -> dict[str, Line]:
-        """The lines that were asked for, have turns or draw one; the policy's own, if there are no others."""
-        used = {name: line for name, line in self.lines.items() if name or line.turns or line.drawing}
+        """Lines that were requested by name, have turns or are generating one; if there are none, the policy's own
+        line."""
+        used = {name: line for name, line in self.lines.items() if name or line.turns or line.pending_tokens}
         return used or self.lines
 
 
 class Branches:
-    """All branches of one play.
+    """All branches of one rollout.
 
     Args:
-        line: the policy's own.
-        share: what the play may become.
+        line: the policy's own line.
+        share: bound on the sequences and tokens of the rollout.
     """
 
     def __init__(self, line: Line, share: GroupBound) -> None:
         self.all = [Branch({"": line})]
-        """In the order in which they were begun."""
+        """Branches in order of creation."""
         self.share = share
         self._lines = 1
 
     @property
     def leaves(self) -> list[Branch]:
-        """Those that become sequences."""
+        """Branches that become sequences."""
         return [branch for branch in self.all if branch.is_leaf]
 
     @property
     def spans(self) -> Iterable[Span]:
-        """Of all turns, each once."""
+        """Spans of all turns, each once."""
         lines = (line for branch in self.all for line in branch.lines.values())
         spans = (span for line in lines for of_turn in line.all_spans for span in of_turn)
         longest = {(id(span.turn), span.start): span for span in sorted(spans, key=lambda span: span.end)}
         return longest.values()
 
     def seat(self, branch: Branch, name: str) -> Line:
-        """The line of a seat, begun if there is none. Raises GroupFull."""
+        """The line of a seat, created on first use. Raises GroupFull."""
         if name not in branch.lines:
             before, own = branch.lines, branch.lines[""]
             branch.lines = before | {
@@ -212,34 +213,36 @@ class Branches:
         return branch.lines[name]
 
     def fork(self, branch: Branch, turns: int | None = None, tokens: int | None = None) -> Branch:
-        """A branch that goes on from ``branch``; or from what it was after its first ``turns`` turns, or in the middle
-        of the last of these.
+        """A branch that continues from the state of ``branch`` now, after its first ``turns`` turns, or within the last
+        of these.
 
         Raises:
-            GroupFull: there is no room for it.
-            RuntimeError: a turn is under way.
+            GroupFull: there is no room for another branch.
+            RuntimeError: a turn is being generated.
             ValueError: there is no such turn or token, or there are several seats.
         """
         if tokens is not None and turns is None:
             turns = branch.turns
-        if branch.is_drawing:
-            raise RuntimeError("a turn is under way: await policy.reply(...) before policy.fork()")
+        if branch.is_generating:
+            raise RuntimeError("a turn is being generated: await policy.reply(...) before policy.fork()")
         if turns is not None and (len(branch.seats) > 1 or not 1 <= turns <= branch.turns):
             raise ValueError(
-                f"fork(turns={turns}) of a play of {len(branch.seats)} seats and {branch.turns} turns: give one of its "
-                "turns, where it has one seat"
+                f"fork(turns={turns}): turns must be 1 to {branch.turns}, the turns so far, and the branch must have "
+                f"one seat; it has {len(branch.seats)}"
             )
         if tokens is not None and turns is not None:
             (seat,) = branch.seats.values()
-            drawn = seat.drawn(turns - 1)
-            if not 1 <= tokens < drawn:
-                raise ValueError(f"fork(tokens={tokens}) of a turn of {drawn} tokens: give 1 to {drawn - 1}")
+            sampled = seat.drawn(turns - 1)
+            if not 1 <= tokens < sampled:
+                raise ValueError(
+                    f"fork(tokens={tokens}) of a turn of {sampled} sampled tokens: give 1 to {sampled - 1}"
+                )
         lines = {
             name: line.fork(self._lines + place, turns, tokens) if line.turns else line.fork(self._lines + place, None)
             for place, (name, line) in enumerate(branch.lines.items())
         }
         shared = branch.turns if turns is None else turns - (tokens is not None)
-        fork = Branch(lines, shared, origin=branch, taken_over=shared)
+        fork = Branch(lines, shared, origin=branch, inherited_turns=shared)
         forked_at, branch.forked_at = branch.forked_at, max(branch.forked_at, fork.turns)
         self.all.append(fork)
         try:
@@ -252,85 +255,85 @@ class Branches:
         return fork
 
     def drop_empty(self) -> None:
-        """Take back forks that were made and not played, before which the episode has ended."""
-        for branch in reversed(self.all):  # forks stand behind what they were forked from
+        """Remove forks that were not used before the episode ended."""
+        for branch in reversed(self.all):  # forks come after their origin
             if branch.is_empty and branch.forked_at < 0:
                 self.all.remove(branch)
-                shared = [fork.taken_over for fork in self.all if fork.origin is branch.origin]
+                shared = [fork.inherited_turns for fork in self.all if fork.origin is branch.origin]
                 branch.origin.forked_at = max(shared, default=-1)  # type: ignore[union-attr]
 
     def room(self, line: Line) -> int | None:
-        """Tokens that the sequences may still grow by if ``line`` draws; None is any number.
+        """Number of tokens by which the sequences may still grow if ``line`` generates a turn; None means no limit.
 
-        Raises GroupFull if it would become a sequence for which there is no room: what was forked, beside its forks, or
-        the policy's own line, beside its seats.
+        Raises:
+            GroupFull: the turn would turn ``line`` into a further sequence for which there is no room: a forked branch
+                next to its forks, or the policy's own line next to its seats.
         """
         if self.share.is_unbounded:
             return None
-        before, line.drawing = len(self._sequences()), 1  # then it is a sequence, whatever it was
+        before, line.pending_tokens = len(self._sequences()), 1  # counts the line as a sequence in any case
         try:
             if len(self._sequences()) > before:
-                self._check("the policy's own turns, beside its forks or seats")
+                self._check("the policy's own turns next to its forks or seats")
             most = self.share.max_tokens
-            return None if most is None else most + line.drawing - sum(line.tokens for line in self._sequences())
+            return None if most is None else most + line.pending_tokens - sum(line.tokens for line in self._sequences())
         finally:
-            line.drawing = 0
+            line.pending_tokens = 0
 
     def _sequences(self) -> list[Line]:
-        """Those that there are once every turn under way is drawn."""
-        growing = (branch for branch in self.all if branch.is_leaf or branch.is_drawing)
+        """Lines that are sequences once every pending turn has been generated."""
+        growing = (branch for branch in self.all if branch.is_leaf or branch.is_generating)
         return [line for branch in growing for line in branch.seats.values()]
 
     def _check(self, what: str) -> None:
-        """Raise GroupFull if the play would become too much, with ``what`` in it."""
+        """Raise GroupFull if the rollout, including ``what``, exceeds its bound."""
         sequences = self._sequences()
         excess = self.share.excess(len(sequences), sum(line.tokens for line in sequences))
         if excess is not None:
             raise GroupFull(
-                f"no room for {what}: the episode would have {excess}, its share of what a group may have "
+                f"no room for {what}: the episode would have {excess}, which is its share of the limits of a group "
                 "(--rollout.max-sequences, --rollout.max-tokens)"
             )
 
 
-# -- turn splits: what turns have in common where a branch began in the middle of one ---------------------------------
-# A turn that goes on from the beginning of another one holds all its tokens. Its *spans* say which of them were drawn
-# in which turn. In the sequences that a play becomes, turns are cut at the bounds of all spans, and equal *pieces*
-# are one turn: so what is shared is whole turns again, which is what a :class:`~monarch_rl.episode.episode.Fork`
-# counts.
+# -- turn splits: shared parts of turns, where a branch was forked within a turn --------------------------------------
+# A turn that continues the beginning of another turn holds all tokens of both. Its *spans* record in which turn each
+# token was sampled. In the sequences of a rollout, turns are split at the bounds of all spans, and equal splits are one
+# Turn object. Shared tokens are therefore whole turns again, as :class:`~monarch_rl.episode.episode.Fork` counts them.
 
 
 class Span(NamedTuple):
-    """Tokens of a turn, which stand at the same places in each turn that has them."""
+    """Consecutive tokens of a turn; they have the same positions in every turn that contains them."""
 
     turn: Turn
-    """In which they were drawn."""
+    """Turn in which the tokens were sampled."""
     start: int
     end: int
 
 
 Spans = list[Span]
-"""Of all tokens of a turn, in order."""
+"""Spans that cover all tokens of a turn, in order."""
 
 
-def beginning(spans: Spans, tokens: int) -> Spans:
-    """The spans of the first tokens of a turn."""
+def first_spans(spans: Spans, tokens: int) -> Spans:
+    """Spans of the first ``tokens`` tokens of a turn."""
     return [span._replace(end=min(span.end, tokens)) for span in spans if span.start < tokens]
 
 
-def joined(begun: Turn, rest: Turn) -> Turn:
-    """One turn of both."""
-    kept = [turn.sampling_masks for turn in (begun, rest) if turn.sampling_masks is not None]
+def merge_turns(begun: Turn, rest: Turn) -> Turn:
+    """Concatenate the beginning and the rest of a turn."""
+    masks = [turn.sampling_masks for turn in (begun, rest) if turn.sampling_masks is not None]
     return Turn(
         np.concatenate([begun.token_ids, rest.token_ids]),
         np.concatenate([begun.logprobs, rest.logprobs]),
         np.concatenate([begun.policy_versions, rest.policy_versions]),
         np.concatenate([begun.trainable, rest.trainable]),
-        SamplingMasks.join(kept) if kept else None,
+        SamplingMasks.join(masks) if masks else None,
     )
 
 
-def cut(turn: Turn, start: int, end: int) -> Turn:
-    """Some of its tokens as a turn, which has its reward if it has its end."""
+def slice_turn(turn: Turn, start: int, end: int) -> Turn:
+    """Tokens ``start`` to ``end`` as a turn. It keeps the reward only if it includes the last token."""
     if (start, end) == (0, len(turn.token_ids)):
         return turn
     return Turn(
@@ -344,30 +347,30 @@ def cut(turn: Turn, start: int, end: int) -> Turn:
 
 
 class TurnSplits:
-    """Cuts the turns of a play.
+    """Splits the turns of a rollout at the bounds of their spans.
 
     Args:
-        turns: the spans of each.
+        turns: spans of each turn.
     """
 
     def __init__(self, turns: Iterable[Spans]) -> None:
         self._bounds: dict[int, set[int]] = {}
-        """Places at which a turn is cut, by its id."""
+        """Token positions at which a turn is split, by the id of the turn."""
         for spans in turns:
             for span in spans:
                 self._bounds.setdefault(id(span.turn), set()).update((span.start, span.end))
         self._made: dict[tuple[int, int, int], Turn] = {}
 
     def of(self, turns: Sequence[Spans]) -> list[Turn]:
-        """The pieces of some turns, in order. Those of equal tokens are the same object."""
-        return [piece for spans in turns for span in spans for piece in self._of_span(span)]
+        """Splits of some turns, in order. Splits with the same tokens are the same object."""
+        return [split for spans in turns for span in spans for split in self._of_span(span)]
 
     def _of_span(self, span: Span) -> list[Turn]:
         bounds = sorted(bound for bound in self._bounds[id(span.turn)] if span.start <= bound <= span.end)
-        return [self._piece(span.turn, start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self._split(span.turn, start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def _piece(self, turn: Turn, start: int, end: int) -> Turn:
+    def _split(self, turn: Turn, start: int, end: int) -> Turn:
         key = id(turn), start, end
         if key not in self._made:
-            self._made[key] = cut(turn, start, end)
+            self._made[key] = slice_turn(turn, start, end)
         return self._made[key]

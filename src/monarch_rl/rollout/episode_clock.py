@@ -1,4 +1,4 @@
-"""The clock of an episode's own code, which stands still while the episode waits for anything beside its policy."""
+"""Limits the time of an episode's own code; the clock stops during turns of the policy and requests to other models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from monarch_rl.runtime.deadlines import DeadlineClock
 
 
 class JudgeFailed(Exception):
-    """A judge or another frozen model could not be asked, or did not answer. Where the coroutine does not catch it, it
-    costs the episode, and is counted by ``reason``.
+    """A judge or another frozen model refused a request or did not answer. Unless the coroutine catches it, the episode
+    fails and is counted by ``reason``.
 
     Args:
-        reason: short, so that it can be counted.
-        report: all that is known.
+        reason: short, because failures are counted by it.
+        report: full description.
     """
 
     def __init__(self, reason: str, report: str = "") -> None:
@@ -25,46 +25,47 @@ class JudgeFailed(Exception):
         self.reason, self.report = reason, report
 
 
-class OwnClock(Protocol):
-    """The clock of an episode's own code."""
+class StoppableClock(Protocol):
+    """Interface of :class:`EpisodeClock`."""
 
     ended: bool
-    """The episode is over."""
+    """Whether the episode is over."""
 
     def stop(self) -> None: ...
 
-    def go_on(self) -> None: ...
+    def resume(self) -> None: ...
 
 
-class Playing:
+class RunningEpisode:
     """The episode that the running code belongs to."""
 
     __slots__ = ("clock", "group")
 
-    def __init__(self, clock: OwnClock, group: int) -> None:
+    def __init__(self, clock: StoppableClock, group: int) -> None:
         self.clock, self.group = clock, group
 
 
-RUNNING_EPISODE: ContextVar[Playing | None] = ContextVar("monarch_rl_playing", default=None)
+RUNNING_EPISODE: ContextVar[RunningEpisode | None] = ContextVar("monarch_rl_playing", default=None)
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """The block asks something that has a deadline of its own: it does not count as the episode's own time.
+def episode_clock_stopped() -> Iterator[None]:
+    """Stop the clock of the running episode during the block, which waits for something with its own deadline.
 
-    Raises RuntimeError if the episode is over: code of it that still runs asks nobody any more.
+    Raises:
+        RuntimeError: the episode is over. Code of it that is still running cannot ask other models.
     """
-    playing = RUNNING_EPISODE.get()
-    if playing is None:
+    episode = RUNNING_EPISODE.get()
+    if episode is None:
         yield
         return
-    if playing.clock.ended:
+    if episode.clock.ended:
         raise RuntimeError("the episode is over")
-    playing.clock.stop()
+    episode.clock.stop()
     try:
         yield
     finally:
-        playing.clock.go_on()
+        episode.clock.resume()
 
 
 # -- the clock of an episode's own code -------------------------------------------------------------------------------
@@ -73,40 +74,41 @@ OWN_CODE = "the episode's own code"
 
 
 class EpisodeClock:
-    """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn, and
-    while a judge is asked.
+    """Clock of an episode's own code between two turns of the policy. It stops during a turn and while a judge answers,
+    and restarts at 0 afterwards.
 
     Args:
-        seconds: that the code may take.
-        what: whose clock it is, for what is shown of waits.
+        seconds: limit for the code.
+        what: owner of the clock, for the wait registry.
     """
 
-    __slots__ = ("_seconds", "_stops", "_wait", "_what", "clock", "ended")
+    __slots__ = ("_seconds", "_stops", "_wait", "_what", "deadline", "ended")
 
     def __init__(self, seconds: float, what: str = OWN_CODE) -> None:
         self._seconds, self._what = seconds, what
         self._stops = 1
-        """Reasons to stand still: judges may be asked at once."""
+        """Number of callers that have stopped the clock: an episode may ask several judges at once."""
         self.ended = False
-        """The episode is over."""
-        self.clock: DeadlineClock | None = None
-        self.go_on()
+        """Whether the episode is over."""
+        self.deadline: DeadlineClock | None = None
+        """Deadline of the running interval; None while the clock is stopped."""
+        self.resume()
 
-    def go_on(self) -> None:
-        """Start at 0 when no reason to stand still is left, unless the episode is over."""
+    def resume(self) -> None:
+        """Restart at 0 once every :meth:`stop` has been matched, unless the episode is over."""
         self._stops -= 1
         if not self._stops and not self.ended:
             self._wait = wait_registry.begin_wait(self._what, "an episode's code", self._seconds)
-            self.clock = DeadlineClock(self._seconds, self._what)
+            self.deadline = DeadlineClock(self._seconds, self._what)
 
     def stop(self) -> None:
-        """Stand still, until :meth:`go_on` is called as often."""
+        """Stop the clock until a matching call of :meth:`resume`."""
         self._stops += 1
-        if self.clock is not None:
+        if self.deadline is not None:
             wait_registry.end_wait(self._wait)
-            self.clock = None
+            self.deadline = None
 
     def end(self) -> None:
-        """Stand still from here on."""
+        """Stop the clock for good."""
         self.stop()
         self.ended = True

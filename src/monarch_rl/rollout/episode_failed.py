@@ -1,4 +1,4 @@
-"""Why an episode failed or a score is missing, as exceptions and then as what the task's author is shown."""
+"""Exceptions for failed episodes and missing scores, and the report that the task's author is shown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from monarch_rl.episode.failure import Failure, shortened
 from monarch_rl.rollout.tracebacks import describe
 
 QUOTED_CHARACTERS = 300
-"""Of a prompt and of an answer in a report."""
+"""Maximum length of a quoted prompt or answer in a report."""
 
 
 class EpisodeFailed(Exception):
-    """The episode's code or its score failed; costs this episode only. ``reason`` is short, so that it can be counted.
+    """The episode's code or its score failed, which costs only this episode. ``reason`` is short, because failures are
+    counted by it.
 
     ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
     """
@@ -21,19 +22,19 @@ class EpisodeFailed(Exception):
         super().__init__(reason)
         self.reason, self.place, self.report = reason, place, report
         self.tokens = 0
-        """Drawn before it failed."""
+        """Tokens sampled before the failure."""
         self.prompt: str | None = None
-        """What the policy was given first."""
+        """Last user message before the first turn; without one, the first messages given to the policy."""
         self.answer: str | None = None
-        """The policy's last turn."""
+        """Text of the policy's last turn."""
         self.messages: list[dict[str, Any]] = []
-        """All that was said, as JSON objects with role and content."""
+        """The conversation so far, as JSON objects with role and content."""
         self.index: int | None = None
-        """Which item was played."""
+        """Index of the item."""
 
     @property
     def failure(self) -> Failure:
-        """What its author is shown: with the item, and with what the policy answered."""
+        """The failure as its author is shown it: with the item and the policy's last answer."""
         lines = [self.report] if self.report else []
         if self.index is not None:
             prompt = "" if self.prompt is None else f", prompt: {shortened(self.prompt, QUOTED_CHARACTERS)!r}"
@@ -44,17 +45,17 @@ class EpisodeFailed(Exception):
 
 
 def item_failed(error: Exception, index: int) -> EpisodeFailed:
-    """Why an item that cannot be made is not played."""
+    """The failure of an item that raised ``error`` when it was made."""
     failed = EpisodeFailed(f"item raised {type(error).__name__} when it was made", *describe(error))
     failed.index = index
     return failed
 
 
-# -- why there is no score --------------------------------------------------------------------------------------------
+# -- missing scores ---------------------------------------------------------------------------------------------------
 
 
 class ScoringFailed(Exception):
-    """One score could not be computed; ``reason`` is short, without details, so that failures can be counted by it.
+    """One score could not be computed. ``reason`` is short and without details, because failures are counted by it.
 
     ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
     """
@@ -65,4 +66,4 @@ class ScoringFailed(Exception):
 
 
 class ScorerBroken(RuntimeError):
-    """No score can be computed any more: the scoring processes do not start. The worker is lost."""
+    """The scoring processes do not start, so no score can be computed any more. The worker is lost."""

@@ -1,4 +1,5 @@
-"""What a worker calls on other actors: protocols, because this room imports neither the buffer nor the generator."""
+"""Endpoints of other actors that a worker calls, as protocols: this package imports neither the buffer nor the
+generator."""
 
 from __future__ import annotations
 
@@ -11,51 +12,51 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 BUFFER_DEADLINE_S = 60.0
-"""Seconds for a call of the buffer that waits for nobody else."""
+"""Deadline in seconds of a buffer call that waits for no other party."""
 
 
 class BufferHandle(Protocol):
-    """The handle of the buffer actor: those of its endpoints that a worker calls."""
+    """The endpoints of the buffer actor that a worker calls."""
 
     @concurrent_endpoint
     async def admit_many(self, worker: str, limit: int, timeout_s: float, /) -> list[Ticket]:
-        """Wait for slots and start up to ``limit`` groups in them; none at the end of the run."""
+        """Wait for slots and start up to ``limit`` groups in them; returns an empty list at the end of the run."""
         ...
 
     @concurrent_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float, /) -> None:
-        """Wait until a complete group of ``nbytes`` may be put."""
+        """Wait until a complete group of ``nbytes`` may be submitted."""
         ...
 
     @concurrent_endpoint
     async def submit(self, *groups: bytes) -> None:
-        """Hand in complete groups, each packed (``pack_group``)."""
+        """Submit complete groups, each packed by ``pack_group``."""
         ...
 
     @concurrent_endpoint
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
-        """Hand in those complete groups that there is room for; says which."""
+        """Submit the complete groups that there is room for; returns per group whether the buffer took it."""
         ...
 
     @concurrent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int, attempt: int, /) -> None:
-        """End a group that cannot be trained, for which ``tokens`` were drawn."""
+        """End a group that cannot be trained, for which ``tokens`` were sampled."""
         ...
 
     @concurrent_endpoint
     async def note_failure(self, failure: Failure, /) -> None:
-        """Take note of the first failure of a kind."""
+        """Report the first failure of a kind."""
         ...
 
 
 class GeneratorHandle(Protocol):
-    """What an episode needs of the generators."""
+    """The methods of the generators that an episode uses."""
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix.
+        """Generate one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix.
 
         Raises:
-            DeadlineExceeded: the turn took too long; the message says who did not answer.
+            DeadlineExceeded: the turn took too long; the message names the party that did not answer.
         """
         ...
 
@@ -64,9 +65,10 @@ class DispatchedGenerators(GeneratorHandle, Protocol):
     """Several replicas behind one handle; crosses processes, so it must pickle."""
 
     def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
-        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
+        """Send no new requests to the ``paused`` replicas, and resend the unanswered requests of the ``lost`` ones to
+        others."""
         ...
 
     def replace(self, replica: int, handle: Any) -> None:
-        """From now on ``replica`` is the one behind ``handle``, whose type is the generators' own affair."""
+        """Use ``handle`` for ``replica`` from now on. Its type is private to the generators."""
         ...

@@ -1,4 +1,5 @@
-"""One episode: its coroutine, with a deadline. Knows no actors: the generator is anything that generates."""
+"""Runs one episode: its coroutine, with a deadline. Independent of actors: any object with ``generate`` is a
+generator."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, JudgeFailed, Playing
+from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, JudgeFailed, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed, item_failed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
@@ -26,20 +27,20 @@ from monarch_rl.tasks.task import ContextFull, EpisodeCode, Returned, Task
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
 LEAVE_S = 5.0
-"""Seconds in which episodes that were cancelled may close what they opened, before their worker ends."""
+"""Seconds that cancelled episodes get to close what they opened, before their worker ends."""
 CONTEXT_FULL = object()
-"""Stands for what a coroutine would have returned."""
+"""Stands for the return value of a coroutine that a full context ended."""
 
 
 class EpisodeRunner:
-    """Plays episodes, token-in, token-out.
+    """Runs episodes, token-in, token-out.
 
     Args:
-        generator: draws the turns.
-        template: of the model.
-        settings: how to play.
-        scorer: the scoring processes, if there are some.
-        episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
+        generator: generates the turns.
+        template: chat template of the model.
+        settings: deadline and limits of episodes.
+        scorer: scoring processes, if there are any.
+        episode_limit: maximum tokens of an episode, prompts and sampled tokens together; None means no limit.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class EpisodeRunner:
         self._template = template
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
-        self._means = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
+        self._context = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
         self._leaving: set[asyncio.Task[Any]] = set()
-        """The code of episodes that are over or cancelled, until it ends."""
+        """Code of ended or cancelled episodes that is still running."""
 
     async def leave(self) -> None:
-        """Wait until the code of cancelled episodes has closed what it opened, in ``finally`` or ``async with``, at
-        most :data:`LEAVE_S`."""
+        """Wait up to :data:`LEAVE_S` until the code of cancelled episodes has run its ``finally`` and ``async with``
+        exits."""
         if not self._leaving:
             return
         _, stuck = await asyncio.wait(self._leaving, timeout=LEAVE_S)
@@ -69,41 +70,41 @@ class EpisodeRunner:
     async def play(
         self, task: Task, index: int, item: Any, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
     ) -> list[Episode]:
-        """Play one episode.
+        """Run one episode.
 
         Args:
-            index: of the item, for the report of a failure.
-            sampling: how turns are drawn that say nothing else.
-            share: what it may become.
+            index: index of the item, for the report of a failure.
+            sampling: sampling parameters of turns that do not set their own.
+            share: bound on the sequences and tokens of the episode.
 
         Returns:
-            The sequences that it became: one, or those of its seats in each of its branches. ``finish_reason`` is
-            ``context`` where there was no room left, else that of the last turn.
+            The episode's sequences: one, or one per seat and branch. ``finish_reason`` is ``context`` if there was no
+            room left, else that of the last turn.
 
         Raises:
-            EpisodeFailed: the episode's code raised, did not end in time or returned what is no reward, its first
-                prompt leaves no room, or the engine's record of a token's kept set cannot be used.
-            ValueError: the generator returned expert routes of another number of tokens than it was asked for.
-            DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
-                this episode's fault: the first ends the run, others cost the worker.
+            EpisodeFailed: the episode's code raised, did not end in time or returned a value that is not a reward, its
+                first prompt leaves no room, or the engine's record of a token's sampling mask cannot be used.
+            ValueError: the generator returned expert routes for a different number of tokens than requested.
+            DeadlineExceeded: the generator did not answer in time. This and other errors of the generator are not the
+                episode's fault: DeadlineExceeded ends the run, others cost the worker.
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
-        play = Rollout(self._means, conversation, sampling, group, reward, share)
-        playing = RUNNING_EPISODE.set(Playing(play.own_time, group))
+        rollout = Rollout(self._context, conversation, sampling, group, reward, share)
+        running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group))
         try:
-            return play.sequences(await self._outcomes(task.episode, item, play))
+            return rollout.sequences(await self._outcomes(task.episode, item, rollout))
         except EpisodeFailed as failed:
-            failed.tokens, failed.index = play.drawn, index
-            failed.prompt, failed.answer, failed.messages = play.prompt, play.answer, play.messages
+            failed.tokens, failed.index = rollout.num_trainable, index
+            failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
             raise
         finally:
-            play.end()
-            RUNNING_EPISODE.reset(playing)
+            rollout.end()
+            RUNNING_EPISODE.reset(running)
 
-    async def _outcomes(self, episode: EpisodeCode, item: Any, play: Rollout) -> Outcomes:
-        """What the coroutine returned; see :meth:`play`."""
+    async def _outcomes(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Outcomes:
+        """Outcomes that the coroutine returned; raises as :meth:`play` does."""
         try:
-            returned = await self._returned(episode, item, play)
+            returned = await self._returned(episode, item, rollout)
         except (EpisodeFailed, asyncio.CancelledError):
             raise
         except ScoringFailed as error:
@@ -111,44 +112,44 @@ class EpisodeRunner:
         except JudgeFailed as error:
             raise EpisodeFailed(error.reason, report=error.report) from error
         except Exception as error:
-            if error is play.broken:
+            if error is rollout.broken:
                 raise
             raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
-        if play.broken is not None:
-            raise play.broken
+        if rollout.broken is not None:
+            raise rollout.broken
         try:
-            return play.outcomes_so_far() if returned is CONTEXT_FULL else play.outcomes(returned)
+            return rollout.outcomes_so_far() if returned is CONTEXT_FULL else rollout.outcomes(returned)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            report = f"{said}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
+            problem = f"{type(error).__name__}: {error}"
+            report = f"{problem}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
             raise EpisodeFailed("episode returned what cannot be used", report=report) from error
 
-    async def _returned(self, episode: EpisodeCode, item: Any, play: Rollout) -> Any:
-        """Run the coroutine as a task of its own, which is left alone when it does not end in time: one that ignores
-        its cancellation must not hold up the group. Raises what it raises, and EpisodeFailed."""
-        coroutine: Any = episode(item, play.policy)
-        task = asyncio.ensure_future(to_its_end(_with_turn_rewards(coroutine, play)))
+    async def _returned(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Any:
+        """Return value of the coroutine. Raises what the coroutine raises, and EpisodeFailed."""
+        coroutine: Any = episode(item, rollout.policy)
+        # A separate task, not awaited after its deadline: one that ignores cancellation must not delay the group.
+        task = asyncio.ensure_future(value_or_exit(_with_turn_rewards(coroutine, rollout)))
         try:
-            in_time = await ends_in_time(task, lambda: play.own_time.clock, self._deadline_s)
+            in_time = await ends_in_time(task, lambda: rollout.clock.deadline, self._deadline_s)
         finally:
             if not task.done():
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
         if not in_time:
             place, stack = suspended(coroutine)
-            if not stack:  # it has ended
-                place, stack = play.turn_rewards.suspended()
+            if not stack:  # the coroutine has returned, so a turn's reward is pending
+                place, stack = rollout.turn_rewards.suspended()
             task.cancel()
-            if play.broken is not None:  # however its code came to wait
-                raise play.broken
-            if play.queue:
-                report = f"{stack}\n{play.queue}: raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
+            if rollout.broken is not None:  # whatever the code waits for
+                raise rollout.broken
+            if rollout.queue:
+                report = f"{stack}\n{rollout.queue}: raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
                 raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()
-        if play.broken is not None:
-            raise play.broken
+        if rollout.broken is not None:
+            raise rollout.broken
         if task.cancelled():
             raise EpisodeFailed("episode was cancelled by its own code")
         if error is not None:
@@ -159,21 +160,23 @@ class EpisodeRunner:
         return returned
 
 
-async def _with_turn_rewards(coroutine: Awaitable[Returned], play: Rollout) -> Any:
-    """What an episode returns, once the rewards of its turns are there, too."""
+async def _with_turn_rewards(coroutine: Awaitable[Returned], rollout: Rollout) -> Any:
+    """Return value of an episode, once the rewards of its turns have been computed."""
     try:
-        returned: Any = await coroutine  # waits: the player has a deadline for it
+        returned: Any = await coroutine  # waits: EpisodeRunner has a deadline for it
     except ContextFull:
         returned = CONTEXT_FULL
-    await play.turn_rewards.settled()
+    await rollout.turn_rewards.settled()
     return returned
 
 
-async def to_its_end(coroutine: Awaitable[T]) -> T | BaseException:
-    """Await it, and return what is raised beside Exceptions: SystemExit and KeyboardInterrupt would end the event loop,
-    others would pass for an error of the worker."""
+async def value_or_exit(coroutine: Awaitable[T]) -> T | BaseException:
+    """Await ``coroutine``; exceptions that do not derive from Exception are returned, except CancelledError.
+
+    SystemExit and KeyboardInterrupt would end the event loop; others would look like an error of the worker.
+    """
     try:
-        return await coroutine  # waits: the player has a deadline for it
+        return await coroutine  # waits: EpisodeRunner has a deadline for it
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:
@@ -181,24 +184,25 @@ async def to_its_end(coroutine: Awaitable[T]) -> T | BaseException:
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run them at once; the first exception cancels the others, waits for them, and is raised as it is."""
+    """Run the coroutines concurrently. The first exception cancels the others, waits for them, and is raised
+    unchanged."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        return await asyncio.gather(*tasks)  # waits: as long as what is run, whose waits are its own
+        return await asyncio.gather(*tasks)  # waits: as long as the coroutines, which have their own deadlines
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # waits: they are done or cancelled
 
 
-# -- items of a task, which are made by its author's code -------------------------------------------------------------
+# -- items of a task, made by its author's code -----------------------------------------------------------------------
 
 
-async def made(make: Callable[[int], Any], index: int, deadline_s: float) -> Any:
-    """An item, made on a thread. One that is not made in time keeps its thread: none can be ended.
+async def make_item(make: Callable[[int], Any], index: int, deadline_s: float) -> Any:
+    """Make an item on a thread. An item that is not made in time keeps its thread, because threads cannot be ended.
 
     Raises:
-        EpisodeFailed: it raised, or took longer than ``deadline_s`` seconds.
+        EpisodeFailed: ``make`` raised, or took longer than ``deadline_s`` seconds.
     """
     what = f"item {index} from the task"
     try:

@@ -1,7 +1,7 @@
-"""The policy of one episode: what its coroutine calls, token-in, token-out.
+"""The policy of one episode, which its coroutine calls: token-in, token-out.
 
-An :class:`EpisodePolicy` is a view on one line of the play (``branches.py``): the policy itself, one of its seats, or a
-fork of them. What all of them have in common is a :class:`Rollout`.
+An :class:`EpisodePolicy` is a view of one line of the rollout (``branches.py``): the policy itself, one of its seats,
+or a fork of these. All views share one :class:`Rollout`.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ from monarch_rl.tasks.task import ContextFull, Outcome, PromptLike, Reply, Rewar
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What all episodes of a worker are played with."""
+    """Objects and limits that all episodes of a worker share."""
 
     generator: GeneratorHandle
     scorer: Scorer | None
     stops: Stops
     episode_deadline_s: float
     episode_limit: int | None = None
-    """Tokens that a sequence may have, prompts and drawn ones; None is any number."""
+    """Maximum tokens of a sequence, prompts and sampled tokens together; None means no limit."""
 
 
 class Rollout:
-    """What the views on one play have in common.
+    """State that all views of one rollout share.
 
     Args:
-        conversation: an empty one.
-        sampling: how turns are drawn that say nothing else.
-        group: of the episode; the same for prompts that share a prefix.
-        share: what the play may become.
+        conversation: an empty conversation.
+        sampling: sampling parameters of turns that do not set their own.
+        group: id of the group; equal for prompts that share a prefix.
+        share: bound on the sequences and tokens of the rollout.
     """
 
     def __init__(
         self,
-        means: EpisodeContext,
+        context: EpisodeContext,
         conversation: Conversation,
         sampling: Sampling,
         group: int,
         reward_so_far: float,
         share: GroupBound,
     ) -> None:
-        self.means, self.sampling, self.group = means, sampling, group
+        self.context, self.sampling, self.group = context, sampling, group
         self.branches = Branches(Line(conversation, reward_so_far), share)
         self.prompt: str | None = None
-        """The last user's message before the first turn; where there is none, what the policy was given first."""
+        """The last user message before the first turn; if there is none, the first messages given to the policy."""
         self.answer: str | None = None
-        """Its last turn."""
+        """Text of the last turn."""
         self.broken: Exception | None = None
-        """What went wrong outside the episode's code: it is no matter of the coroutine, whatever that makes of it."""
-        self.own_time = EpisodeClock(means.episode_deadline_s)
+        """Error from outside the episode's code. It is raised whatever the coroutine does with it."""
+        self.clock = EpisodeClock(context.episode_deadline_s)
         self.turn_rewards = TurnRewards()
         self._scoring: list[float] = []
-        """Of each score that is waited for: since when, by the event loop's clock."""
+        """Start time of each score that is being waited for, by the event loop's clock."""
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """For the block, a score is waited for."""
+        """Record during the block that a score is being waited for."""
         since = asyncio.get_running_loop().time()
         self._scoring.append(since)
         try:
@@ -90,45 +90,46 @@ class Rollout:
 
     @property
     def queue(self) -> str:
-        """Who waits for the scoring processes, if most of the time that the episode's own code may take has gone there;
-        else ""."""
-        since = asyncio.get_running_loop().time() - self.means.episode_deadline_s / 2
-        waits = self.means.scorer is not None and any(begun <= since for begun in self._scoring)
-        return self.means.scorer.queue if waits and self.means.scorer is not None else ""
+        """Describes the queue for the scoring processes if a score of this episode has waited for more than half of the
+        episode deadline; else ""."""
+        since = asyncio.get_running_loop().time() - self.context.episode_deadline_s / 2
+        waits = self.context.scorer is not None and any(begun <= since for begun in self._scoring)
+        return self.context.scorer.queue if waits and self.context.scorer is not None else ""
 
     @property
     def policy(self) -> EpisodePolicy:
-        """What the coroutine is given."""
+        """The policy that the coroutine is given."""
         return EpisodePolicy(self, self.branches.all[0])
 
-    def note_prompt(self, said: Sequence[Message]) -> None:
-        """Note what the policy is given."""
-        if self.answer is None and said:
-            asked = [message.content for message in said if message.role == "user"]
-            if asked:
-                self.prompt = asked[-1]
+    def note_prompt(self, messages: Sequence[Message]) -> None:
+        """Record ``messages`` as the prompt if they come before the first turn."""
+        if self.answer is None and messages:
+            from_user = [message.content for message in messages if message.role == "user"]
+            if from_user:
+                self.prompt = from_user[-1]
             elif self.prompt is None:
-                self.prompt = "".join(message.content for message in said)
+                self.prompt = "".join(message.content for message in messages)
 
     def end(self) -> None:
-        """The episode is over: code of it that still runs can draw nothing more."""
-        self.own_time.end()
+        """End the episode: code of it that is still running cannot generate turns any more."""
+        self.clock.end()
         self.turn_rewards.end()
         self.broken = self.broken or RuntimeError("the episode is over")
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All that was said so far at the first seat of the first branch, as JSON objects with role and content."""
+        """The conversation of the first seat of the first branch so far, as JSON objects with role and content."""
         line, *_ = self.branches.leaves[0].seats.values()
         return as_rows(line.conversation.messages)
 
     @property
-    def drawn(self) -> int:
-        """Trainable tokens so far."""
+    def num_trainable(self) -> int:
+        """Number of trainable tokens so far."""
         return sum(int(span.turn.trainable[span.start : span.end].sum()) for span in self.branches.spans)
 
     def outcomes(self, returned: Any) -> Outcomes:
-        """What the coroutine returned. Raises TypeError or ValueError if it is something else than rewards."""
+        """Outcomes of the coroutine's return value. Raises TypeError or ValueError if it does not consist of
+        rewards."""
         if isinstance(returned, Mapping) and returned and all(isinstance(key, EpisodePolicy) for key in returned):
             by_branch = {key.branch: value for key, value in returned.items()}
             if len(by_branch) < len(returned):
@@ -137,50 +138,53 @@ class Rollout:
         return outcomes_of(returned, self.branches)
 
     def outcomes_so_far(self) -> Outcomes:
-        """What the play is worth if a full context ends it."""
+        """Outcomes if a full context ends the rollout now."""
         return rewards_so_far(self.branches)
 
     def sequences(self, outcomes: Outcomes) -> list[Episode]:
-        """What was played. Raises EpisodeFailed if there is nothing to train."""
-        played = sequences(self.branches, outcomes, self.sampling.truncated)
-        if not played:
+        """The sequences of the rollout. Raises EpisodeFailed if there is nothing to train."""
+        found = sequences(self.branches, outcomes, self.sampling.truncated)
+        if not found:
             full = [line for branch in self.branches.all for line in branch.lines.values() if line.full]
             if full:
                 raise EpisodeFailed(
-                    f"prompt leaves no room within {self.means.episode_limit or self.branches.share.max_tokens} tokens",
-                    report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise what gives the "
-                    "limit: --trainer.tokens-per-microbatch, --generator.context-length, "
+                    "prompt leaves no room within "
+                    f"{self.context.episode_limit or self.branches.share.max_tokens} tokens",
+                    report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise the setting that "
+                    "limits them: --trainer.tokens-per-microbatch, --generator.context-length, "
                     "--generator.max-total-tokens or --rollout.max-tokens.",
                 )
-            raise EpisodeFailed("episode ended without a reply", report="It has to await policy.reply(...) once.")
-        if self.sampling.temperature > 0 and not any(turn.trainable.any() for one in played for turn in one.turns):
+            raise EpisodeFailed(
+                "episode ended without a reply", report="It has to await policy.reply(...) at least once."
+            )
+        if self.sampling.temperature > 0 and not any(turn.trainable.any() for one in found for turn in one.turns):
             raise EpisodeFailed(
                 "no turn of the episode can be trained",
-                report="All were drawn at another temperature than --rollout.temperature.",
+                report="All turns were sampled at another temperature than --rollout.temperature, so none is trained.",
             )
-        excess = self.branches.share.excess(len(played), sum(sequence.num_tokens for sequence in played))
+        excess = self.branches.share.excess(len(found), sum(sequence.num_tokens for sequence in found))
         if excess is not None:
             raise EpisodeFailed(
                 "episode is larger than its share of a group",
                 report=f"It has {excess} (--rollout.max-sequences, --rollout.max-tokens).",
             )
-        return played
+        return found
 
 
 class EpisodePolicy:
-    """See :class:`monarch_rl.tasks.task.Policy`: one line of a play.
+    """One line of a rollout; see :class:`monarch_rl.tasks.task.Policy`.
 
     Args:
-        branch: of the play.
-        name: of the seat; "" is the policy's own.
+        branch: branch of the rollout.
+        name: name of the seat; "" is the policy itself.
     """
 
-    __slots__ = ("_line", "_means", "_name", "_play", "branch")
+    __slots__ = ("_context", "_line", "_name", "_rollout", "branch")
 
-    def __init__(self, play: Rollout, branch: Branch, name: str = "") -> None:
-        self._play, self._means, self._name = play, play.means, name
+    def __init__(self, rollout: Rollout, branch: Branch, name: str = "") -> None:
+        self._rollout, self._context, self._name = rollout, rollout.context, name
         self.branch = branch
-        self._line = play.branches.seat(branch, name)
+        self._line = rollout.branches.seat(branch, name)
 
     @property
     def reward_so_far(self) -> float:
@@ -210,17 +214,17 @@ class EpisodePolicy:
         """See :meth:`monarch_rl.tasks.task.Policy.seat`."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"a seat needs a name, got {name!r}")
-        return EpisodePolicy(self._play, self.branch, name)
+        return EpisodePolicy(self._rollout, self.branch, name)
 
     def fork(self, turns: int | None = None, tokens: int | None = None) -> EpisodePolicy:
         """See :meth:`monarch_rl.tasks.task.Policy.fork`."""
-        return EpisodePolicy(self._play, self._play.branches.fork(self.branch, turns, tokens), self._name)
+        return EpisodePolicy(self._rollout, self._rollout.branches.fork(self.branch, turns, tokens), self._name)
 
     def read(self, messages: PromptLike) -> None:
         """See :meth:`monarch_rl.tasks.task.Policy.read`."""
-        said = as_messages(messages)
-        self._play.note_prompt(said)
-        self._line.conversation.read(said)
+        given = as_messages(messages)
+        self._rollout.note_prompt(given)
+        self._line.conversation.read(given)
 
     async def reply(
         self,
@@ -233,119 +237,126 @@ class EpisodePolicy:
     ) -> Reply:
         """See :meth:`monarch_rl.tasks.task.Policy.reply`."""
         await self._check_turn()
-        line, own = self._line, self._play.sampling
+        line, own = self._line, self._rollout.sampling
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(own, seed=line_seed(own.seed, line.number)) if line.number else own
         if max_new_tokens is not None or temperature is not None or stops:
-            sampling = applied(sampling, max_new_tokens, temperature, self._means.stops.token_ids(stops))
+            sampling = override(sampling, max_new_tokens, temperature, self._context.stops.token_ids(stops))
         begun, before = line.conversation.begun, line.shared_logprobs
         if begun:
-            sampling = after(sampling, len(begun))
-        asked = sampling.max_new_tokens
-        said = as_messages(messages)
-        self._play.note_prompt(said)
-        line.context += line.conversation.add(said, tools)
-        drawn: list[int] = []
+            sampling = for_rest_of_turn(sampling, len(begun))
+        requested = sampling.max_new_tokens
+        given = as_messages(messages)
+        self._rollout.note_prompt(given)
+        line.context += line.conversation.add(given, tools)
+        sampled: list[int] = []
         try:
             sampling = self._within_room(sampling)
-            completion = await self._draw(sampling)
+            completion = await self._generate(sampling)
             if stops:
-                completion = self._means.stops.cut(completion, stops, begun)
-            drawn, reason = completion.token_ids.tolist(), completion.finish_reason
-        finally:  # also if no turn comes about: what it was given stands before the next one
-            turn = line.conversation.replied(drawn, completion.finish_reason if drawn else "length", stops)
-            if not drawn and line.begun:
+                completion = self._context.stops.truncate(completion, stops, begun)
+            sampled, reason = completion.token_ids.tolist(), completion.finish_reason
+        finally:  # also if no turn was generated: its messages then come before the next one
+            turn = line.conversation.replied(sampled, completion.finish_reason if sampled else "length", stops)
+            if not sampled and line.begun:
                 line.begun = False
                 self.branch.turns += 1
-        if reason == "length" and sampling.max_new_tokens < asked:
+        if reason == "length" and sampling.max_new_tokens < requested:
             reason, line.full = "context", True
         self._add(completion, sampling, reason)
         line.answers.append(turn.text)
-        self._play.answer = turn.text
+        self._rollout.answer = turn.text
         logprobs = np.concatenate([before, completion.logprobs]) if begun else completion.logprobs
-        reply = Reply(turn.text, [*begun, *drawn], logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
-        self._play.turn_rewards.add(reply, line.turns[-1])
+        reply = Reply(turn.text, [*begun, *sampled], logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
+        self._rollout.turn_rewards.add(reply, line.turns[-1])
         return reply
 
     async def _check_turn(self) -> None:
-        """Raise what keeps the policy from another turn."""
-        play, line = self._play, self._line
-        if play.broken is None and not line.drawing and not line.full:
+        """Raise if the policy cannot have another turn.
+
+        Raises:
+            ContextFull: there is no room for a turn.
+            RuntimeError: a turn is being generated, or the episode is over.
+            Exception: the error that broke the rollout.
+        """
+        rollout, line = self._rollout, self._line
+        if rollout.broken is None and not line.pending_tokens and not line.full:
             return
-        drawing = line.drawing  # it may end meanwhile
-        await asyncio.sleep(0)  # a loop that catches everything must not block the worker
-        if play.broken is not None:
-            raise play.broken
-        if drawing:
-            raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
+        is_generating = line.pending_tokens > 0  # the turn may end during the next await
+        await asyncio.sleep(0)  # a loop that catches every exception must not block the worker
+        if rollout.broken is not None:
+            raise rollout.broken
+        if is_generating:
+            raise RuntimeError("the policy is generating a turn: await each policy.reply(...) before the next one")
         raise ContextFull(f"the {len(line.conversation.ids)} tokens of the episode leave no room for another turn")
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
-        scorer = self._means.scorer
+        scorer = self._context.scorer
         if scorer is None:
-            raise RuntimeError("there are no scoring processes here")
+            raise RuntimeError("policy.in_scorer(...) needs scoring processes, and there are none here")
         try:
-            with self._play.scoring():
-                return await scorer.score(function, *args)  # waits: the player has a deadline for the episode's code
+            with self._rollout.scoring():
+                return await scorer.score(function, *args)  # waits: EpisodeRunner has a deadline for the episode's code
         except (ScoringFailed, TypeError):
             raise
         except Exception as error:
-            self._play.broken = error
+            self._rollout.broken = error
             raise
 
     def _within_room(self, sampling: Sampling) -> Sampling:
-        """For the next turn: with the tokens that the episode has room for, and the first expert routes to return."""
+        """``sampling`` with ``max_new_tokens`` limited to the room that is left, and with the first expert route to
+        return."""
         length = len(self._line.conversation.ids)
         if not length:
-            raise ValueError("the policy has nothing to read: give its first turn a prompt")
+            raise ValueError("the first turn has no prompt: give policy.reply(...) a message, or call policy.read(...)")
         routes_from = sampling.expert_routes_from
         if routes_from is not None:
             routes_from = sum(map(len, self._line.expert_routes))
-        new_tokens, began_at = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.began_at
+        new_tokens, first_version = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.first_version
         if new_tokens < 1:
-            self._line.fill()
-            raise ContextFull(f"{length} tokens leave no room for another one")
-        if began_at is None and new_tokens == sampling.max_new_tokens:
+            self._line.mark_full()
+            raise ContextFull(f"the episode's {length} tokens leave no room for another one")
+        if first_version is None and new_tokens == sampling.max_new_tokens:
             return sampling
         return replace(
             sampling,
             max_new_tokens=new_tokens,
             expert_routes_from=routes_from,
-            conversation_version=began_at,
+            conversation_version=first_version,
         )
 
     def _rooms(self, length: int) -> list[int]:
-        """Tokens that each limit leaves for the next turn."""
-        limit, room = self._means.episode_limit, self._play.branches.room(self._line)
+        """Number of tokens that each limit leaves for the next turn."""
+        limit, room = self._context.episode_limit, self._rollout.branches.room(self._line)
         return [*([limit - length] if limit is not None else []), *([room] if room is not None else [])]
 
-    async def _draw(self, sampling: Sampling) -> Completion:
-        """Have a turn drawn after the conversation. The clock of the episode's own code stands still meanwhile."""
-        play, line = self._play, self._line
-        play.own_time.stop()
-        line.drawing = sampling.max_new_tokens
+    async def _generate(self, sampling: Sampling) -> Completion:
+        """Generate a turn after the conversation. The episode clock is stopped meanwhile."""
+        rollout, line = self._rollout, self._line
+        rollout.clock.stop()
+        line.pending_tokens = sampling.max_new_tokens
         try:
             # waits: the generator keeps the deadline
-            return await self._means.generator.generate(line.conversation.ids, sampling, play.group)
+            return await self._context.generator.generate(line.conversation.ids, sampling, rollout.group)
         except SamplingMaskMissing as error:
-            play.broken = EpisodeFailed("the engine could not tell a token's kept set")
-            raise play.broken from error
+            rollout.broken = EpisodeFailed("the engine could not tell a token's kept set")
+            raise rollout.broken from error
         except Exception as error:
-            play.broken = error
+            rollout.broken = error
             raise
         finally:
-            line.drawing = 0
-            play.own_time.go_on()
+            line.pending_tokens = 0
+            rollout.clock.resume()
 
     def _add(self, completion: Completion, sampling: Sampling, reason: str) -> None:
-        """Add the turn that has been drawn to the episode."""
-        line, own = self._line, self._play.sampling
+        """Add a generated turn to the episode."""
+        line, own = self._line, self._rollout.sampling
         if sampling.expert_routes_from is not None:
             rows = len(line.conversation.ids) - 1 - sampling.expert_routes_from
             line.expert_routes.append(self._routes_of(completion, rows))
-        if line.began_at is None and len(completion.policy_versions):
-            line.began_at = int(completion.policy_versions[0])
+        if line.first_version is None and len(completion.policy_versions):
+            line.first_version = int(completion.policy_versions[0])
         turn = Turn.from_completion(line.context, completion)
         line.context = []
         if sampling.temperature != own.temperature:
@@ -357,34 +368,34 @@ class EpisodePolicy:
         self.branch.turns += 1
 
     def _routes_of(self, completion: Completion, rows: int) -> np.ndarray:
-        """The ``rows`` of expert routes that a turn adds: one for the last token of the turn before, and one for each
-        token of its context and of its completion but the last. A wrong number would put all later ones beside other
-        tokens."""
+        """The ``rows`` of expert routes that a turn adds: one for the last token of the previous turn, and one for each
+        token of its context and completion but the last."""
         expert_routes = completion.expert_routes
+        # A wrong number of rows would align all later rows with the wrong tokens.
         if expert_routes is None or len(expert_routes) != rows:
             received = 0 if expert_routes is None else len(expert_routes)
-            self._play.broken = ValueError(
-                f"turn {len(self._line.turns)} of an episode of group {self._play.group} from the generators: expert "
-                f"routes of {rows} tokens were asked for, {received} were returned"
+            self._rollout.broken = ValueError(
+                f"the generators returned expert routes of {received} tokens for turn {len(self._line.turns)} of an "
+                f"episode of group {self._rollout.group}; {rows} were requested"
             )
-            raise self._play.broken
+            raise self._rollout.broken
         return expert_routes
 
 
-# -- seeds of the engine's sampling: a setting's, spread over episodes and over the lines of an episode ---------------
+# -- sampling seeds, derived from a setting for each episode and each line of an episode ------------------------------
 
 
 def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:
-    """A seed of 31 bits for one episode, the same in every process; None if draws are free."""
+    """A 31-bit seed for one episode, the same in every process; None if sampling is not seeded."""
     return None if seed is None else _mixed(f"{seed}/{group_id}/{episode}")
 
 
 def line_seed(seed: int | None, number: int) -> int | None:
-    """A seed for a seat or a branch of an episode, or all branches would draw the same.
+    """The seed of one seat or branch. Without different seeds all branches would sample the same tokens.
 
     Args:
-        seed: of the episode, which is that of its first line.
-        number: of the line, in the order in which they were begun.
+        seed: seed of the episode, which the first line uses itself.
+        number: index of the line, in order of creation.
     """
     return seed if seed is None or not number else _mixed(f"{seed}/{number}")
 
@@ -393,29 +404,31 @@ def _mixed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
 
 
-# -- stop texts: what ends a turn besides the model's own end token ---------------------------------------------------
+# -- stop strings, which end a turn besides the model's own end token -------------------------------------------------
 
 MOST_IDS = 1000
-"""For a string that more tokens hold, such as a letter, turns are only cut afterwards: ids travel with a request."""
+"""Maximum number of stop token ids per stop string, because the ids are sent with every request. A string that more
+tokens contain, such as a letter, only truncates the turn afterwards."""
 
 
 class Stops:
-    """Stop strings, for engines that know only tokens.
+    """Stop strings, for engines that only support stop tokens.
 
-    The engine ends a turn at a token that holds the whole text. Where it comes in several tokens, the engine goes on,
-    and what follows is left out afterwards: a beginning of what was drawn, with the log-probs that it was drawn with.
+    The engine ends a turn at a token that contains the whole string. If the string spans several tokens, the engine
+    continues, and the tokens after it are removed afterwards. The turn is then a prefix of the sampled tokens, with the
+    log-probs they were sampled with.
 
     Args:
-        token_texts: the text of each token id; called once, when the first stop string is used.
-        decode: the text of some ids.
+        token_texts: returns the text of each token id; called once, when the first stop string is used.
+        decode: returns the text of some ids.
     """
 
     def __init__(self, token_texts: Callable[[], list[str]], decode: Callable[[list[int]], str]) -> None:
         self._token_texts = functools.cache(token_texts)
         self._decode = decode
         self.token_ids = functools.lru_cache(maxsize=64)(self._find)
-        """The ids at which an engine ends a turn for these strings; none for those that very many tokens hold. Raises
-        ValueError if one is empty."""
+        """Ids at which the engine ends a turn for these strings; strings that more than :data:`MOST_IDS` tokens contain
+        add none. Raises ValueError if a string is empty."""
 
     def _find(self, stops: tuple[str, ...]) -> tuple[int, ...]:
         if not all(stops):
@@ -428,52 +441,52 @@ class Stops:
                 found.update(ids)
         return tuple(sorted(found))
 
-    def cut(self, completion: Completion, stops: Sequence[str], begun: Sequence[int] = ()) -> Completion:
-        """``completion`` up to the token that completes the first stop string; the whole if there is none. What the
-        turn had ``begun`` with may hold a part of the string."""
+    def truncate(self, completion: Completion, stops: Sequence[str], begun: Sequence[int] = ()) -> Completion:
+        """``completion`` up to the token that completes the first stop string; unchanged if there is none. The tokens
+        in ``begun``, with which the turn started, may contain the beginning of the string."""
         ids = completion.token_ids.tolist()
-        if not self._holds([*begun, *ids], stops):
+        if not self._contains([*begun, *ids], stops):
             return completion
-        low, high = 1, len(ids)  # the fewest tokens whose text holds one
+        low, high = 1, len(ids)  # bisects for the fewest tokens whose text contains a stop string
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._holds([*begun, *ids[:middle]], stops) else (middle + 1, high)
-        left_out = len(ids) - low
-        routes, kept = completion.expert_routes, completion.sampling_masks
+            low, high = (low, middle) if self._contains([*begun, *ids[:middle]], stops) else (middle + 1, high)
+        removed = len(ids) - low
+        routes, masks = completion.expert_routes, completion.sampling_masks
         return Completion(
             completion.token_ids[:low],
             completion.logprobs[:low],
             completion.policy_versions[:low],
             "stop",
-            None if kept is None else kept[:low],
-            routes if routes is None or not left_out else routes[:-left_out],
+            None if masks is None else masks[:low],
+            routes if routes is None or not removed else routes[:-removed],
         )
 
-    def _holds(self, ids: list[int], stops: Sequence[str]) -> bool:
+    def _contains(self, ids: list[int], stops: Sequence[str]) -> bool:
         text = self._decode(ids)
         return any(stop in text for stop in stops)
 
 
-# -- process rewards of turns, some of which are computed while the episode goes on -----------------------------------
+# -- process rewards of turns, which may be computed while the episode continues --------------------------------------
 
 
 class TurnRewards:
-    """The rewards that an episode's code sets (:attr:`Reply.reward`), on their way to its turns."""
+    """Assigns the rewards that an episode's code sets (:attr:`Reply.reward`) to its turns."""
 
     def __init__(self) -> None:
         self._turns: list[tuple[Reply, Turn]] = []
 
     def add(self, reply: Reply, turn: Turn) -> None:
-        """The next turn, and what the code has of it."""
+        """Register the next turn and its reply, which the episode's code has."""
         self._turns.append((reply, turn))
 
     async def settled(self) -> None:
-        """Wait for the rewards that are still being computed, and give each turn its own.
+        """Wait for pending rewards, then assign every turn its reward.
 
         Raises:
-            EpisodeFailed: one raised, or was cancelled.
-            ScoringFailed: one failed in a scoring process.
-            JudgeFailed: a judge that one asked did not answer.
+            EpisodeFailed: a reward raised, or was cancelled.
+            ScoringFailed: a reward failed in a scoring process.
+            JudgeFailed: a judge did not answer a reward function.
         """
         while True:
             rewards = self._awaited()
@@ -483,13 +496,13 @@ class TurnRewards:
             pending = [reward for reward in rewards if not reward.done()]
             if not pending:
                 break
-            # waits: the player has a deadline for the episode's code, which these belong to
+            # waits: EpisodeRunner has a deadline for the episode's code, which includes these
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for reply, turn in self._turns:
             turn.reward = reply.reward
 
     def suspended(self) -> tuple[str, str]:
-        """Where the first reward that is still being computed waits, as by ``tracebacks.suspended``."""
+        """Place and stack of the first pending reward, in the format of ``tracebacks.suspended``."""
         for reward in self._awaited():
             if isinstance(reward, asyncio.Task) and not reward.done():
                 coroutine: Any = reward.get_coro()
@@ -497,7 +510,7 @@ class TurnRewards:
         return "", ""
 
     def end(self) -> None:
-        """The episode is over: no reward can be set any more, and none is computed on."""
+        """End the episode: rewards cannot be set any more, and pending ones are cancelled."""
         for reply, _ in self._turns:
             reply.end()
 
@@ -516,25 +529,28 @@ def _check(reward: asyncio.Future[Any]) -> None:
         raise EpisodeFailed(f"turn reward raised {type(error).__name__}", *describe(error)) from error
 
 
-# -- sampling of one turn, where it asks for something else than all others -------------------------------------------
+# -- sampling parameters of one turn ----------------------------------------------------------------------------------
 
 
-def after(sampling: Sampling, begun: int) -> Sampling:
-    """``sampling`` for the rest of a turn that has so many tokens. Raises ValueError if it may have no more."""
+def for_rest_of_turn(sampling: Sampling, begun: int) -> Sampling:
+    """``sampling`` for the rest of a turn that has ``begun`` tokens. Raises ValueError if it may not have more."""
     if begun >= sampling.max_new_tokens:
-        raise ValueError(f"max_new_tokens must be above {begun}, the tokens that the turn has already")
+        raise ValueError(f"max_new_tokens must be above {begun}, the number of tokens that the turn already has")
     return replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
 
 
-def applied(
+def override(
     sampling: Sampling, max_new_tokens: int | None, temperature: float | None, stop_token_ids: Sequence[int]
 ) -> Sampling:
-    """``sampling`` with what one turn asks for; None is as it is. Raises ValueError or TypeError if that cannot be."""
+    """``sampling`` with the values that one turn sets; None keeps a value.
+
+    Raises ValueError or TypeError if a value is invalid.
+    """
     most = sampling.max_new_tokens
     if max_new_tokens is not None and not 1 <= operator.index(max_new_tokens) <= most:
-        raise ValueError(f"max_new_tokens must be 1 to {most}, which is --rollout.max-new-tokens, got {max_new_tokens}")
+        raise ValueError(f"max_new_tokens must be 1 to {most} (--rollout.max-new-tokens), got {max_new_tokens}")
     if temperature is not None and not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must not be negative, got {temperature}")
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     return replace(
         sampling,
         max_new_tokens=most if max_new_tokens is None else max_new_tokens,

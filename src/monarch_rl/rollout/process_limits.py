@@ -1,4 +1,5 @@
-"""What episodes' code may do to the process that plays it: print, open files, fork. Each has a bound, and is said."""
+"""Limits on what episodes' code does to its worker process: printing, open files, forking. Reaching a limit is
+reported."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from monarch_rl.rollout.scoring import SHOWN_BYTES, WINDOW_S
 from monarch_rl.rollout.tracebacks import place_of
 
 FILES_SHARE = 0.9
-"""Of the files that a process may open, from which on it is replaced: what is left is for connections of its own."""
+"""Share of the process's file limit at which it is replaced; the rest is for its own connections."""
 FILES_SHOWN = 3
-"""Kinds of open files that are named."""
+"""Number of kinds of open files that the message names."""
 
 
 class FilesLeaked(RuntimeError):
@@ -31,11 +32,11 @@ class FilesLeaked(RuntimeError):
 
 
 def check_open_files() -> None:
-    """Raise FilesLeaked before the process can open no more files, because then it can do nothing else either."""
+    """Raise FilesLeaked before the process reaches its limit of open files, where nothing else works either."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY or _lowest_free(most) < FILES_SHARE * most:
         return
-    gc.collect()  # it closes files that only a circle of objects holds
+    gc.collect()  # closes files that only reference cycles hold
     lowest = _lowest_free(most)
     if lowest < FILES_SHARE * most:
         return
@@ -48,7 +49,7 @@ def check_open_files() -> None:
 
 
 def _lowest_free(most: int) -> int:
-    """The lowest number that is free: all below are open files."""
+    """The lowest free file descriptor: all below it are open."""
     try:
         number = os.open(os.devnull, os.O_RDONLY)
     except OSError as error:
@@ -60,21 +61,22 @@ def _lowest_free(most: int) -> int:
 
 
 def _targets() -> list[str]:
-    """What the open files are; sockets and pipes by their kind. None of them if there is no file left to look with."""
+    """Targets of the open files; only the kind of sockets and pipes. Empty if no file descriptor is left for listing
+    them."""
     targets = []
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the folder's own
+            with suppress(OSError):  # the descriptor of the listing itself is closed by now
                 targets.append(os.readlink(f"/proc/self/fd/{number}").partition(":[")[0])
     return targets
 
 
 class BoundedStream:
-    """A standard stream on which a process prints no more than :data:`SHOWN_BYTES` in :data:`WINDOW_S` seconds.
+    """A standard stream to which a process prints at most :data:`SHOWN_BYTES` characters in :data:`WINDOW_S` seconds.
 
     Args:
-        stream: what it stands for.
-        owner: who prints, in words.
+        stream: the stream that it replaces.
+        owner: name of the printing code, for the message.
     """
 
     def __init__(self, stream: Any, owner: str) -> None:
@@ -85,7 +87,7 @@ class BoundedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Print the text, or the part of it that may be printed."""
+        """Print the text, or the part of it that is within the limit."""
         moment = time.monotonic()
         if moment >= self._window_ends:
             if self._left_out:
@@ -103,13 +105,12 @@ class BoundedStream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Like ``write``."""
         for line in lines:
             self.write(line)
 
 
 def bound_printing(owner: str) -> None:
-    """From now on bound what ``print`` shows of this process. Loggers that were set up before print as they did."""
+    """Limit what ``print`` writes in this process from now on. Loggers that are already set up are not affected."""
     if not isinstance(sys.stdout, BoundedStream):  # another worker of this process
         streams: Any = BoundedStream(sys.stdout, owner), BoundedStream(sys.stderr, owner)
         sys.stdout, sys.stderr = streams
@@ -119,37 +120,37 @@ _copies: _EndsCopies | None = None
 
 
 class _EndsCopies:
-    """Ends copies of this process where they come back to its event loop."""
+    """Ends forked copies of this process when they return to its event loop."""
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
         self._thread = threading.get_ident()
-        self._said = mmap.mmap(-1, 1)
-        """One byte that all copies share: whether one of them was shown."""
+        self._reported = mmap.mmap(-1, 1)
+        """One byte that all copies share: whether a copy was reported."""
 
     def after_fork(self) -> None:
-        """In a copy: end it once the code that forked waits or ends. Whatever it does until then is its own affair:
-        ``multiprocessing`` never comes back."""
+        """In a copy: end it once the code that forked waits or ends. Until then it runs freely: children of
+        ``multiprocessing`` never return to the event loop."""
         loop: Any = self._loop()
         if loop is None or threading.get_ident() != self._thread or not loop.is_running():
             return
         stack = list(traceback.walk_stack(sys._getframe()))[::-1]
         place = place_of((frame.f_code.co_filename, line) for frame, line in stack)
-        # What else was ready is for the original to do: the copy has the same connections.
+        # The original process runs the other ready callbacks; the copy must not, as it has the same connections.
         loop._ready.clear()
         loop.call_soon(self._end, place)
 
     def _end(self, place: str) -> None:
-        if not self._said[0]:
-            self._said[0] = 1
+        if not self._reported[0]:
+            self._reported[0] = 1
             with suppress(OSError):
                 os.write(2, f"an episode has forked its worker at {place}: copies are ended\n".encode())
         os._exit(0)
 
 
 def end_copies() -> None:
-    """From now on, copies of this process (``os.fork``) that the running event loop's code makes end where they come
-    back to it: they would read from the worker's connections, and play its episodes, too."""
+    """End copies of this process (``os.fork``) made by code on the running event loop when they return to that loop.
+    They would read from the worker's connections and run its episodes, too."""
     global _copies
     if _copies is None:
         os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""A judge that somebody else serves, behind an OpenAI-compatible endpoint.
+"""A judge that a third party serves behind an OpenAI-compatible endpoint.
 
     judge = RemoteJudge("https://judges.example.com/v1", "some-model")
 
@@ -7,7 +7,7 @@
         verdict = await judge.reply(f"Is this right? {reply.text}", max_new_tokens=8)
         return float("yes" in verdict.text.lower())
 
-It holds settings only, so it travels with the functions that use it; connections are made where it is asked.
+It holds only settings, so it can be pickled with the functions that use it; connections are opened on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from monarch_rl.model.messages import Message, ToolCall, as_messages
-from monarch_rl.rollout.episode_clock import JudgeFailed, outside
+from monarch_rl.rollout.episode_clock import JudgeFailed, episode_clock_stopped
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import PromptLike
@@ -32,35 +32,36 @@ if TYPE_CHECKING:
     import httpx
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses of answers that may be others a moment later."""
+"""Statuses after which a retry may succeed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before the second attempt, and between any two; each is twice the one before, less up to half of it at random."""
+"""Pause before the second attempt, and the longest pause between two attempts. Each pause is twice the one before, less
+up to half of it at random."""
 MOST_BYTES = 8 << 20
-"""Of an answer; a longer one is none of a judge."""
+"""Maximum size of a response; no answer of a judge is longer."""
 SHOWN_CHARACTERS = 500
-"""Of what a server said, in an error."""
+"""Characters of a server's response that an error quotes."""
 AROUND = 40
-"""Characters before and after one that cannot be sent, in an error."""
+"""Characters before and after one that cannot be sent, as quoted in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteReply:
-    """What a remote judge answered."""
+    """Answer of a remote judge."""
 
     text: str
     finish_reason: str
-    """The server's word: mostly ``stop`` or ``length``."""
+    """As the server reports it: usually ``stop`` or ``length``."""
     prompt_tokens: int = 0
-    """By the server's count, as is the next; 0 if it says nothing."""
+    """As counted by the server, like ``completion_tokens``; 0 if it does not report them."""
     completion_tokens: int = 0
 
 
 class _Refused(Exception):
-    """An attempt that failed."""
+    """A failed attempt."""
 
-    def __init__(self, reason: str, said: str, again: bool, pause_s: float = 0.0) -> None:
-        super().__init__(f"{reason}: {said}")
-        self.reason, self.said, self.again, self.pause_s = reason, said, again, pause_s
+    def __init__(self, reason: str, detail: str, retry: bool, pause_s: float = 0.0) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.retry, self.pause_s = reason, detail, retry, pause_s
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,24 @@ class RemoteJudge(CheckedSettings, flags="judge"):
     """A model behind ``POST <url>/chat/completions``."""
 
     url: str
-    """With the version: ``https://judges.example.com/v1``."""
+    """URL including the version: ``https://judges.example.com/v1``."""
     model: str
-    """The server's name of it."""
+    """Name of the model on the server."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the key, read where the judge is asked; without one no key is sent."""
+    """Environment variable with the API key, read when the judge is asked; if it is not set, no key is sent."""
     deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
-    """Seconds for an answer, with all attempts and the wait for a place; a longer one costs the episode."""
+    """Deadline in seconds for an answer, including all attempts and the wait for a free connection; exceeding it costs
+    the episode."""
     attempt_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 60.0
-    """Seconds of one attempt."""
+    """Deadline in seconds of one attempt."""
     retries: Annotated[int, Range(0, 1000)] = 4
-    """Attempts after the first one: after no answer, one that is no JSON, or a status that may pass (408, 409, 425,
-    429, 5xx). The pause before each is at least what the server asks for by ``Retry-After``."""
+    """Attempts after the first one. An attempt is repeated if there was no answer, if it was not JSON, or after a
+    transient status (408, 409, 425, 429, 5xx). The pause before each is at least what the server asks for by
+    ``Retry-After``."""
     concurrency: Annotated[int, Range(1, 65_536)] = 32
-    """Requests at once from one worker."""
+    """Maximum number of concurrent requests of one worker."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
-    """Tokens of an answer that says nothing else."""
+    """Maximum tokens of an answer, unless the call sets its own limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,16 +101,16 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         temperature: float = 0.0,
         stop: str | Sequence[str] = (),
     ) -> RemoteReply:
-        """Have the judge answer.
+        """Ask the judge for an answer.
 
         Args:
-            messages: the whole conversation; text is a user's message.
-            max_new_tokens: None is the setting's.
-            temperature: 0 takes the most likely token.
-            stop: texts that end the answer.
+            messages: the whole conversation; a string is a user message.
+            max_new_tokens: None means the setting.
+            temperature: 0 is greedy.
+            stop: stop strings.
 
         Raises:
-            JudgeFailed: no usable answer came: the server's last error, with its status.
+            JudgeFailed: there was no usable answer; contains the server's last error and its status.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -120,22 +123,22 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         content = _encoded(body)
         attempts: list[str] = []
         what = f"remote judge {self.model} at {self.url} to answer"
-        with outside():
+        with episode_clock_stopped():
             try:
                 answering = self._answer(content, attempts)
                 return await within(self.deadline_s, answering, what, on="a remote judge", flag="judge.deadline-s")
             except DeadlineExceeded as error:
-                before = f"; before: {attempts[-1]}" if attempts else ""
-                raise JudgeFailed("remote judge did not answer in time", f"{error}{before}") from error
+                last = f"; last failed attempt: {attempts[-1]}" if attempts else ""
+                raise JudgeFailed("remote judge did not answer in time", f"{error}{last}") from error
 
     async def close(self) -> None:
-        """Close this process's connections; they are made anew when the judge is asked again."""
+        """Close this process's connections; they are reopened when the judge is asked again."""
         connection = _connections_here().pop(self, None)
         if connection is not None:
             await connection.client.aclose()  # waits: closes sockets, nobody answers
 
     async def _answer(self, body: bytes, attempts: list[str]) -> RemoteReply:
-        """``attempts``: gets what became of each that failed."""
+        """Ask until an attempt succeeds; ``attempts`` receives a description of each failed one."""
         connection = _connection(self)
         async with connection.places:
             pause_s = FIRST_PAUSE_S
@@ -144,18 +147,18 @@ class RemoteJudge(CheckedSettings, flags="judge"):
                     return _read(await self._post(connection.client, body))
                 except _Refused as refused:
                     attempts.append(str(refused))
-                    if not refused.again or len(attempts) > self.retries:
-                        report = f"{refused.said}\n{len(attempts)} attempts at {self.url}, model {self.model}"
+                    if not refused.retry or len(attempts) > self.retries:
+                        report = f"{refused.detail}\n{len(attempts)} attempts at {self.url}, model {self.model}"
                         raise JudgeFailed(f"remote judge {refused.reason}", report) from None
                     wait_s = max(refused.pause_s, pause_s * random.uniform(0.5, 1.0))
                 await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> bytes:
-        """The body of a good answer. Raises _Refused."""
+        """Body of a successful response. Raises _Refused."""
         import httpx
 
-        key = os.environ.get(self.key_variable, "").strip()  # a file's last line break is none of the key's
+        key = os.environ.get(self.key_variable, "").strip()  # a key read from a file may end in a line break
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         url = f"{self.url.rstrip('/')}/chat/completions"
         try:
@@ -165,26 +168,28 @@ class RemoteJudge(CheckedSettings, flags="judge"):
             ):
                 content = await _content(answer)
         except TimeoutError:
-            raise _Refused("did not answer", f"nothing in {self.attempt_deadline_s:g} s", again=True) from None
-        except (httpx.LocalProtocolError, UnicodeError) as error:  # its words quote the key, escaped
-            said = f"{type(error).__name__}: not sent; look at the key in the variable {self.key_variable}"
-            raise _Refused("could not be asked", said, again=False) from None
+            raise _Refused("did not answer", f"nothing in {self.attempt_deadline_s:g} s", retry=True) from None
+        except (httpx.LocalProtocolError, UnicodeError) as error:  # the message is left out: it quotes the key, escaped
+            detail = f"{type(error).__name__}: not sent; check the key in the environment variable {self.key_variable}"
+            raise _Refused("could not be asked", detail, retry=False) from None
         except httpx.HTTPError as error:
-            said = _without(f"{type(error).__name__}: {error}", key)
-            raise _Refused("could not be reached", said, again=True) from None
+            detail = _without(f"{type(error).__name__}: {error}", key)
+            raise _Refused("could not be reached", detail, retry=True) from None
         if answer.status_code != 200:
-            said = f"status {answer.status_code}: {_without(content.decode(errors='replace'), key)[:SHOWN_CHARACTERS]}"
+            text = _without(content.decode(errors="replace"), key)
+            detail = f"status {answer.status_code}: {text[:SHOWN_CHARACTERS]}"
             if answer.status_code in (401, 403):
-                said += (
-                    f"\nThe key comes from the variable {self.key_variable}, which is {'set' if key else 'not set'}."
+                detail += (
+                    f"\nThe key is read from the environment variable {self.key_variable}, which is "
+                    f"{'set' if key else 'not set'}."
                 )
-            again = answer.status_code in TRANSIENT
-            raise _Refused(f"answered with status {answer.status_code}", said, again, _asked_pause(answer))
+            retry = answer.status_code in TRANSIENT
+            raise _Refused(f"answered with status {answer.status_code}", detail, retry, _requested_pause(answer))
         return content
 
 
 def _row(message: Message) -> dict[str, Any]:
-    """As OpenAI's servers read it."""
+    """The message in OpenAI's format."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         row["tool_calls"] = [_call_row(call) for call in message.tool_calls]
@@ -196,23 +201,23 @@ def _row(message: Message) -> dict[str, Any]:
 
 
 def _call_row(call: ToolCall) -> dict[str, Any]:
-    # A call of a data set's row may have its arguments as JSON already.
+    # A call from a row of a data set may already have its arguments as JSON.
     arguments: Any = call.arguments
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """Raises JudgeFailed if that cannot be."""
+    """The request body as JSON. Raises JudgeFailed if it cannot be encoded."""
     try:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError as error:
         around = error.object[max(0, error.start - AROUND) : error.end + AROUND]
-        said = (
-            f"UnicodeEncodeError: not sent; it is asked with {error.object[error.start : error.end]!a}, which is half "
-            f"of a character and no text, in {around!a}: leave it out of the messages"
+        detail = (
+            f"UnicodeEncodeError: not sent; the messages contain {error.object[error.start : error.end]!a}, half of a "
+            f"surrogate pair, which cannot be encoded as UTF-8, in {around!a}: remove it from the messages"
         )
-        raise JudgeFailed("remote judge could not be asked", said) from None
+        raise JudgeFailed("remote judge could not be asked", detail) from None
 
 
 async def _content(answer: httpx.Response) -> bytes:
@@ -220,12 +225,12 @@ async def _content(answer: httpx.Response) -> bytes:
     async for chunk in answer.aiter_bytes():
         content += chunk
         if len(content) > MOST_BYTES:
-            raise _Refused("answered what cannot be used", f"more than {MOST_BYTES:,} bytes", again=True)
+            raise _Refused("answered what cannot be used", f"more than {MOST_BYTES:,} bytes", retry=True)
     return bytes(content)
 
 
-def _asked_pause(answer: httpx.Response) -> float:
-    """Seconds that the server asks for; 0 if it names none, or a date."""
+def _requested_pause(answer: httpx.Response) -> float:
+    """Pause in seconds that the server asks for; 0 if it asks for none, or gives a date."""
     try:
         return min(max(0.0, float(answer.headers.get("retry-after", 0))), LONGEST_PAUSE_S)
     except ValueError:
@@ -233,27 +238,27 @@ def _asked_pause(answer: httpx.Response) -> float:
 
 
 def _without(text: str, key: str) -> str:
-    """A server's words, without the key that it may have repeated."""
+    """``text`` without the key, which a server may have repeated."""
     return text.replace(key, "...") if key else text
 
 
 def _read(content: bytes) -> RemoteReply:
-    """The first choice. Raises _Refused if there is none."""
+    """The first choice of a response. Raises _Refused if there is none."""
     try:
         answer = json.loads(content)
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         text = choice["message"]["content"]
         if not isinstance(text, str):
-            raise TypeError(f"its content is {text!r:.80}, which is no text")
+            raise TypeError(f"its content is {text!r:.80}, which is not text")
         counts = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         return RemoteReply(text, str(choice.get("finish_reason") or ""), *counts)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         shown = content.decode(errors="replace")[:SHOWN_CHARACTERS]
-        said = f"{type(error).__name__}: {error} in {shown!r}"
-        raise _Refused("answered what cannot be used", said, again=True) from None
+        detail = f"{type(error).__name__}: {error} in {shown!r}"
+        raise _Refused("answered what cannot be used", detail, retry=True) from None
 
 
-# ---- connections of this process ---------------------------------------------------------------------------------
+# -- connections of this process --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ class _Connection:
 
 _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[RemoteJudge, _Connection]]
 _connections = weakref.WeakKeyDictionary()
-"""By event loop."""
+"""Connections by event loop."""
 
 
 def _connections_here() -> dict[RemoteJudge, _Connection]:
@@ -277,9 +282,9 @@ def _connection(judge: RemoteJudge) -> _Connection:
     connections = _connections_here()
     if judge not in connections:
         if (logger := logging.getLogger("httpx")).level == logging.NOTSET:
-            logger.setLevel(logging.WARNING)  # else it writes a line for each request
+            logger.setLevel(logging.WARNING)  # otherwise it logs a line per request
         limits = httpx.Limits(max_connections=judge.concurrency)
-        # The deadlines of an attempt and of the answer bound every wait.
+        # No timeout of httpx's own: the deadlines of the attempt and of the answer bound every wait.
         connections[judge] = _Connection(
             httpx.AsyncClient(timeout=None, limits=limits), asyncio.Semaphore(judge.concurrency)
         )

@@ -1,4 +1,4 @@
-"""Carries out what a policy calls: each call with a deadline, and a failure costs that call only."""
+"""Runs the tool calls of a policy. Each call has a deadline, and a failure affects only that call."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from typing import Any
 from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
-from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, place_of, said, suspended
+from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 logger = logging.getLogger("monarch_rl")
 DEADLINE_S = 30.0
-"""Of one call."""
+"""Deadline in seconds of one call."""
 CHARACTERS = 20_000
-"""Of one answer; more of a page than that is seldom read, and its tokens are paid for in every later turn."""
+"""Maximum characters of one answer. More of a page is seldom read, and its tokens are processed again in every later
+turn."""
 ERROR_CHARACTERS = 500
 HUNG_THREADS = 64
-"""Of one process, from which on it is replaced. Each keeps its stack and what its tool holds."""
+"""Number of hung threads at which a process is replaced. Each keeps its stack and the objects of its tool."""
 _shown: set[tuple[str, str]] = set()
-"""Kinds of failures that this process has shown."""
+"""Kinds of failures that this process has logged."""
 _left: list[tuple[threading.Thread, str]] = []
-"""Threads for which nobody waits any more, and the tools that they carry out."""
+"""Threads that nobody waits for any more, with the name of their tool."""
 
 
 class ToolsHang(RuntimeError):
-    """So many calls of tools go on after their deadline that the worker has to be replaced."""
+    """So many tool calls are still running after their deadline that the worker has to be replaced."""
 
 
 def check_hung_tools() -> None:
@@ -46,8 +47,8 @@ def check_hung_tools() -> None:
             f"{tool} ({count} times)" for tool, count in Counter(tool for _, tool in _left).most_common(3)
         )
         raise ToolsHang(
-            f"{len(_left)} calls of tools go on though nobody waits for them any more: {named}. A thread cannot be "
-            "ended: give what a tool waits for a deadline of its own, or make it a coroutine function"
+            f"{len(_left)} tool calls are still running after their deadline: {named}. Threads cannot be ended: give "
+            "whatever the tool waits for a deadline of its own, or make the tool a coroutine function"
         )
 
 
@@ -66,24 +67,27 @@ async def run_tools(
     characters: int = CHARACTERS,
     failed: Callable[[Failure], None] = show_once,
 ) -> list[Message]:
-    """Carry out calls, all at once, and return the answers in their order, for the policy to read.
+    """Run tool calls concurrently and return the answers in their order, for the policy to read.
 
-    A coroutine function runs on the event loop, which it must not block. Any other function runs on a thread of its
-    own. A thread cannot be ended: one that goes on after its deadline goes on beside the run, and its answer is lost;
-    a worker that has many of them is replaced (:func:`check_hung_tools`). Code that is not trusted, or that hangs,
-    belongs in a scoring process or a sandbox.
+    A coroutine function runs on the event loop and must not block it. Any other function runs on its own thread. A
+    thread cannot be ended: after its deadline it continues in the background, and its answer is discarded. A worker
+    with many such threads is replaced (:func:`check_hung_tools`). Untrusted code, or code that may hang, belongs in a
+    scoring process or a sandbox.
 
     Args:
-        calls: of a reply. One with an ``error`` is answered with it.
-        tools: those that the conversation was opened with.
-        deadline_s: seconds that one call may take.
-        characters: of one answer; of a longer one the middle is left out.
-        failed: is told what went wrong in a tool. The policy reads that the tool failed, and the exception's words.
+        calls: tool calls of a reply. A call with an ``error`` is answered with that error.
+        tools: the tools that the conversation was opened with.
+        deadline_s: deadline in seconds of one call.
+        characters: maximum characters of one answer; a longer one loses its middle.
+        failed: called with the failure of a tool. The policy reads that the tool failed, and the exception's message.
+
+    Raises:
+        LookupError: a called tool was given as a schema only.
     """
     functions = as_tools(tools).functions
     for call in calls:
         if not call.error and call.name not in functions:
-            raise LookupError(f"the tool {call.name!r} is given as a schema: carry its calls out yourself")
+            raise LookupError(f"the tool {call.name!r} is only a schema, without a function: run its calls yourself")
     answers = (_answer(call, functions, deadline_s, characters, failed) for call in calls)
     return list(await asyncio.gather(*answers))
 
@@ -105,26 +109,26 @@ async def _answer(
         failed(Failure(f"tool {call.name} took over {deadline_s:g} s", *run.stack()))
         return call.answer(f"The tool {call.name} gave no answer within {deadline_s:g} seconds.")
     except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # with the episode, not by the tool
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # the episode was cancelled, not the tool
             raise
         failed(Failure(f"tool {call.name} raised {type(error).__name__}", *describe(error)))
-        words = shortened(said(error), ERROR_CHARACTERS)
-        return call.answer(f"The tool {call.name} failed: {type(error).__name__}: {words}".removesuffix(": "))
+        message = shortened(exception_message(error), ERROR_CHARACTERS)
+        return call.answer(f"The tool {call.name} failed: {type(error).__name__}: {message}".removesuffix(": "))
     return call.answer(shortened(text, characters))
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task was asked to end: else a CancelledError comes out of what it awaits."""
+    """Whether the running task was cancelled; otherwise a CancelledError comes from something it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class ToolExit(Exception):
-    """A tool ended itself in a way that would have ended the worker."""
+    """A tool raised an exception that would have ended the worker, such as SystemExit."""
 
 
 class _Call:
-    """One call under way."""
+    """One running call."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._function, self._arguments = function, arguments
@@ -132,10 +136,10 @@ class _Call:
         self._thread: threading.Thread | None = None
 
     async def outcome(self) -> Any:
-        """What the function returns. Raises what it raises."""
+        """Result of the function. Raises what the function raises."""
         if not inspect.iscoroutinefunction(self._function):
             result = await self._on_thread()
-            if not inspect.isawaitable(result):  # an object whose call is a coroutine, for one
+            if not inspect.isawaitable(result):  # it is awaitable, for example, if ``__call__`` is a coroutine function
                 return result
             self._coroutine = result
         else:
@@ -161,7 +165,7 @@ class _Call:
                 failure = _as_exit(error)
             try:
                 loop.call_soon_threadsafe(_finish, done, result, failure)
-            except RuntimeError:  # the loop was closed meanwhile: nobody waits
+            except RuntimeError:  # the loop has been closed: nobody waits for the result
                 return
 
         self._thread = threading.Thread(target=run, name="tool", daemon=True)
@@ -173,7 +177,7 @@ class _Call:
             raise
 
     def stack(self) -> tuple[str, str]:
-        """The place where the call is, and all calls that led there; empty if it is nowhere."""
+        """Place of the running call, and its stack; empty if the call is not running."""
         if self._coroutine is not None:
             return suspended(self._coroutine)
         frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None

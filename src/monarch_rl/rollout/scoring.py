@@ -1,17 +1,18 @@
-"""Scores computed in processes of their own, each with a deadline.
+"""Computes scores in separate processes, each with a deadline.
 
-A score function may be slow, may hang in C code and may crash; none of that may touch the event loop that plays
-the episodes. So it runs in a pool of processes (pebble), which the host's fork server forks; where there is none they
-are spawned. A process that oversteps its deadline is killed and replaced, and the caller gets :class:`ScoringFailed`,
-which has the traceback of what was raised, or the stack of a process that was ended. A score whose process ended is
-computed once more: something else may have killed the process, such as a kernel that is out of memory. So is one that
-overstepped its deadline while this process was stopped or the machine had no cores for the run: then with a deadline
-that is longer by as much, up to half of :data:`STUCK_S` (``runtime/deadlines.py``).
+A score function may be slow, may hang in C code and may crash; none of this may affect the event loop that runs the
+episodes. It therefore runs in a pool of processes (pebble), which are forked by the host's fork server, or spawned if
+there is none. A process that exceeds its deadline is killed and replaced, and the caller gets :class:`ScoringFailed`
+with the traceback of the exception, or with the stack of the killed process.
 
-A call of the pool costs some 0.2 ms, most scores a tenth of that. So scores that are asked for in one turn of the event
-loop are one call, as long as the last ones took so little that these together do, too. If the call fails, for whatever
-reason, each of them is computed alone. It fails soon (:data:`TOGETHER_DEADLINE_S`), so that a score that hangs costs
-its deadline once and not twice.
+A score whose process died is computed once more, because something else may have killed the process, such as the kernel
+when memory ran out. So is a score that exceeded its deadline while this process was stopped or the machine had no cores
+for the run; its second deadline is longer by the lost time, up to half of :data:`STUCK_S` (``runtime/deadlines.py``).
+
+A call of the pool costs about 0.2 ms, and most scores a tenth of that. Scores that are requested in one iteration of
+the event loop are therefore sent as one call, if recent scores were fast enough. If such a batch fails, for whatever
+reason, its scores are computed one by one. Its deadline is short (:data:`BATCH_DEADLINE_S`), so that a score that
+hangs costs its own deadline once and not twice.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
-from monarch_rl.rollout.tracebacks import describe, of_process, said
+from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock
@@ -50,33 +51,34 @@ from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
 
 ScoreFunction = Callable[..., Any]
-"""Scores one answer, or all of a group."""
-Reading = Callable[[Any], Any]
-"""Makes plain values of what a function returned, in its process; raises TypeError or ValueError if that cannot be."""
+"""Scores one answer, or all answers of a group."""
+Convert = Callable[[Any], Any]
+"""Converts a function's return value to plain values, in the scoring process; raises TypeError or ValueError if it is
+invalid."""
 Computed = tuple[Any, float]
-"""A score, or what was :class:`Raised`; and the seconds that it took."""
-Call = tuple["_Sent", "_Sent", Reading]
-"""A function and its arguments, on their way."""
+"""A score, or :class:`Raised` if it raised; and the seconds it took."""
+Call = tuple["_Payload", "_Payload", Convert]
+"""A function and its arguments, to be sent to a scoring process."""
 FUNCTIONS_KEPT = 64
-"""Functions of which the bytes are kept; the newest ones that hold nothing."""
-TOGETHER_S = 0.02
-"""Seconds that the scores of one call may take, judged by the longest of the last :data:`REMEMBERED`."""
-TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE = 0.4, 0.1
-"""Deadline of a call of several scores: this, or this share of the deadline of one score if that is more."""
-REMEMBERED = 64
+"""Number of functions whose pickled bytes are cached: the newest ones that hold no state."""
+BATCH_S = 0.02
+"""Maximum estimated seconds of one batch, by the slowest of the last :data:`RECENT_SCORES` scores."""
+BATCH_DEADLINE_S, BATCH_DEADLINE_SHARE = 0.4, 0.1
+"""Deadline of a batch: this, or this share of the deadline of one score if that is more."""
+RECENT_SCORES = 64
 STUCK_S = 30.0
-"""If for its deadline and this many seconds more neither a score ends nor one that was asked for before, the processes
-count as stuck: a new process needs seconds for its imports and its data."""
+"""Seconds beyond a score's deadline after which the processes count as stuck, if neither it nor a score requested
+before it has ended by then. A new process needs seconds for its imports and its data."""
 LOST_SHARE = 0.5
-"""Share of the time that the machine, or a stop, must take from a score that is late for it to be computed once more:
-on a busy machine every process waits at times."""
+"""Share of a late score's time that the process was stopped, or had no core, from which on the score is computed once
+more. On a busy machine every process waits at times."""
 
 PRELOAD = "rollout"
 """Name of the fork server's preload for scoring processes."""
 
 
-class _Overstepped(TimeoutError):
-    """A score overstepped its deadline; for ``lost_share`` of the time this process was stopped or had no core."""
+class _DeadlinePassed(TimeoutError):
+    """A score exceeded its deadline; for ``lost_share`` of the time this process was stopped or had no core."""
 
     def __init__(self, lost_share: float) -> None:
         super().__init__()
@@ -87,22 +89,22 @@ class Scorer:
     """A pool of scoring processes. They end with this process, however it ends.
 
     Args:
-        processes: how many scores are computed at once.
-        deadline_s: seconds that one score may take, from when a process starts on it.
-        warm_up: called once in every new process before its first score (imports, data); it travels by value.
+        processes: number of scores that are computed at once.
+        deadline_s: deadline in seconds of one score, from its start in a process.
+        warm_up: called once in every new process before its first score (imports, data); pickled by value.
     """
 
     def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
-        self._unsent: list[_Asked] = []
-        """Scores of this turn of the event loop, for calls of several."""
-        self._calls: set[asyncio.Task[None]] = set()
-        """Those calls."""
+        self._queued: list[_QueuedScore] = []
+        """Scores requested in this iteration of the event loop, to be sent in batches."""
+        self._batches: set[asyncio.Task[None]] = set()
+        """Batches in progress."""
         self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
-        """By identity: the newest functions, and what is sent of them."""
-        self._recent: deque[float] = deque(maxlen=REMEMBERED)
-        """Seconds that scores took."""
+        """The newest functions and their pickled form, by identity."""
+        self._recent: deque[float] = deque(maxlen=RECENT_SCORES)
+        """Duration of recent scores in seconds."""
         self._output = ScorerOutput()
         self._make_pool = functools.partial(
             ProcessPool,
@@ -113,59 +115,59 @@ class Scorer:
         )
         self._pool = self._make_pool()
         self._works = False
-        """The pool has answered."""
+        """Whether the pool has computed a score."""
         self._starting: tuple[ProcessPool, asyncio.Task[None]] | None = None
-        """The pool whose processes are being started, or were last."""
+        """The pool whose processes are being started, or were started last."""
         self._replacing = asyncio.Lock()
-        self._under_way = PendingCalls()
+        self._pending = PendingCalls()
 
     @property
     def queue(self) -> str:
-        """Calls that wait for a process, in words; "" if none does."""
-        waiting = len(self._under_way) - self._processes
+        """Describes the calls that wait for a process; "" if none does."""
+        waiting = len(self._pending) - self._processes
         return f"{waiting} calls wait for the {self._processes} scoring processes of the worker" if waiting > 0 else ""
 
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
-        """Run ``function(*args)`` in the pool; the function travels by value, with what it holds at the time of the
-        call; but the global variables of a function that holds nothing else are those of its first call.
+        """Run ``function(*args)`` in the pool. The function is pickled by value, with the state it holds at the time of
+        the call; the global variables of a function that holds no other state are those of its first call.
 
         Raises:
-            ScoringFailed: the function raised, overstepped the deadline, or its process ended twice.
+            ScoringFailed: the function raised, exceeded the deadline, or its process died twice.
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
         call = self._call(function, args, as_outcome)
-        computed = await self._score_with_others(call) if self._most_together() > 1 else None
-        return self._read(computed or await self._score_alone(call))  # type: ignore[no-any-return]
+        computed = await self._score_in_batch(call) if self._batch_size() > 1 else None
+        return self._result(computed or await self._score_alone(call))  # type: ignore[no-any-return]
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
-        """As :meth:`score`, with a function that returns a reward for each of several episodes."""
+        """Like :meth:`score`, for a function that returns one reward per episode of a group."""
         computed = await self._score_alone(self._call(function, args, as_outcomes))
-        return self._read(computed)  # type: ignore[no-any-return]
+        return self._result(computed)  # type: ignore[no-any-return]
 
-    def _call(self, function: ScoreFunction, args: tuple[Any, ...], reading: Reading) -> Call:
-        given = to_bytes(args, f"what {getattr(function, '__name__', function)} is given")
-        return _Sent(self._sent(function)), _Sent(given), reading
+    def _call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Call:
+        pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
+        return _Payload(self._by_value(function)), _Payload(pickled), convert
 
-    def _sent(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
-        if not _holds_nothing(function):  # what it holds may have changed since the call before
+    def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
+        if not _is_stateless(function):  # its state may have changed since the last call
             return ByValue(function)
-        known = self._functions.get(id(function))
-        if known is None:
-            known = self._functions[id(function)] = function, ByValue(function)
+        cached = self._functions.get(id(function))
+        if cached is None:
+            cached = self._functions[id(function)] = function, ByValue(function)
             if len(self._functions) > FUNCTIONS_KEPT:
                 del self._functions[next(iter(self._functions))]
-        return known[1]
+        return cached[1]
 
-    def _read(self, computed: Computed) -> Any:
+    def _result(self, computed: Computed) -> Any:
         result, seconds = computed
         self._recent.append(seconds)
         if isinstance(result, Raised):
-            raise ScoringFailed(f"score raised {result.kind}", result.said, result.place, result.report)
+            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
         return result
 
     async def _score_alone(self, call: Call) -> Computed:
-        """See :meth:`score`."""
+        """Compute one score, twice if necessary; raises as :meth:`score` does."""
         error: Exception | None = None
         deadline_s = self.deadline_s
         for attempt in range(2):
@@ -173,13 +175,13 @@ class Scorer:
             try:
                 computed: Computed = await self._try(pool, _run, call, deadline_s)
                 return computed
-            except _Overstepped as late:
+            except _DeadlinePassed as late:
                 if attempt == 0 and late.lost_share >= LOST_SHARE:
-                    self._output.take_stack()  # it may leave another
-                    longest_s = deadline_s + STUCK_S / 2  # those that wait for its process must not take it for stuck
+                    self._output.take_stack()  # the second attempt may leave another stack
+                    longest_s = deadline_s + STUCK_S / 2  # so that calls behind it do not treat the pool as stuck
                     deadline_s = min(deadline_s / max(1 - late.lost_share, 0.01), longest_s)
                     continue
-                place, stack = of_process(self._output.take_stack())
+                place, stack = process_stack(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
                 raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
             except ProcessExpired as expired:
@@ -187,76 +189,80 @@ class Scorer:
             except BrokenProcessPool as broken:
                 await self._replace(pool, broken)
                 error = broken
-        how = _end_of(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
-        place, stack = of_process(self._output.take_stack())
+        how = _describe_exit(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
+        place, stack = process_stack(self._output.take_stack())
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
         raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
 
-    def _most_together(self) -> int:
-        """Scores that one call may compute."""
-        if len(self._recent) < REMEMBERED // 8:
+    def _batch_size(self) -> int:
+        """Maximum number of scores in one batch."""
+        if len(self._recent) < RECENT_SCORES // 8:
             return 1
-        return int(TOGETHER_S / max(*self._recent, TOGETHER_S / REMEMBERED))
+        return int(BATCH_S / max(*self._recent, BATCH_S / RECENT_SCORES))
 
-    async def _score_with_others(self, call: Call) -> Computed | None:
-        """The outcome, in one call with all others of this turn; None if the call failed."""
+    async def _score_in_batch(self, call: Call) -> Computed | None:
+        """The score, computed in a batch with other scores of this iteration; None if the batch failed."""
         loop = asyncio.get_running_loop()
-        if not self._unsent:
-            loop.call_soon(self._send)
-        asked = _Asked(call, loop.create_future())
-        self._unsent.append(asked)
-        return await asked.computed  # waits: as long as _try, which has a deadline
+        if not self._queued:
+            loop.call_soon(self._send_batches)
+        queued = _QueuedScore(call, loop.create_future())
+        self._queued.append(queued)
+        return await queued.computed  # waits: as long as _try, which has a deadline
 
-    def _send(self) -> None:
-        asked, self._unsent = self._unsent, []
-        size = max(1, min(self._most_together(), math.ceil(len(asked) / self._processes)))
-        for first in range(0, len(asked), size):
-            call = asyncio.ensure_future(self._score_together(asked[first : first + size]))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+    def _send_batches(self) -> None:
+        queued, self._queued = self._queued, []
+        size = max(1, min(self._batch_size(), math.ceil(len(queued) / self._processes)))
+        for first in range(0, len(queued), size):
+            batch = asyncio.ensure_future(self._score_batch(queued[first : first + size]))
+            self._batches.add(batch)
+            batch.add_done_callback(self._batches.discard)
 
-    async def _score_together(self, asked: list[_Asked]) -> None:
-        all_computed: list[Computed] | list[None] = [None] * len(asked)
+    async def _score_batch(self, batch: list[_QueuedScore]) -> None:
+        all_computed: list[Computed] | list[None] = [None] * len(batch)
         try:
-            limit_s = min(self.deadline_s, max(TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE * self.deadline_s))
-            all_computed = await self._try(self._pool, _run_all, ([each.call for each in asked],), limit_s)
-        except Exception:  # one of them caused it and will raise it, when each is computed alone
+            limit_s = min(self.deadline_s, max(BATCH_DEADLINE_S, BATCH_DEADLINE_SHARE * self.deadline_s))
+            all_computed = await self._try(self._pool, _run_all, ([each.call for each in batch],), limit_s)
+        except Exception:  # the score that caused it raises it again when it is computed alone
             self._recent.clear()
-            self._output.take_stack()  # that one leaves another
+            self._output.take_stack()  # that score then leaves another stack
         finally:
-            for each, computed in zip(asked, all_computed, strict=True):
+            for each, computed in zip(batch, all_computed, strict=True):
                 if not each.computed.done():
                     each.computed.set_result(computed)
 
     async def _try(
         self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...], deadline_s: float
     ) -> Any:
-        """What ``function`` returns in a process of the pool.
+        """Result of ``function`` in a process of the pool.
 
-        Raises _Overstepped if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
-        the pool does not run, ScoringFailed if shared memory is full.
+        Raises:
+            _DeadlinePassed: the call exceeded its deadline.
+            ProcessExpired: the process died.
+            BrokenProcessPool: the pool does not run.
+            ScoringFailed: shared memory is full.
         """
         if not self._works:
-            await self._started(pool)
+            await self._wait_until_started(pool)
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
         future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=deadline_s))
         clock = DeadlineClock(deadline_s, "a score")
         try:
             limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
-            await self._under_way.ends(future, pool, limit_s, half_s, clock.lost_share)
+            await self._pending.ends(future, pool, limit_s, half_s, clock.lost_share)
             result = future.result()
         except TimeoutError as error:
-            raise _Overstepped(clock.lost_share()) from error
+            raise _DeadlinePassed(clock.lost_share()) from error
         finally:
             future.cancel()
         self._works = True
         return result
 
-    async def _started(self, pool: ProcessPool) -> None:
-        """Wait until the processes of a pool are started, which pebble does where it is first asked for anything.
+    async def _wait_until_started(self, pool: ProcessPool) -> None:
+        """Wait until the processes of a pool have started, which pebble does at the first use of the pool.
 
-        On a thread: it waits for the fork server, which may be at its imports, or stuck for minutes.
+        This happens on a thread, because it waits for the fork server, which may be busy with imports or stuck for
+        minutes.
         """
         if self._starting is None or self._starting[0] is not pool or _has_failed(self._starting[1]):
             starting = asyncio.ensure_future(asyncio.to_thread(_start_processes, pool))
@@ -264,35 +270,35 @@ class Scorer:
         starting = self._starting[1]
         if not starting.done():
             with wait_registry.waiting("scoring processes to be started by the fork server"):
-                await asyncio.shield(starting)  # waits: EpisodePlayer has a deadline for an episode's code
+                await asyncio.shield(starting)  # waits: EpisodeRunner has a deadline for an episode's code
         starting.result()
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
         """Make another pool if ``pool`` has worked before.
 
-        A pool breaks when a process is killed while it takes a task. And it waits without a deadline for a process that
-        was stopped before it took one.
+        A pool breaks when a process is killed while it takes a task. It waits without a deadline for a process that was
+        stopped before it took one.
         """
         async with self._replacing:
             if self._pool is not pool:  # another call has replaced it
                 return
             if not self._works:
                 printed = await asyncio.to_thread(self._output.tail)
-                message = f"the scoring processes do not run; the last that they printed:\n{printed}"
+                message = f"the scoring processes do not start; the end of their output:\n{printed}"
                 raise ScorerBroken(message) from error
             # The old pool must end first: its threads may still read from pipes whose numbers a new pool would get.
             await asyncio.to_thread(_end, pool)
             self._pool, self._works = self._make_pool(), False
-            self._under_way.give_up(pool)
+            self._pending.give_up(pool)
 
     def close(self) -> None:
-        """End the processes. Blocks for a moment; call it off the event loop."""
+        """End the processes. Blocks for a moment; do not call it on the event loop."""
         _end(self._pool)
         self._output.close()
 
 
-def _holds_nothing(function: ScoreFunction) -> bool:
-    """Whether a function is its code alone: no closure, no defaults, no attributes, no object."""
+def _is_stateless(function: ScoreFunction) -> bool:
+    """Whether a function is only code: no closure, no defaults, no attributes, not another callable object."""
     if not isinstance(function, FunctionType):
         return False
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
@@ -304,11 +310,11 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 def _start_processes(pool: ProcessPool) -> None:
     try:
-        _ = pool.active  # what asks for it has to find it started; whether it is comes later
+        _ = pool.active  # reading it starts the pool; the caller checks whether it is active
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        detail = "their locks lie in /dev/shm, which is full: make room there, or enlarge it (docker --shm-size)"
+        detail = "their locks are in /dev/shm, which is full: free space there, or enlarge it (docker --shm-size)"
         raise ScoringFailed("scoring processes could not start", detail) from error
 
 
@@ -317,8 +323,8 @@ def _end(pool: ProcessPool) -> None:
     pool.join()  # waits: stop() kills what does not end
 
 
-def _end_of(exit_code: int) -> tuple[str, str]:
-    """How a process ended, for a reason and for a report."""
+def _describe_exit(exit_code: int) -> tuple[str, str]:
+    """How a process ended, as a suffix of the reason and as a sentence of the report."""
     if exit_code >= 0:
         return "", f"it ended with exit code {exit_code}"
     name = signal_name(-exit_code)
@@ -334,8 +340,8 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[
 
 
 @dataclass(eq=False, slots=True)
-class _Asked:
-    """A score that is computed with others."""
+class _QueuedScore:
+    """A score that is to be computed in a batch."""
 
     call: Call
     computed: asyncio.Future[Computed | None]
@@ -343,111 +349,112 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a score raised, in words: not every exception can be sent between processes."""
+    """Description of an exception that a score raised; the exception itself cannot always be pickled."""
 
     kind: str
-    """The exception's type."""
-    said: str
+    """Type of the exception."""
+    message: str
     place: str
     report: str
     """Its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """Something on its way to a scoring process. It is read on arrival, before the deadline of a score begins: a
-    function may import for seconds."""
+class _Payload:
+    """A pickled object for a scoring process. It is unpickled on arrival, before the deadline of the score starts:
+    unpickling a function may import modules for seconds."""
 
     content: ByValue[ScoreFunction] | bytes
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _arrived, (self.content,)
+        return _load_payload, (self.content,)
 
 
 @dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """What could not be read: it must cost its own score only."""
+class _LoadFailed:
+    """A payload could not be unpickled, which must cost only its own score."""
 
     error: BaseException
 
 
-def _arrived(content: ByValue[ScoreFunction] | bytes) -> Any:
+def _load_payload(content: ByValue[ScoreFunction] | bytes) -> Any:
     try:
         return pickle.loads(content) if isinstance(content, bytes) else content.load()
     except BaseException as error:
-        return _Unreadable(error)
+        return _LoadFailed(error)
 
 
 def _run(
-    function: ScoreFunction | _Unreadable, args: tuple[Any, ...] | _Unreadable, reading: Reading = as_outcome
+    function: ScoreFunction | _LoadFailed, args: tuple[Any, ...] | _LoadFailed, convert: Convert = as_outcome
 ) -> Computed:
-    """The score, or what was raised: SystemExit, too, must not end the scoring process's event loop."""
+    """Compute a score. Any exception is returned: SystemExit, too, must not end the scoring process's event loop."""
     started, process = time.perf_counter(), os.getpid()
     outcome: Any
     try:
         for part in (function, args):
-            if isinstance(part, _Unreadable):
+            if isinstance(part, _LoadFailed):
                 raise part.error
-        # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
-        outcome = reading(function(*args))  # type: ignore[operator, misc]
+        # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
+        outcome = convert(function(*args))  # type: ignore[operator, misc]
     except BaseException as error:
         place, report = describe(error)
-        outcome = Raised(type(error).__name__, said(error), place, report)
-    if os.getpid() != process:  # a copy that the function has forked: two would answer, and take what comes next
+        outcome = Raised(type(error).__name__, exception_message(error), place, report)
+    if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
     return outcome, time.perf_counter() - started
 
 
-def _run_all(calls: list[tuple[Any, Any, Reading]]) -> list[Computed]:
+def _run_all(calls: list[tuple[Any, Any, Convert]]) -> list[Computed]:
     return [_run(*call) for call in calls]
 
 
-# -- output of scoring processes, up to a bound, and their stacks when they are ended ---------------------------------
+# -- output of scoring processes, up to a limit, and their stacks when they are killed --------------------------------
 
 SHOWN_BYTES = 2**16
 """Bytes that the scoring processes of a worker may print in :data:`WINDOW_S` seconds."""
 WINDOW_S = 60.0
 TAIL_BYTES = 4096
-"""Newest bytes that are kept for the message of processes that do not start."""
+"""Newest bytes of output that are kept for the error of processes that do not start."""
 DRAIN_S = 1.0
-"""Seconds in which what was printed by processes that have ended is read, at most."""
+"""Maximum seconds for reading the remaining output of ended processes."""
 
 
 class ScorerOutput:
-    """The output of the scoring processes of one worker, which it prints on stderr, up to a bound.
+    """The output of one worker's scoring processes, which it prints on stderr, up to a limit.
 
-    A score that prints for each answer would otherwise bury what the run says, and may run programs that print, too.
-    So it is a pipe that takes the place of the processes' standard output and error.
+    Without a limit, a score that prints for each answer would bury the run's own output. A pipe replaces the standard
+    output and error of the processes, so that programs that a score starts are limited, too.
     """
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe()
         stacks = os.memfd_create("monarch_rl-stacks")
         self.ends = Connection(writer, readable=False), Connection(stacks)
-        """What a scoring process takes (:func:`print_into`); can be pickled while one is started."""
+        """The descriptors that a scoring process gets (:func:`print_into`); they can be pickled while a process is
+        started."""
         self._owner = wait_registry.current_name()
         self._tail = b""
         self._left, self._window_ends = 0, -math.inf
         self._left_out = 0
-        """Bytes of this window."""
+        """Dropped bytes in this window."""
         self._thread = threading.Thread(target=self._forward, name="scorer-output", daemon=True)
         self._thread.start()
 
     def take_stack(self) -> str:
-        """What the processes wrote since the last call when they were killed or crashed: their stacks. May be empty.
+        """Stacks that processes wrote since the last call when they were killed or crashed; may be empty.
 
-        Of several that end at the same time, all stacks may be in one call's answer, and none in the next one's: pebble
-        does not say which process computed a score that took too long.
+        If several processes end at the same time, one call may return all stacks, and the next call none: pebble does
+        not report which process computed a score that took too long.
         """
         stacks = self.ends[1].fileno()
         text = os.pread(stacks, 2**20, 0).decode(errors="replace")
-        # All processes write at one offset, which belongs to the file that they share.
+        # All processes write at one offset, because they share the open file.
         os.ftruncate(stacks, 0)
         os.lseek(stacks, 0, os.SEEK_SET)
         return text
 
     def tail(self) -> str:
-        """The end of what was printed. May wait for a moment: call it off the event loop."""
+        """The end of the output. May wait for a moment: do not call it on the event loop."""
         poll, deadline = select.poll(), time.monotonic() + DRAIN_S
         poll.register(self._reader, select.POLLIN)
         while poll.poll(0) and time.monotonic() < deadline:
@@ -455,13 +462,13 @@ class ScorerOutput:
         return self._tail.decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End it once the processes have ended. May wait for a moment: call it off the event loop."""
+        """Close it once the processes have ended. May wait for a moment: do not call it on the event loop."""
         for end in self.ends:
             end.close()
         self._thread.join(DRAIN_S)  # a program that a score has started may still hold the pipe
 
     def _forward(self) -> None:
-        """On a thread of its own: read all, so that no process waits, and print what may be printed."""
+        """On its own thread: read all output, so that no process blocks, and print it up to the limit."""
         while data := os.read(self._reader, 2**16):
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             moment = time.monotonic()
@@ -473,7 +480,7 @@ class ScorerOutput:
                 _print(shown)
             if len(data) > self._left and not self._left_out:
                 limit = f"more than {SHOWN_BYTES // 1024} KiB within {WINDOW_S:g} s"
-                self._say(f"the scoring processes of {self._owner} have printed {limit}: the rest is left out")
+                self._print_notice(f"the scoring processes of {self._owner} have printed {limit}: the rest is left out")
             self._left_out += len(data) - len(shown)
             self._left -= len(shown)
         self._report_dropped()
@@ -481,23 +488,25 @@ class ScorerOutput:
 
     def _report_dropped(self) -> None:
         if self._left_out:
-            self._say(f"{self._left_out:,} bytes that the scoring processes of {self._owner} printed were left out")
+            self._print_notice(
+                f"{self._left_out:,} bytes that the scoring processes of {self._owner} printed were left out"
+            )
             self._left_out = 0
 
-    def _say(self, sentence: str) -> None:
+    def _print_notice(self, sentence: str) -> None:
         _print(f"\n[{sentence}]\n".encode())
 
 
 def _print(data: bytes) -> None:
-    with suppress(OSError):  # nobody reads what this process prints any more
+    with suppress(OSError):  # nobody reads this process's output any more
         os.write(2, data)
 
 
 def print_into(ends: tuple[Connection, Connection]) -> None:
-    """In a scoring process: print into the pipe from here on, and leave the stack when it crashes or is ended.
+    """In a scoring process: print into the pipe from now on, and write the stack when the process crashes or is killed.
 
-    Call it once the handler of SIGTERM is set: that one runs after the stack is written, also where it must wait for a
-    call in C to return.
+    Call it after the handler of SIGTERM is set. The stack is then written before that handler runs, even if the handler
+    has to wait for a C call to return.
     """
     writer, stacks = ends
     for standard in (1, 2):
@@ -508,16 +517,16 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
 
 
-# -- calls of the pool that have not ended, and when its processes count as stuck -------------------------------------
+# -- pending calls of the pool, and when its processes count as stuck -------------------------------------------------
 
 
 class PendingCalls:
-    """Waits for calls. A pool ends a call that oversteps its deadline, but not one whose process was stopped before it
-    said that it has taken it, and none after the pool itself has ended."""
+    """Waits for calls of pools. A pool ends a call that exceeds its deadline, except if its process was stopped before
+    it reported that it took the call, or if the pool itself has ended."""
 
     def __init__(self) -> None:
         self._pools: dict[asyncio.Future[Any], ProcessPool] = {}
-        """In the order in which the pools were given the calls."""
+        """Pool of each call, in the order of the calls."""
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -528,12 +537,13 @@ class PendingCalls:
         """Wait until a call ends.
 
         Args:
-            future: of the call, which the pool was given just now.
-            limit_s: seconds of a machine that has cores for the run, within which this call ends or one before it does.
+            future: the call, which the pool has just been given.
+            limit_s: seconds, not counting time without cores for the run, within which this call or one before it has
+                to end.
             half_s: seconds after which ``on_half`` is called, unless the call has ended.
 
         Raises:
-            BrokenProcessPool: ``limit_s`` have passed, or the pool was given up.
+            BrokenProcessPool: ``limit_s`` has passed, or the pool was given up.
         """
         self._pools[future] = pool
         try:
@@ -542,12 +552,12 @@ class PendingCalls:
                 on_half()
                 stuck, ahead = DeadlineClock(limit_s - half_s, "any score"), self._ahead_of(future)
             while not future.done():
-                # Calls behind it may end, while the process that took it was stopped.
+                # Only calls before it count: calls after it may end while the process that took it is stopped.
                 if (left := self._ahead_of(future)) < ahead:
                     stuck, ahead = DeadlineClock(limit_s, "any score"), left
                 window_s = stuck.next_window_s()
                 if window_s is None:
-                    raise BrokenProcessPool(f"no score was computed for {limit_s:g} s")
+                    raise BrokenProcessPool(f"no score has ended for {limit_s:g} s")
                 await asyncio.wait({future}, timeout=window_s)
         finally:
             del self._pools[future]
@@ -555,12 +565,12 @@ class PendingCalls:
             raise BrokenProcessPool("the pool was given up")
 
     def give_up(self, pool: ProcessPool) -> None:
-        """End the calls of a pool that has ended."""
+        """Cancel the calls of a pool that has ended."""
         for future in [future for future, of in self._pools.items() if of is pool]:
             future.cancel()
 
     def _ahead_of(self, future: asyncio.Future[Any]) -> int:
-        """Calls that the same pool was given before, and that have not ended."""
+        """Number of pending calls that the same pool was given before this one."""
         pool = self._pools[future]
         before = itertools.takewhile(lambda other: other is not future, self._pools)
         return sum(self._pools[other] is pool for other in before)

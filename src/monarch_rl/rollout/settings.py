@@ -1,4 +1,4 @@
-"""What a user sets about rollouts."""
+"""Settings of rollouts, and their checks."""
 
 from __future__ import annotations
 
@@ -14,80 +14,85 @@ from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 logger = logging.getLogger("monarch_rl")
 
 MIN_TEMPERATURE = 0.01
-"""Below, nearly all draws are the most likely token; below 1e-6 SGLang makes them greedy."""
+"""Below this, nearly all samples are the most likely token; below 1e-6 SGLang samples greedily."""
 PROCESSES_PER_CORE = 16
-"""Worker and scoring processes that a core may run. Not a resource: it bounds what a typing error can start."""
+"""Worker and scoring processes per core. Not a resource limit: it limits the effect of a typing error."""
 MAX_EPISODES = {"groups-per-step": 1_000_000, "rollout.concurrent-groups": 65_536}
-"""Episodes of a step, and of a worker at one time, which is one process with a task for each. Not a resource: it bounds
-what a typing error can ask for."""
+"""Maximum episodes per step, and at a time in a worker, which is one process with a task per episode. Not a resource
+limit: it limits the effect of a typing error."""
 GENERATE_S = 600.0
-"""Seconds that a turn may take, however few tokens it may draw: its replica may be replaced meanwhile."""
+"""Minimum default of the deadline of a turn in seconds, even if it may have few tokens: its replica may have to be
+replaced meanwhile."""
 SLOW_TOKENS_PER_S = 20.0
-"""Tokens of one sequence that an engine draws in a second where that is slow: half of what a GPU draws of each of many
-sequences of a large model."""
+"""Tokens per second and sequence of a slow engine: half of what a GPU generates for each of many sequences of a large
+model."""
 MIN_GENERATE_S = 5.0
-"""A turn may wait for a commit of new weights, which takes seconds: a shorter deadline ends every run."""
+"""Minimum deadline of a turn in seconds. A turn may wait for a commit of new weights, which takes seconds, so a shorter
+deadline would end every run."""
 SEQUENCES = 16
-"""That an episode may become, if nothing else is said: two seats and eight branches. What is held for each group has to
-have a bound (docs/buffer.md)."""
+"""Default maximum of sequences per episode: two seats and eight branches. The memory per group needs a bound
+(docs/buffer.md)."""
 MAX_TOP_K = 2048
-"""Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
+"""Half of the ids per sampling mask that SGLang returns (``sampling_mask_max_tokens``), because ties at the threshold
+make masks larger."""
 
 
 @dataclass(frozen=True)
 class RolloutSettings(CheckedSettings, flags="rollout"):
-    """How episodes are played and scored."""
+    """How to run and score episodes."""
 
     workers: Annotated[int, Range(1, 100_000)] = 1
-    """CPU processes that play episodes."""
+    """CPU processes that run episodes."""
     concurrent_groups: Annotated[int, Range(1, 1_000_000)] = 16
-    """Groups that one worker plays at once. More than the buffer has slots brings nothing."""
+    """Groups that one worker runs at once. More groups in total than the buffer has slots have no effect."""
     group_size: Annotated[int, Range(1, 1_000_000)] = 8
-    """Episodes of one prompt, which are compared with each other (GRPO, arXiv:2402.03300, and most code use 8)."""
+    """Episodes per prompt, which are compared with each other (GRPO, arXiv:2402.03300; most code uses 8)."""
     max_sequences: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Sequences that a group may become, where episodes have seats or branches; each episode has an equal share. None
-    is 16 an episode."""
+    """Maximum sequences of a group whose episodes have seats or branches; each episode has an equal share. None means
+    16 per episode."""
     max_tokens: Annotated[int | None, Range(1, 2**31 - 1)] = None
-    """Tokens that the sequences of a group may have together, prompts included; each episode has an equal share. None
-    is `max_sequences` times those that one sequence may have."""
+    """Maximum total tokens of a group's sequences, prompts included; each episode has an equal share. None means
+    `max_sequences` times the maximum tokens of one sequence."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 64
-    """Tokens of one turn; longer ones are cut."""
+    """Maximum tokens of one turn; longer turns are cut."""
     temperature: Annotated[float, Range(0, 100)] = 1.0
-    """Of training rollouts; held-out episodes have evaluation.temperature. 1 draws from the policy that is trained."""
+    """Temperature of training rollouts; held-out episodes use evaluation.temperature. 1 samples from the policy that is
+    trained."""
     top_k: Annotated[int, Range(0, MAX_TOP_K, "0 is off")] = 0
-    """Draw from the k most likely tokens only; 0 draws from all. At most 2048. `top_p` and `min_p` need it, because the
-    engine returns kept sets only then; where the vocabulary is larger they act among these k."""
+    """Sample from the k most likely tokens only, at most 2048; 0 samples from all. `top_p` and `min_p` require it,
+    because only then the engine returns sampling masks; in a larger vocabulary they select among these k."""
     top_p: Annotated[float, Range(0, 1, "1 is off", above=True)] = 1.0
-    """Draw from the smallest set of the most likely tokens that together have this probability; 1 is off."""
+    """Sample from the smallest set of most likely tokens whose total probability reaches this value; 1 is off."""
     min_p: Annotated[float, Range(0, 0.999, "0 is off")] = 0.0
-    """Draw from tokens with at least this share of the most likely one's probability; 0 is off. Not with `seed`."""
+    """Sample from tokens with at least this share of the most likely token's probability; 0 is off. Not with `seed`."""
     keep_sampling_mask: bool = False
-    """Keep the set that each token was drawn from, and train the policy within it (DeepSeek-V3.2's Keep Sampling Mask,
-    arXiv:2512.02556). Truncated sampling needs it; where all tokens can be drawn it has no effect. Costs 4 bytes for
-    each id of each set."""
+    """Keep the set of tokens that each token was sampled from, and train the policy within it (DeepSeek-V3.2's Keep
+    Sampling Mask, arXiv:2512.02556). Required for truncated sampling; without truncation it has no effect. Costs 4
+    bytes per id in each set."""
     seed: Annotated[int | None, Range(0, 2**63 - 1)] = None
-    """Makes draws repeatable for the same weights: each episode's seed derives from this one, from its group and from
-    its place in it."""
+    """Makes sampling repeatable for the same weights: each episode's seed is derived from this one, its group and its
+    index in the group."""
     chat_options: str = "{}"
     """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}. See docs/chat.md."""
     tool_parser: str = ""
-    """SGLang's name of the format in which the model writes tool calls, such as hermes; empty: told by the template."""
+    """SGLang's name of the format of the model's tool calls, such as hermes; empty detects it from the chat
+    template."""
     scorer_processes: Annotated[int, Range(1, 100_000)] = 1
     """Processes of each worker that compute scores."""
     score_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 10.0
-    """Seconds of one score; one that takes longer is killed and costs its episode."""
+    """Deadline in seconds of one score; one that takes longer is killed and costs its episode."""
     episode_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
-    """Seconds that an episode's own code may take between two turns of the policy and after the last one, with its wait
-    for a scoring process; a longer time costs the episode."""
+    """Seconds that an episode's own code may take between two turns of the policy and after the last one, including its
+    wait for a scoring process; exceeding it costs the episode."""
     generate_deadline_s: Annotated[float | None, Range(0.1, FOREVER_S)] = None
-    """Seconds of one turn of the policy; a longer one ends the run. None is 600, or what its tokens take at 20 a
-    second, if that is more."""
+    """Deadline in seconds of one turn of the policy; exceeding it ends the run. None means 600, or the time for
+    `max_new_tokens` at 20 per second, if that is more."""
     logged_groups: Annotated[int, Range(0, 1_000_000, "0 is none")] = 1
-    """Groups of each step's batch that are written to rollouts.jsonl, drawn at random; 0 writes none. Costs a call of
-    every trainer rank and worker, and decoding, once a step."""
+    """Groups of each step's batch that are written to rollouts.jsonl, chosen at random; 0 writes none. Costs one call
+    to every trainer rank and worker, and decoding, per step."""
     slot_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 3600.0
-    """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
-    wait ends the run."""
+    """Seconds that a worker may wait for a free slot or free space in the buffer, that is, for the trainer; exceeding
+    it ends the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,24 +101,24 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """``chat_options``. Raises ValueError if that is no JSON object."""
+        """``chat_options`` as a dictionary. Raises ValueError if it is not a JSON object."""
         return template_options(self.chat_options, self.flag("chat_options"))
 
     @property
     def generate_limit_s(self) -> float:
-        """Seconds of one turn of the policy."""
+        """Deadline in seconds of one turn of the policy."""
         return self.generate_deadline_s or max(GENERATE_S, self.max_new_tokens / SLOW_TOKENS_PER_S)
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """Whether top-k, top-p or min-p excludes some tokens from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def bound(self, episode_limit: int | None = None) -> GroupBound:
-        """What a group may hold.
+        """Bound on the sequences and tokens of a group.
 
         Args:
-            episode_limit: tokens that one sequence may have; None is any number.
+            episode_limit: maximum tokens of one sequence; None means no limit.
         """
         sequences = self.group_size * SEQUENCES if self.max_sequences is None else self.max_sequences
         tokens = self.max_tokens
@@ -126,36 +131,39 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
             raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
         if self.truncated and not self.keep_sampling_mask:
             raise ValueError(
-                "rollout.top-k, top-p or min-p cut tokens off, which the trainer's policy does not: drawn tokens have "
-                "another probability there, so that the importance ratio compares two different distributions. Set "
-                "rollout.keep-sampling-mask, so that both take the same set, or sample from all tokens"
+                "rollout.top-k, top-p or min-p sample from a part of the vocabulary, but the trainer computes "
+                "probabilities over all of it: the importance ratio would compare two different distributions. Set "
+                "rollout.keep-sampling-mask, so that both use the same set of tokens, or sample from all tokens"
             )
         if self.truncated and not self.top_k:
             raise ValueError(
-                f"rollout.top-p and min-p need a rollout.top-k of 2 to {MAX_TOP_K} too: the engine returns kept sets "
-                "only then"
+                f"rollout.top-p and min-p also need a rollout.top-k of 2 to {MAX_TOP_K}: only then the engine returns "
+                "sampling masks"
             )
         if self.truncated and not self.temperature:
-            raise ValueError("rollout.temperature 0 draws the most likely token: there is nothing to cut off")
+            raise ValueError(
+                "rollout.temperature 0 always samples the most likely token: rollout.top-k, top-p and min-p have no "
+                "effect, leave them off"
+            )
         if self.min_p and self.seed is not None:
             raise ValueError(
-                "rollout.min-p cannot be used with rollout.seed: the engine's seeded draw does not support it"
+                "rollout.min-p cannot be used with rollout.seed: the engine's seeded sampling does not support it"
             )
 
 
 def template_options(text: str, flag: str) -> dict[str, Any]:
-    """The variables of a chat template in the JSON of a setting. Raises ValueError if that is no JSON object."""
+    """The variables of a chat template, from a JSON setting. Raises ValueError if ``text`` is not a JSON object."""
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {text[:80]!r} is not JSON: {error}") from None
     if not isinstance(options, dict):
-        raise ValueError(f'{flag} must be an object, such as {{"enable_thinking": false}}, got {options!r:.80}')
+        raise ValueError(f'{flag} must be a JSON object, such as {{"enable_thinking": false}}, got {options!r:.80}')
     return options
 
 
 def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks: int) -> None:
-    """Refuse rollouts that cannot be trained on: groups without advantages, steps that ranks cannot share equally.
+    """Check that rollouts can be trained on: groups have advantages, and ranks can share a step equally.
 
     Raises ValueError saying what to change.
     """
@@ -165,13 +173,13 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
     for flag, most in bounds.items():
         if most is not None and most < settings.group_size:
             raise ValueError(
-                f"{flag} {most} is less than one for each of the {settings.group_size} episodes of a group "
-                "(rollout.group-size): raise it"
+                f"{flag} {most} is less than rollout.group-size {settings.group_size}, and each episode of a group "
+                f"needs at least one: raise {flag}"
             )
     if settings.temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"rollout.temperature must be above 0: greedy episodes of a group are all the same. Give at least "
-            f"{MIN_TEMPERATURE}, got {settings.temperature}"
+            f"rollout.temperature must be at least {MIN_TEMPERATURE}, got {settings.temperature}: greedy episodes of a "
+            "group are all the same"
         )
     if settings.generate_limit_s < MIN_GENERATE_S:
         raise ValueError(
@@ -182,69 +190,72 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
         if (episodes := groups * settings.group_size) > MAX_EPISODES[flag]:
             raise ValueError(
                 f"{flag} {groups:,} x rollout.group-size {settings.group_size:,} = {episodes:,} episodes, which is "
-                f"more than {MAX_EPISODES[flag]:,}: ask for fewer"
+                f"more than the limit of {MAX_EPISODES[flag]:,}: reduce one of them"
             )
     episodes = groups_per_step * settings.group_size
     if episodes % trainer_ranks:
         raise ValueError(
-            f"{groups_per_step} groups x {settings.group_size} episodes = {episodes} episodes a step cannot be "
+            f"{groups_per_step} groups x {settings.group_size} episodes = {episodes} episodes per step cannot be "
             f"shared equally by {trainer_ranks} trainer ranks: change groups-per-step or trainer.ranks"
         )
 
 
 def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
-    """Refuse turns that cannot be drawn or trained whatever the prompt is.
+    """Refuse turns that cannot be generated or trained with any prompt.
 
     Args:
-        limits: tokens that an episode may have, by the name of the setting that limits them.
+        limits: maximum tokens of an episode, by the name of the setting that limits them.
 
     Raises ValueError saying which limit is too small.
     """
-    drawn = settings.max_new_tokens
+    new_tokens = settings.max_new_tokens
     for name, tokens in limits.items():
-        if drawn >= tokens:
+        if new_tokens >= tokens:
             raise ValueError(
-                f"rollout.max-new-tokens {drawn} leaves no room for a prompt within {name}, which is {tokens}"
+                f"rollout.max-new-tokens {new_tokens} leaves no room for a prompt within {name}, which is {tokens}: "
+                f"reduce it, or raise {name}"
             )
 
 
 def check_characters(prompts: Sequence[str], most: int) -> None:
-    """Refuse prompts that are too long whatever their tokens are, before these are counted.
+    """Refuse prompts that are too long whatever the tokenizer makes of them, before their tokens are counted.
 
     Args:
-        most: characters for which there is room within the largest limit.
+        most: number of characters for which the largest limit has room.
 
     Raises ValueError saying how long they are.
     """
     shortest = min(map(len, prompts))
     if shortest > most:
         raise ValueError(
-            f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for {most:,} at "
-            "most, even if all tokens were the tokenizer's longest: make them shorter (task.template, task.config)"
+            f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for at most "
+            f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts (task.template, "
+            "task.config)"
         )
 
 
 def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Sequence[int]) -> None:
-    """Refuse limits that leave no room for any of some prompts of the task, and warn if they do not for most.
+    """Refuse limits that leave no room for any of some prompts of the task, and warn if most of them do not fit.
 
     Args:
         limits: as for :func:`check_lengths`.
-        prompts: tokens of some of the task's prompts; a chat template may add some.
+        prompts: token counts of some of the task's prompts; a chat template may add some.
 
     Raises ValueError saying which limit is too small, and by how much.
     """
-    drawn, shortest = settings.max_new_tokens, min(prompts)
+    new_tokens, shortest = settings.max_new_tokens, min(prompts)
     for name, tokens in limits.items():
-        asked = f"rollout.max-new-tokens {drawn} after a prompt of {shortest} tokens, the shortest of {len(prompts)}, "
-        if drawn + shortest > tokens:
+        if new_tokens + shortest > tokens:
             raise ValueError(
-                f"{asked}is more than {name}, which is {tokens}: raise that, draw fewer tokens, or make prompts shorter"
+                f"rollout.max-new-tokens {new_tokens} after a prompt of {shortest} tokens, the shortest of "
+                f"{len(prompts)}, is more than {name}, which is {tokens}: raise {name}, reduce rollout.max-new-tokens, "
+                "or shorten the prompts"
             )
-        too_long = sum(drawn + prompt > tokens for prompt in prompts)
+        too_long = sum(new_tokens + prompt > tokens for prompt in prompts)
         if 2 * too_long > len(prompts):
             logger.warning(
-                "%d of %d prompts leave no room for %d tokens within %s, which is %d: answers will be cut there",
-                *(too_long, len(prompts), drawn, name, tokens),
+                "%d of %d prompts leave no room for %d new tokens within %s, which is %d: their answers will be cut",
+                *(too_long, len(prompts), new_tokens, name, tokens),
             )
 
 
@@ -254,5 +265,5 @@ def check_processes(settings: RolloutSettings, cores: int) -> None:
     if processes > most:
         raise ValueError(
             f"rollout.workers {settings.workers} with rollout.scorer-processes {settings.scorer_processes} each are "
-            f"{processes} processes, and {cores} cores may run {most}: ask for fewer"
+            f"{processes} processes, and the limit for {cores} cores is {most}: reduce one of them"
         )

@@ -1,4 +1,4 @@
-"""Stages: what a recipe does with a whole group between playing it and handing it in.
+"""Stages: code of a recipe that processes a whole group after its episodes have ended and before it is submitted.
 
     async def teacher(item, group):
         for episode in group.episodes:
@@ -6,7 +6,7 @@
 
     await run.start(task, ..., stages=[Stage(teacher, fills=("teacher",))])
 
-A stage fills columns, changes rewards, or drops the group (:class:`DropGroup`). Workers play other groups meanwhile.
+A stage fills columns, changes rewards, or drops the group (:class:`DropGroup`). Workers run other groups meanwhile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, JudgeFailed, Playing
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, JudgeFailed, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
-from monarch_rl.rollout.play import to_its_end
+from monarch_rl.rollout.play import value_or_exit
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime import wait_registry
@@ -33,11 +33,11 @@ from monarch_rl.runtime.deadlines import DeadlineClock, ends_in_time, now
 from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes, is_coroutine_function
 
 REASON_CHARACTERS = 60
-"""Of a reason for which a stage drops groups: it is a part of a metric's name."""
+"""Maximum characters of the reason for which a stage drops groups, because it becomes part of a metric's name."""
 
 
 class DropGroup(Exception):
-    """Raised by a stage: the group is not trained. The reason is short, because groups are counted by it."""
+    """Raised by a stage to drop a group from training. The reason is short, because groups are counted by it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -46,20 +46,20 @@ class DropGroup(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. It travels to the workers by value, with the function in it."""
+    """One stage. It is pickled by value, with its function, and sent to the workers."""
 
     function: Callable[[Any, Group], Awaitable[None]]
     """``async def stage(item, group)``."""
     fills: tuple[str, ...] = ()
     """Names of the columns that it fills, for every turn of every group."""
     concurrency: int = 8
-    """Groups that may be in it at a time, in each worker. Further ones wait."""
+    """Maximum number of groups in it at a time, per worker. Further groups wait."""
     deadline_s: float = 300.0
-    """Seconds that a group may spend in it, waiting for its turn left out."""
+    """Maximum seconds of a group in it, not counting the wait to enter it."""
     name: str = ""
-    """For metrics and messages; empty is the function's name."""
+    """Name for metrics and messages; empty means the function's name."""
     only_fills: bool = False
-    """It does nothing but fill its columns, so one that nobody reads is refused."""
+    """Whether it only fills its columns, so that it is refused if nothing reads them."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -72,7 +72,8 @@ class Stage:
 
 
 class StageFailed(Exception):
-    """The group is dropped; ``failure`` is what its author is shown, None where the stage dropped it by itself."""
+    """The group is dropped; ``failure`` is the report for its author, None if the stage dropped the group
+    deliberately."""
 
     def __init__(self, reason: str, failure: Failure | None = None) -> None:
         super().__init__(reason)
@@ -80,18 +81,19 @@ class StageFailed(Exception):
 
 
 def columns_filled(stages: Sequence[Stage]) -> dict[str, str]:
-    """The columns that stages fill, each with the name of its stage. Raises ValueError if two stages have one name or
-    fill the same column, or one that every group has."""
+    """Columns that stages fill, with the name of the stage. Raises ValueError if two stages have the same name or fill
+    the same column, or if one fills a column that every group has."""
     names = [stage.name for stage in stages]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two stages are called {twice!r}: give one of them another name, Stage(..., name=...)")
+        raise ValueError(f"two stages are called {twice!r}: rename one of them, Stage(..., name=...)")
     filled: dict[str, str] = {}
     for stage in stages:
         for column in stage.fills:
             if column == BEHAVIOUR:
                 raise ValueError(
-                    f"stage {stage.name!r} fills the column {column!r}, which holds the engine's log-probs"
+                    f"stage {stage.name!r} fills the column {column!r}, which is reserved for the engine's log-probs: "
+                    "rename it"
                 )
             if column in filled:
                 raise ValueError(f"stages {filled[column]!r} and {stage.name!r} both fill the column {column!r}")
@@ -100,18 +102,18 @@ def columns_filled(stages: Sequence[Stage]) -> dict[str, str]:
 
 
 def columns_for_training(stages: Sequence[Stage]) -> list[str]:
-    """The columns that nothing reads unless an advantage or an objective does: of stages that only fill columns, and
-    after which none comes that may do something with them."""
-    doing = [place for place, stage in enumerate(stages) if not stage.only_fills]
-    return [column for stage in stages[max(doing, default=-1) + 1 :] for column in stage.fills]
+    """Columns that only an advantage or an objective can read: those of stages that only fill columns and are not
+    followed by a stage that does anything else."""
+    others = [index for index, stage in enumerate(stages) if not stage.only_fills]
+    return [column for stage in stages[max(others, default=-1) + 1 :] for column in stage.fills]
 
 
 class Stages:
-    """The stages of one worker, one after the other for each group.
+    """The stages of one worker, which each group passes one after another.
 
     Args:
-        note_time: is told, of every group and stage: the stage's name, seconds that the group waited for its turn, and
-            seconds that it spent in it.
+        note_time: called for every group and stage with the stage's name, the seconds that the group waited to enter
+            it, and the seconds that it spent in it.
     """
 
     def __init__(self, stages: Sequence[Stage], note_time: Callable[[str, float, float], None]) -> None:
@@ -119,15 +121,15 @@ class Stages:
         self._stages = [(stage, asyncio.Semaphore(stage.concurrency)) for stage in stages]
         self._note_time = note_time
         self._reasons: set[str] = set()
-        """Those that stages gave for dropping groups."""
+        """Reasons that stages gave for dropping groups."""
         self.places = sum(stage.concurrency for stage in stages)
-        """Groups that may be in stages at a time."""
+        """Maximum number of groups in stages at a time."""
 
     async def run(self, item: Any, group: Group) -> None:
-        """Run all stages on a group that was played.
+        """Run all stages on a group.
 
         Raises:
-            StageFailed: a stage dropped the group, raised, did not end in time, or left what cannot be trained.
+            StageFailed: a stage dropped the group, raised, did not end in time, or left a group that cannot be trained.
         """
         for stage, places in self._stages:
             began = now()
@@ -141,7 +143,7 @@ class Stages:
                     self._note_time(stage.name, entered - began, now() - entered)
 
     def _reason(self, stage: Stage, given: str) -> str:
-        """By which a group that a stage dropped is counted: a metric each, so there must not be ever new ones."""
+        """Reason by which a dropped group is counted. Each reason is a metric, so their number is limited."""
         reason = f"stage {stage.name}: {shortened(str(given), REASON_CHARACTERS)}"
         if reason not in self._reasons and len(self._reasons) >= KINDS:
             return f"stage {stage.name}: other reasons"
@@ -150,10 +152,10 @@ class Stages:
 
 
 async def _run(stage: Stage, item: Any, group: Group) -> None:
-    """As a task of its own, which is left alone when it does not end in time: one that ignores its cancellation must
-    not hold up other groups. Raises DropGroup and StageFailed."""
-    what, before = f"stage {stage.name}", _places(group)
-    coroutine: Any = _to_its_end(stage, item, group)
+    """Run one stage on a group. Raises DropGroup and StageFailed."""
+    what, before = f"stage {stage.name}", _structure(group)
+    coroutine: Any = _run_function(stage, item, group)
+    # A separate task that is not awaited after its deadline: one that ignores cancellation must not delay other groups.
     task = asyncio.ensure_future(coroutine)
     clock, wait = (
         DeadlineClock(stage.deadline_s, what),
@@ -166,7 +168,7 @@ async def _run(stage: Stage, item: Any, group: Group) -> None:
     if not in_time:
         place, stack = suspended(coroutine.cr_await)
         task.cancel()
-        report = f"{stack}\nIf it may take longer, raise deadline_s of the stage.".lstrip()
+        report = f"{stack}\nIf it may take longer, raise the stage's deadline_s.".lstrip()
         raise _failed(f"{what} took over {stage.deadline_s:g} s", group, place, report)
     error = asyncio.CancelledError() if task.cancelled() else task.result()
     if isinstance(error, DropGroup):
@@ -180,13 +182,13 @@ async def _run(stage: Stage, item: Any, group: Group) -> None:
         raise _failed(f"{what} left what cannot be trained", group, report=problem)
 
 
-async def _to_its_end(stage: Stage, item: Any, group: Group) -> BaseException | None:
-    """What the stage raised. A SystemExit, as it is, would end the event loop."""
+async def _run_function(stage: Stage, item: Any, group: Group) -> BaseException | None:
+    """Run the stage's function; returns the exception that it raised, because a SystemExit would end the event loop."""
     try:
         running: Any = stage.function(item, group)
         if not inspect.isawaitable(running):
-            raise TypeError(f"stage {stage.name} is no coroutine: write `async def`")
-        await running  # waits: its caller has a deadline for it
+            raise TypeError(f"stage {stage.name} is not a coroutine function: write `async def`")
+        await running  # waits: _run has a deadline for it
     except asyncio.CancelledError:
         raise
     except BaseException as error:
@@ -199,21 +201,22 @@ def _failed(reason: str, group: Group, place: str = "", report: str = "") -> Sta
     return StageFailed(reason, Failure(reason, place, f"{report}\n{item}".lstrip(), "a stage"))
 
 
-def _places(group: Group) -> list[tuple[int, str, int, Fork | None]]:
-    """What says which sequences a group has, and how they belong together: a fork names another one by its place."""
+def _structure(group: Group) -> list[tuple[int, str, int, Fork | None]]:
+    """Identities and relations of a group's sequences, which a stage must not change: forks refer to sequences by
+    index."""
     return [(id(episode), episode.seat, episode.play, episode.fork) for episode in group.episodes]
 
 
 def _problem(stage: Stage, group: Group, before: list[tuple[int, str, int, Fork | None]]) -> str:
-    """Why a group cannot be trained as the stage left it; empty if it can. Makes plain numbers of its rewards.
+    """Why a group cannot be trained as the stage left it; empty if it can. Converts its rewards to plain numbers.
 
     Args:
-        before: its places when the stage was given it.
+        before: structure of the group before the stage.
     """
-    if _places(group) != before:
+    if _structure(group) != before:
         return (
-            f"It was given {len(before)} episodes and left {len(group.episodes)}, or others: they must stay the same, "
-            "in their order. Raise DropGroup(reason) to drop a group."
+            f"It got {len(before)} episodes and left {len(group.episodes)}, or other ones: a stage must keep the "
+            "episodes and their order. Raise DropGroup(reason) to drop a group."
         )
     for number, episode in enumerate(group.episodes):
         try:
@@ -226,15 +229,15 @@ def _problem(stage: Stage, group: Group, before: list[tuple[int, str, int, Fork 
         return str(error)
     missing = [name for name in stage.fills if name not in names]
     if missing:
-        return f"It has to fill the columns {', '.join(stage.fills)}, but {missing[0]} is not there."
+        return f"It has to fill the columns {', '.join(stage.fills)}, but {missing[0]} is missing."
     wrong = [_not_finite(episode, stage.fills) for episode in group.episodes]
-    # One that some have costs these alone: the trainer leaves them out, names and counts them (finite_only). Where all
-    # have one, it would train nothing of the group.
+    # If only some episodes have non-finite values, the trainer leaves these out, reports and counts them (finite_only).
+    # If all have some, it would train nothing of the group.
     return f"No episode has finite columns: of episode 0 {wrong[0]}" if all(wrong) else ""
 
 
 def _not_finite(episode: Episode, names: Sequence[str]) -> str:
-    """Which column is not finite, and where; empty if all are."""
+    """Which column is not finite, and where; empty if all are finite."""
     for name in names:
         values = episode.column(name)
         if len(wrong := np.flatnonzero(~np.isfinite(values))):
@@ -243,64 +246,66 @@ def _not_finite(episode: Episode, names: Sequence[str]) -> str:
 
 
 def _make_plain(episode: Episode) -> None:
-    """Make plain numbers of what a stage may have set. Raises TypeError or ValueError if that cannot be."""
+    """Convert the rewards that a stage may have set to plain numbers. Raises TypeError or ValueError if that is
+    impossible."""
     outcome = as_outcome(Outcome(episode.reward, episode.parts, episode.info))
     episode.reward, episode.parts = outcome.reward, outcome.parts
-    for place, turn in enumerate(episode.turns):
+    for number, turn in enumerate(episode.turns):
         try:
             turn.reward = None if turn.reward is None else as_outcome(turn.reward).reward
         except (TypeError, ValueError) as error:
-            raise ValueError(f"turn {place}: {error}") from error
+            raise ValueError(f"turn {number}: {error}") from error
 
 
-# -- group rewards: they compare the episodes of a group (``Task.group_rewards``), once these have ended --------------
+# -- group rewards, which compare the episodes of a group after they have ended (``Task.group_rewards``) --------------
 
 EpisodeResult = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"
 
 
 class GroupRewarder:
-    """Gives groups the rewards that their tasks give them as a whole.
+    """Computes the rewards that tasks give to whole groups.
 
     Args:
         scorer: the scoring processes.
-        deadline_s: seconds that a coroutine may take.
+        deadline_s: deadline in seconds of a coroutine.
     """
 
     def __init__(self, scorer: Scorer, deadline_s: float) -> None:
         self._scorer, self._deadline_s = scorer, deadline_s
 
-    async def added(self, task: Task, item: Any, index: int, played: Sequence[EpisodeResult]) -> list[EpisodeResult]:
-        """The group with these rewards, if its task has such. If they fail, all of its episodes have failed.
+    async def added(self, task: Task, item: Any, index: int, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
+        """The group with its group rewards, if the task defines any. If they fail, all episodes of the group fail.
 
         Args:
-            task: that plays the item.
-            index: of the item, for the report of a failure.
-            played: the group: the sequences of each episode, which are compared in this order. Episodes that failed are
-                not.
+            task: the task that the item belongs to.
+            index: index of the item, for the report of a failure.
+            results: the group: the sequences of each episode, in the order in which they are compared. Failed episodes
+                are not compared.
         """
-        plays = [play for play in played if not isinstance(play, EpisodeFailed)]
-        episodes = [sequence for play in plays for sequence in play]
+        succeeded = [result for result in results if not isinstance(result, EpisodeFailed)]
+        episodes = [sequence for result in succeeded for sequence in result]
         if task.group_rewards is None or not episodes:
-            return list(played)
+            return list(results)
         before = [
             Outcome(of.reward, of.parts, of.info, of.answer, of.seat, number)
-            for number, play in enumerate(plays)
-            for of in play
+            for number, result in enumerate(succeeded)
+            for of in result
         ]
         try:
             rewards = await self._rewards(task.group_rewards, item, index, before)
-            joined = [_joined(old, new) for old, new in zip(before, rewards, strict=True)]
+            merged = [_merged(old, new) for old, new in zip(before, rewards, strict=True)]
         except EpisodeFailed as why:
             return [
-                play if isinstance(play, EpisodeFailed) else _group_rewards_failed(play, why, index) for play in played
+                result if isinstance(result, EpisodeFailed) else _group_rewards_failed(result, why, index)
+                for result in results
             ]
-        for episode, new in zip(episodes, joined, strict=True):
+        for episode, new in zip(episodes, merged, strict=True):
             episode.reward, episode.parts, episode.info = new.reward, new.parts, new.info
-        return list(played)
+        return list(results)
 
     async def _rewards(self, function: GroupRewards, item: Any, index: int, outcomes: list[Outcome]) -> list[Outcome]:
-        """A reward for each of ``outcomes``. Raises EpisodeFailed."""
+        """One reward per outcome. Raises EpisodeFailed."""
         if is_coroutine_function(function):
             rewards = await _in_worker(function, item, index, outcomes, self._deadline_s)
         else:
@@ -308,40 +313,42 @@ class GroupRewarder:
                 rewards = await self._scorer.score_group(function, item, outcomes)  # waits: it has a deadline
             except ScoringFailed as error:
                 raise EpisodeFailed(f"group rewards: {error.reason}", error.place, error.report) from error
-            except TypeError as error:  # they, the item or an outcome cannot be sent
+            except TypeError as error:  # the function, the item or an outcome cannot be pickled
                 raise EpisodeFailed("group rewards raised TypeError", *describe(error)) from error
         if len(rewards) != len(outcomes):
-            report = f"{len(rewards)} rewards were returned for the {len(outcomes)} episodes of a group."
+            report = f"It returned {len(rewards)} rewards for the {len(outcomes)} episodes of a group."
             raise EpisodeFailed("group rewards are not one for each episode", report=report)
         return rewards
 
 
-def _joined(old: Outcome, new: Outcome) -> Outcome:
-    """The reward of the group, with parts and info of both. Raises EpisodeFailed if these are too many together."""
+def _merged(old: Outcome, new: Outcome) -> Outcome:
+    """The group's reward, with the parts and info of both outcomes. Raises EpisodeFailed if these are too many
+    together."""
     try:
         return as_outcome(Outcome(new.reward, old.parts | new.parts, old.info | new.info))
     except (TypeError, ValueError) as error:
-        raise EpisodeFailed("group rewards cannot be used", report=f"With those of its episode: {error}") from error
+        report = f"Together with the parts and info of the episode's own reward: {error}"
+        raise EpisodeFailed("group rewards cannot be used", report=report) from error
 
 
 async def _in_worker(
     function: GroupRewards, item: Any, index: int, outcomes: list[Outcome], deadline_s: float
 ) -> list[Outcome]:
-    """What a coroutine returns. It runs as a task that is left alone if it does not end in time; while it asks a judge,
-    its clock stands still. Raises EpisodeFailed."""
-    own_time = EpisodeClock(deadline_s, OWN_CODE)
-    playing = RUNNING_EPISODE.set(Playing(own_time, index))
+    """Rewards that a coroutine returns. Its clock stops while it asks a judge. Raises EpisodeFailed."""
+    clock = EpisodeClock(deadline_s, OWN_CODE)
+    running = RUNNING_EPISODE.set(RunningEpisode(clock, index))
     try:
         coroutine: Any = function(item, outcomes)
-        task = asyncio.ensure_future(to_its_end(coroutine))
-        if not await ends_in_time(task, lambda: own_time.clock, deadline_s):
+        # A separate task that is not awaited after its deadline, in case it ignores its cancellation.
+        task = asyncio.ensure_future(value_or_exit(coroutine))
+        if not await ends_in_time(task, lambda: clock.deadline, deadline_s):
             place, stack = suspended(coroutine)
             task.cancel()
             report = f"{stack}\nIf they may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"group rewards took over {deadline_s:g} s", place, report)
     finally:
-        own_time.end()
-        RUNNING_EPISODE.reset(playing)
+        clock.end()
+        RUNNING_EPISODE.reset(running)
     if task.cancelled():
         raise EpisodeFailed("group rewards were cancelled by their own code")
     error = task.exception() or task.result()
@@ -352,12 +359,12 @@ async def _in_worker(
     try:
         return as_outcomes(task.result())
     except Exception as error:
-        report = f"{type(error).__name__}: {error}\nThey have to be a list with a reward for each episode."
+        report = f"{type(error).__name__}: {error}\nIt has to return a list with one reward per episode."
         raise EpisodeFailed("group rewards cannot be used", report=report) from error
 
 
-def _group_rewards_failed(play: Sequence[Episode], why: EpisodeFailed, index: int) -> EpisodeFailed:
-    """An episode that cannot be trained because of its group's rewards."""
+def _group_rewards_failed(sequences: Sequence[Episode], why: EpisodeFailed, index: int) -> EpisodeFailed:
+    """The failure of an episode whose group rewards failed."""
     failed = EpisodeFailed(why.reason, why.place, why.report)
-    failed.tokens, failed.index = sum(sequence.num_trainable for sequence in play), index
+    failed.tokens, failed.index = sum(sequence.num_trainable for sequence in sequences), index
     return failed

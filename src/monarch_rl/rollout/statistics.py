@@ -1,4 +1,4 @@
-"""What a rollout worker counts. Evaluation episodes are not in it."""
+"""Counters of a rollout worker. Evaluation episodes are not counted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StageTime(NamedTuple):
 
     groups: int = 0
     waited_s: float = 0.0
-    """Seconds that they waited for their turn."""
+    """Seconds that the groups waited to enter the stage."""
     seconds: float = 0.0
-    """Seconds that they were in the stage."""
+    """Seconds that the groups were in the stage."""
 
     def plus(self, groups: int, waited_s: float, seconds: float) -> StageTime:
         return StageTime(self.groups + groups, self.waited_s + waited_s, self.seconds + seconds)
@@ -27,31 +27,31 @@ class StageTime(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What one worker did so far."""
+    """Counters of one worker."""
 
     worker: str
     pid: int
     groups_playing: int = 0
     groups_waiting: int = 0
-    """Places for a group that wait for a slot of the buffer, that is, for the trainer."""
+    """Concurrent groups that wait for a slot of the buffer, that is, for the trainer."""
     groups_put: int = 0
     groups_dropped: int = 0
     episodes: int = 0
-    """Episodes scored."""
+    """Number of scored episodes."""
     full_contexts: int = 0
-    """Of them, those that ended because their context was full."""
+    """Number of scored episodes that a full context ended."""
     failed: dict[str, int] = field(default_factory=dict)
-    """Episodes that failed, by reason."""
+    """Number of failed episodes, by reason."""
     tokens: int = 0
-    """Tokens drawn for scored episodes."""
+    """Tokens sampled for scored episodes."""
     failed_tokens: int = 0
-    """Tokens drawn for episodes that failed."""
+    """Tokens sampled for failed episodes."""
     stages: dict[str, StageTime] = field(default_factory=dict)
-    """What groups spent in each stage."""
+    """Times of groups in each stage."""
 
 
 def summed(workers: Iterable[WorkerStats]) -> WorkerStats:
-    """What several workers did together, under a name that none has; without the times of stages."""
+    """Sums of the counters of several workers, under a name that no worker has; without the times of stages."""
     total: dict[str, Any] = {}
     for worker in workers:
         for each in fields(worker):
@@ -71,12 +71,12 @@ class Statistics:
         self._stats = WorkerStats(worker, os.getpid())
 
     def stats(self) -> WorkerStats:
-        """A copy of the counts."""
+        """A copy of the counters."""
         return replace(self._stats, failed=dict(self._stats.failed), stages=dict(self._stats.stages))
 
     @contextmanager
     def group_waiting(self) -> Iterator[None]:
-        """Count a group that waits for a slot, as long as the block lasts."""
+        """Count a group that waits for a slot, during the block."""
         self._stats.groups_waiting += 1
         try:
             yield
@@ -85,31 +85,31 @@ class Statistics:
 
     @contextmanager
     def group_running(self) -> Iterator[None]:
-        """Count a group that is being played, as long as the block lasts."""
+        """Count a group that is being generated, during the block."""
         self._stats.groups_playing += 1
         try:
             yield
         finally:
             self._stats.groups_playing -= 1
 
-    def add_episodes(self, played: Sequence[Sequence[Episode] | EpisodeFailed]) -> None:
-        """Count what became of the episodes of a group."""
+    def add_episodes(self, results: Sequence[Sequence[Episode] | EpisodeFailed]) -> None:
+        """Count the episodes of a group."""
         stats = self._stats
-        for play in played:
-            if isinstance(play, EpisodeFailed):
-                stats.failed[play.reason] = stats.failed.get(play.reason, 0) + 1
-                stats.failed_tokens += play.tokens
+        for result in results:
+            if isinstance(result, EpisodeFailed):
+                stats.failed[result.reason] = stats.failed.get(result.reason, 0) + 1
+                stats.failed_tokens += result.tokens
             else:
                 stats.episodes += 1
-                stats.tokens += sum(sequence.num_trainable for sequence in play)
-                stats.full_contexts += any(sequence.finish_reason == "context" for sequence in play)
+                stats.tokens += sum(sequence.num_trainable for sequence in result)
+                stats.full_contexts += any(sequence.finish_reason == "context" for sequence in result)
 
     def add_stage(self, name: str, waited_s: float, seconds: float) -> None:
         """Count the time of a group in a stage."""
         self._stats.stages[name] = self._stats.stages.get(name, StageTime()).plus(1, waited_s, seconds)
 
-    def add_put(self) -> None:
-        """Count a group that the buffer has."""
+    def add_submitted(self) -> None:
+        """Count a group that the buffer has accepted."""
         self._stats.groups_put += 1
 
     def add_dropped(self) -> None:

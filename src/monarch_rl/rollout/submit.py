@@ -1,4 +1,4 @@
-"""Groups between worker and buffer: slots to start them, their way through the stages, room, and submission."""
+"""Groups between worker and buffer: tickets for slots, stages, space in the buffer, and submission."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import Endpoint
 
 MESSAGE_BYTES = 4 * 2**20
-"""Bytes of groups that travel in one call, or one group if it is larger."""
+"""Maximum bytes of groups in one call; a larger group is sent in a call of its own."""
 UNASKED_BYTES = 2**17
-"""Bytes of a group that is put without reserving room: to send it in vain costs about as much as to ask."""
+"""Maximum bytes of a group that is submitted without reserving space: a rejected submission costs about as much as a
+reservation."""
 PACE_S = 0.02
-"""Seconds between two puts, at least, so that groups that are complete at about the same time go together."""
+"""Minimum seconds between two calls, so that groups that are completed at about the same time are sent together."""
 
 
 class SubmitQueue:
-    """Puts the groups of one worker; those that are complete at about the same time go in one call.
+    """Submits the groups of one worker; groups that are completed at about the same time are sent in one call.
 
-    A group stays here until the buffer has it. A group that waits for room holds up no other.
+    A group stays here until the buffer has accepted it. A group that waits for space does not delay others.
 
     Args:
-        buffer: its handle.
-        worker: whose outbox this is, for messages.
-        room_deadline_s: seconds that a group may wait for room.
+        buffer: handle of the buffer.
+        worker: name of the worker, for messages.
+        room_deadline_s: seconds that a group may wait for space.
     """
 
     def __init__(self, buffer: BufferHandle, worker: str, room_deadline_s: float) -> None:
@@ -44,18 +45,18 @@ class SubmitQueue:
         self._worker = worker
         self._room_deadline_s = room_deadline_s
         self._unasked: list[_Parcel] = []
-        """The buffer may have room for them."""
+        """Groups to submit without a reservation."""
         self._granted: list[_Parcel] = []
-        """It has."""
+        """Groups whose space in the buffer is reserved."""
         self._sending: asyncio.Task[None] | None = None
         self._next_at = -math.inf
-        """When the next call may be made."""
+        """Time at which the next call may be made."""
 
     async def submit(self, group_id: int, attempt: int, data: bytes) -> None:
-        """Return once the buffer has the group.
+        """Return once the buffer has accepted the group.
 
         Raises:
-            DeadlineExceeded: there was no room in time; the message says what takes it.
+            DeadlineExceeded: there was no space in time; the message says what occupies the buffer.
         """
         if len(data) <= UNASKED_BYTES and await self._send(self._unasked, group_id, data):
             return
@@ -65,7 +66,7 @@ class SubmitQueue:
         await self._send(self._granted, group_id, data)
 
     async def _send(self, parcels: list[_Parcel], group_id: int, data: bytes) -> bool:
-        """Have a group put with others; returns whether the buffer has it."""
+        """Send a group together with others; returns whether the buffer accepted it."""
         parcel = _Parcel(group_id, data, asyncio.get_running_loop().create_future())
         parcels.append(parcel)
         if self._sending is None or self._sending.done():
@@ -73,7 +74,7 @@ class SubmitQueue:
         return await parcel.submitted  # waits: for _send_all of this worker, whose calls have deadlines
 
     async def _send_all(self) -> None:
-        """Send all parcels; those that become complete meanwhile go with the next call, :data:`PACE_S` later."""
+        """Send all parcels; parcels that are added meanwhile are sent with the next call, :data:`PACE_S` later."""
         while self._unasked or self._granted:
             await asyncio.sleep(max(0.0, self._next_at - now()))
             unasked, granted = _take(self._unasked), _take(self._granted)
@@ -88,13 +89,13 @@ class SubmitQueue:
         try:
             call = endpoint.call_one(*(parcel.data for parcel in parcels))
             submitted = await within(BUFFER_DEADLINE_S, call, what, on="buffer") or [True] * len(parcels)
-        except Exception as error:  # whichever it is of: all groups of the worker go this way, and it is lost
+        except Exception as error:  # all parcels fail, whichever caused it: the worker cannot submit, and is lost
             for parcel in parcels:
                 if not parcel.submitted.done():
                     parcel.submitted.set_exception(error)
             return
         for parcel, is_submitted in zip(parcels, submitted, strict=True):
-            if not parcel.submitted.done():  # who waited for it was cancelled
+            if not parcel.submitted.done():  # else its waiter was cancelled
                 parcel.submitted.set_result(is_submitted)
 
 
@@ -103,11 +104,11 @@ class _Parcel:
     group_id: int
     data: bytes
     submitted: asyncio.Future[bool]
-    """Whether the buffer has the group."""
+    """Whether the buffer accepted the group."""
 
 
 def _take(parcels: list[_Parcel]) -> list[_Parcel]:
-    """Remove the first parcels that fit into one call, at least one if there are any."""
+    """Remove and return the first parcels that fit into one call, at least one if there are any."""
     size = 0
     for count, parcel in enumerate(parcels):
         size += len(parcel.data)
@@ -120,15 +121,15 @@ def _take(parcels: list[_Parcel]) -> list[_Parcel]:
     return taken
 
 
-# -- slots for a worker's groups, asked of the buffer in one call for all that wait -----------------------------------
+# -- tickets: slots for a worker's groups, requested in one call for all that wait ------------------------------------
 
 
 class TicketQueue:
-    """Hands out tickets of the buffer, in the order in which they were asked for.
+    """Requests tickets from the buffer and hands them out in the order in which they were requested.
 
     Args:
-        buffer: its handle.
-        worker: who asks.
+        buffer: handle of the buffer.
+        worker: name of the worker, for messages.
         slot_deadline_s: seconds that a call may wait for a slot.
     """
 
@@ -152,7 +153,7 @@ class TicketQueue:
         return await answer  # waits: for _ask of this worker, whose calls have deadlines
 
     async def _ask(self) -> None:
-        """Ask for as many tickets as are waited for, until none is; the buffer answers as soon as it has one."""
+        """Request as many tickets as are waited for, until nobody waits; the buffer answers as soon as it has one."""
         while self._waiting:
             deadline = self._slot_deadline_s
             try:
@@ -170,7 +171,7 @@ class TicketQueue:
                     if not answer.done():
                         answer.set_exception(error)
                 return
-            # No ticket is the end of the run, also for those who asked while the call was under way.
+            # No ticket means the end of the run, also for callers that joined the queue during the call.
             tickets: list[Ticket | None] = [*granted] or [None] * len(self._waiting)
             served, self._waiting = self._waiting[: len(tickets)], self._waiting[len(tickets) :]
             for answer, ticket in zip(served, tickets, strict=True):
@@ -178,19 +179,20 @@ class TicketQueue:
                     answer.set_result(ticket)
 
 
-# -- a played group: through the stages into the buffer, or dropped; and what failed is shown -------------------------
+# -- completed groups: stages and submission, or dropping; and reports of failures ------------------------------------
 
 INLINE_TOKENS = 8192
-"""Tokens of a group that is packed on the event loop: that takes a millisecond or two, and a thread costs a part of it
-and holds up the loop likewise."""
+"""Maximum tokens of a group that is packed on the event loop. Packing takes a millisecond or two; a thread costs part
+of that and also delays the loop."""
 
 
 class GroupSubmitter:
-    """Of one worker, by its name.
+    """Submits or drops the completed groups of one worker.
 
     Args:
-        slot_deadline_s: seconds to wait for room in the buffer.
-        transcripts: keeps what was said in the groups that are put; None keeps nothing.
+        worker: name of the worker.
+        slot_deadline_s: seconds to wait for space in the buffer.
+        transcripts: keeps the messages of submitted groups; None keeps none.
     """
 
     def __init__(
@@ -208,15 +210,15 @@ class GroupSubmitter:
         self._stages = Stages(stages, statistics.add_stage)
         self._statistics = statistics
         self._known_failures: set[tuple[str, str]] = set()
-        """Kinds of failures of which the buffer has the first."""
+        """Kinds of failures that the buffer has been told about."""
 
     @property
     def places(self) -> int:
-        """Groups that may be in stages at a time."""
+        """Maximum number of groups in stages at a time."""
         return self._stages.places
 
     async def submit(self, ticket: Ticket, item: Any, group: Group) -> None:
-        """Put a group that passes the stages; drop one that a stage leaves out or fails at."""
+        """Run the stages, then submit the group; drop it if a stage drops it or fails."""
         try:
             await self._stages.run(item, group)
         except StageFailed as failed:
@@ -229,22 +231,22 @@ class GroupSubmitter:
         if self._transcripts is not None:
             self._transcripts.add(group)
         await self._queue.submit(group.group_id, group.attempt, data)
-        self._statistics.add_put()
+        self._statistics.add_submitted()
         wait_registry.progress("group put")
 
     async def drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
-        """Drop a group for which ``tokens`` were drawn."""
+        """Drop a group for which ``tokens`` were sampled."""
         drop = self._buffer.drop.call_one(ticket.group_id, reason, tokens, ticket.attempt)
         await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {ticket.group_id}", on="buffer")
-        self._statistics.add_dropped()  # it is no progress: a run that only drops groups does not go on
+        self._statistics.add_dropped()  # not recorded as progress: a run that only drops groups does not advance
 
     async def reported(self, failed: EpisodeFailed) -> EpisodeFailed:
-        """The same, once it is sure that the first failure of its kind is shown."""
+        """``failed``, once the first failure of its kind has been reported."""
         await self.note(failed.failure)
         return failed
 
     async def note(self, failure: Failure) -> None:
-        """Have the first failure of its kind shown."""
+        """Report the first failure of its kind to the buffer."""
         if failure.kind not in self._known_failures and len(self._known_failures) < KINDS:
             self._known_failures.add(failure.kind)
             noted = self._buffer.note_failure.call_one(failure)

@@ -1,11 +1,11 @@
-"""Ready-made stages: a frozen model reads what the policy has drawn, while other groups are played.
+"""Ready-made stages: a frozen model computes log-probs of the sampled tokens, while other groups are generated.
 
     start = run.frozen("start", s.model)
     large = run.frozen("large", "Qwen/Qwen3-8B")
     await run.start(task, ..., stages=[reference(start), teacher(large)])
 
-Each drawn token gets its log-prob by the model, at the temperature of the rollouts. What that costs is in the metrics
-``stage/<name>/seconds``, ``stage/<name>/waited_s`` and ``frozen/<name>/device_s``.
+Each sampled token gets its log-prob under the model, at the temperature of the rollouts. The cost is reported by the
+metrics ``stage/<name>/seconds``, ``stage/<name>/waited_s`` and ``frozen/<name>/device_s``.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from monarch_rl.rollout.stages import Stage
 from monarch_rl.tasks.task import PromptLike
 
 Prompt = Callable[[Any, Episode], PromptLike]
-"""``(item, episode) -> messages``: what a teacher reads in place of what the policy read before its first turn."""
+"""``(item, episode) -> messages``: the teacher's replacement of the policy's first prompt."""
 GRACE_S = 60.0
-"""Seconds that a stage has beyond the deadline of a request, whose message says more."""
+"""Seconds by which a stage's deadline exceeds that of a request, so that the request fails first: its message says
+more."""
 
 
 def reference(engine: FrozenModel, concurrency: int = 8) -> Stage:
-    """Fills the column ``reference``, which ``trainer.loss.kl-coefficient`` reads; instead of ``trainer.reference``,
-    which has the trainer's own devices compute it.
+    """A stage that fills the column ``reference``, which ``trainer.loss.kl-coefficient`` reads. It replaces
+    ``trainer.reference``, which computes it on the trainer's own devices.
 
     Args:
-        concurrency: groups at a time, in each worker.
+        concurrency: groups at a time, per worker.
 
     Raises:
-        FrozenRefused: the model has no log-probs that could be compared with the policy's; says why.
+        FrozenRefused: the model has no log-probs that are comparable with the policy's; says why.
     """
     return _stage("reference", engine, None, 0, concurrency)
 
 
 def teacher(engine: FrozenModel, prompt: Prompt | None = None, top: int = 0, concurrency: int = 8) -> Stage:
-    """Fills the column ``teacher``, which the objective and the advantage ``distillation`` read.
+    """A stage that fills the column ``teacher``, which the objective and the advantage ``distillation`` read.
 
     Args:
-        prompt: what the teacher reads instead of the policy's first prompt, such as the same question with its
-            solution; the rest of the conversation is as the policy has it. None: what the policy has read.
-        top: of how many of the teacher's most likely tokens columns are filled, too (``trainer.loss.teacher-top``).
-        concurrency: groups at a time, in each worker.
+        prompt: messages that the teacher reads instead of the policy's first prompt, such as the same question with its
+            solution; the rest of the conversation is the policy's. None means the policy's own prompt.
+        top: number of the teacher's most likely tokens that also get columns (``trainer.loss.teacher-top``).
+        concurrency: groups at a time, per worker.
 
     Raises:
         FrozenRefused: as :func:`reference`.
@@ -61,9 +62,9 @@ def _stage(column: str, engine: FrozenModel, prompt: Prompt | None, top: int, co
     engine.check_ids()
     if engine.rollouts_truncated:
         raise FrozenRefused(
-            f"frozen model {engine.name} has log-probs over the whole vocabulary, and rollout.top-k, top-p or min-p "
-            f"have the policy draw from a part of it, so the column {column!r} could not be compared: leave them out, "
-            "or, for a reference, have the trainer compute it (--trainer.reference)"
+            f"frozen model {engine.name} computes log-probs over the whole vocabulary, but with rollout.top-k, top-p "
+            f"or min-p the policy samples from a part of it, so the column {column!r} would not be comparable: leave "
+            "them off, or, for a reference, let the trainer compute it (--trainer.reference)"
         )
     deadline_s = engine.request_deadline_s + GRACE_S
     ids, logprobs = top_columns(top)
@@ -74,23 +75,23 @@ def _stage(column: str, engine: FrozenModel, prompt: Prompt | None, top: int, co
 
 @dataclass(frozen=True)
 class ColumnReader:
-    """The function of such a stage."""
+    """The function of these stages."""
 
     engine: FrozenModel
     columns: tuple[str, ...]
-    """Of the drawn token's log-probs; then of ids and log-probs of the most likely ones."""
+    """Names of the columns: log-probs of the sampled token, then ids and log-probs of the most likely tokens."""
     prompt: Prompt | None
 
     async def __call__(self, item: Any, group: Group) -> None:
         await all_or_none([self._fill(item, episode) for episode in group.episodes])
 
     async def _fill(self, item: Any, episode: Episode) -> None:
-        ids, drawn = episode.token_ids, np.flatnonzero(episode.trainable)
+        ids, sampled = episode.token_ids, np.flatnonzero(episode.trainable)
         values = np.zeros((len(ids), len(self.columns)), np.float32)
-        if len(drawn):
-            first = int(drawn[0])
-            read = self._read(item, episode, first)
-            values[first:] = await self._ask([*read, *ids[first:].tolist()], len(read))
+        if len(sampled):
+            first = int(sampled[0])
+            context = self._context_ids(item, episode, first)
+            values[first:] = await self._ask([*context, *ids[first:].tolist()], len(context))
         for name, of_column in zip(self.columns, values.T, strict=True):
             episode.fill_column(name, of_column)
 
@@ -101,12 +102,13 @@ class ColumnReader:
         top = await self.engine.top_logprobs(ids, len(self.columns) // 2, start)
         return np.concatenate([top.given[:, None], top.token_ids.astype(np.float32), top.logprobs], -1)
 
-    def _read(self, item: Any, episode: Episode, first: int) -> list[int]:
-        """The ids before the first drawn token."""
+    def _context_ids(self, item: Any, episode: Episode, first: int) -> list[int]:
+        """The token ids that the model reads before the first sampled token."""
         if self.prompt is None:
             return episode.token_ids[:first].tolist()
         if episode.fork is not None:
             raise ValueError(
-                "a teacher with a prompt of its own cannot read a branch, whose first turns are not its own"
+                "teacher(prompt=...) cannot be used for a forked branch: its first turns are trained in another "
+                "sequence, so replacing its first prompt would also replace these turns"
             )
         return self.engine.opening(self.prompt(item, episode))

@@ -1,4 +1,4 @@
-"""Where an environment or a score has failed, as text: without the frames of the code that calls it."""
+"""Describes where an episode, environment or score failed, without the frames of the code that called it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from monarch_rl.episode.failure import shortened
 
 REPORT_CHARACTERS = 6000
-"""Of one traceback: an exception may quote megabytes."""
+"""Maximum characters of a traceback: an exception may quote megabytes."""
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_CALLERS = tuple(_PACKAGE + room for room in ("rollout", "runtime", "tasks/task.py"))
+_CALLERS = tuple(_PACKAGE + path for path in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
-"""Of a stack that faulthandler has written."""
+"""A line of a stack that faulthandler wrote."""
 _FATAL = re.compile(r"^Fatal Python error: .*", re.MULTILINE)
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """The last file and line before ``error`` that are no library's, and its traceback without the callers' frames."""
+    """The last file and line before ``error`` outside libraries, and its traceback without the callers' frames."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and _calls(start):
         start = start.tb_next
@@ -32,21 +32,21 @@ def describe(error: BaseException) -> tuple[str, str]:
     return place_of(frames), shortened(text, REPORT_CHARACTERS)
 
 
-def said(error: BaseException) -> str:
-    """The exception's own words, without its type."""
+def exception_message(error: BaseException) -> str:
+    """The exception's message, without its type."""
     last = "".join(traceback.format_exception_only(type(error), error)).strip()
     return shortened(last.partition(": ")[2], REPORT_CHARACTERS)
 
 
 def raised_in_package(error: BaseException) -> bool:
-    """Whether this package raised it, not code that it called: then its words say enough without a traceback."""
+    """Whether this package raised the error, not code that it called; its message is then enough without a
+    traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
-    """The last file and line that are no library's where a coroutine waits, and all calls that led there; empty if it
-    does not wait."""
+    """The last file and line outside libraries at which a coroutine waits, and its stack; empty if it does not wait."""
     frames = []
     awaited: Any = coroutine
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
@@ -60,11 +60,11 @@ def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
     return place, shortened(text, REPORT_CHARACTERS)
 
 
-def of_process(stack: str) -> tuple[str, str]:
-    """The last file and line that are no library's where a process was when it ended, and all its calls, most recent
-    first, as faulthandler wrote them.
+def process_stack(stack: str) -> tuple[str, str]:
+    """The last file and line outside libraries at which a process ended, and its stack as faulthandler wrote it, most
+    recent call first.
 
-    Left out are the frames of what called the score. Both are empty if nothing was written.
+    The frames of the code that called the score are removed. Both are empty if ``stack`` is.
     """
     before, current, calls = stack.rpartition("Current thread ")
     lines = _FATAL.findall(before)[-1:]
@@ -82,7 +82,8 @@ def _calls(frame: TracebackType) -> bool:
 
 
 def place_of(frames: Iterable[tuple[str, int]]) -> str:
-    """The last file and line that are no library's, or else the last ones; the last call comes last."""
+    """The last file and line outside libraries, or the last one at all; frames are ordered from the first call to the
+    last."""
     places = list(frames)
     own = [place for place in places if not place[0].startswith((*_LIBRARIES, *_CALLERS, "<"))]
     file, line = (own or places or [("", 0)])[-1]

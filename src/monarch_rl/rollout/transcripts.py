@@ -1,4 +1,5 @@
-"""What was said in the groups that a worker has put, until they are trained; an episode as a row to look at."""
+"""Keeps the messages of the groups that a worker submitted until they are trained, and formats trained episodes as
+rows."""
 
 from __future__ import annotations
 
@@ -20,27 +21,27 @@ from monarch_rl.model.messages import Message
 from monarch_rl.tasks.task import Task
 
 KEPT_CHARACTERS = 64 * 2**20
-"""Of all messages that a worker keeps; the oldest groups are forgotten first."""
+"""Maximum characters of all messages that a worker keeps; the oldest groups are removed first."""
 MESSAGE_CHARACTERS = 256
-"""That a message counts beside its content: about the bytes of its dictionary."""
+"""Characters counted per message in addition to its content: about the bytes of its dictionary."""
 SHOWN_CHARACTERS = 1000
-"""Of an item that is no JSON value."""
+"""Maximum characters of an item that is not a JSON value."""
 
 Messages = list[dict[str, Any]]
-"""Of an episode, as JSON objects."""
+"""Messages of an episode, as JSON objects."""
 
 
 class Transcripts:
-    """The messages of the groups that one worker has put. Token ids alone do not tell who said what.
+    """The messages of the groups that one worker has submitted. Token ids alone do not show the roles of messages.
 
     Args:
-        characters: that are kept.
+        characters: maximum number of characters.
     """
 
     def __init__(self, characters: int = KEPT_CHARACTERS) -> None:
         self._most, self._kept = characters, 0
         self._groups: OrderedDict[tuple[int, int], tuple[list[Messages], int]] = OrderedDict()
-        """By group and attempt: the messages of each episode, and their characters."""
+        """By group and attempt: the messages of each episode, and their number of characters."""
 
     def add(self, group: Group) -> None:
         """Keep the messages of a group."""
@@ -54,8 +55,8 @@ class Transcripts:
             self._forget(next(iter(self._groups)))
 
     def take(self, trained: Sequence[TrainedEpisode], again: bool = False) -> list[Messages | None]:
-        """The messages of episodes of one step, None where they are not here. Groups that were admitted before all of
-        theirs are forgotten, unless groups are trained ``again``."""
+        """The messages of the episodes of one step; None for those that are not here. Groups admitted before all of
+        these episodes are removed, unless groups are trained ``again``."""
         messages = [self.of(one.group_id, one.attempt, one.place) for one in trained]
         if not again:
             self.forget_before(min((one.group_id for one in trained), default=0))
@@ -67,7 +68,7 @@ class Transcripts:
         return messages[place] if place < len(messages) else None
 
     def forget_before(self, group_id: int) -> None:
-        """Forget the groups that were admitted before this one."""
+        """Remove the groups that were admitted before this one."""
         for key in [key for key in self._groups if key[0] < group_id]:
             self._forget(key)
 
@@ -78,13 +79,13 @@ class Transcripts:
 def rows(
     asked: Sequence[tuple[TrainedEpisode, Messages | None]], task: Task, template: ChatTemplate
 ) -> list[dict[str, Any]]:
-    """Episodes that were trained as JSON objects: lines of ``rollouts.jsonl`` (docs/run_folder.md).
+    """Trained episodes as JSON objects, the lines of ``rollouts.jsonl`` (docs/run_folder.md).
 
     Decoding long answers takes tens of milliseconds.
 
     Args:
-        asked: all episodes of some groups, and the messages that were said in each; None if nobody knows any more.
-        task: of the run; items are shown as the tasks that played them know them.
+        asked: all episodes of some groups, each with its messages, or None if they are not available.
+        task: task of the run; in a mixture, items are shown as the task that they belong to defines them.
     """
     items = {index: _item(task, index) for index in dict.fromkeys(trained.task_index for trained, _ in asked)}
     opened = [_Opened(trained, unpack_episode(trained.data)) for trained, _ in asked]
@@ -96,31 +97,33 @@ def rows(
 
 
 class _Opened:
-    """An episode that was trained, unpacked."""
+    """A trained episode, unpacked."""
 
     def __init__(self, trained: TrainedEpisode, episode: Episode) -> None:
         self.trained, self.episode = trained, episode
         self.read = [_tokens_read(turn.trainable) for turn in episode.turns]
-        """Of each turn: tokens that the policy was given before it drew."""
+        """For each turn: number of tokens that the policy was given before it generated."""
 
 
 def _tokens_read(trainable: np.ndarray) -> int:
-    """Drawn tokens come last. A turn that is not trained, because it was drawn in another way, counts as read."""
+    """Number of tokens before the first trainable one; sampled tokens come last. In a turn that is not trained, because
+    it was sampled at another temperature, all tokens count as read."""
     return int(np.argmax(trainable)) if trainable.any() else len(trainable)
 
 
 def _find_shared(opened: Sequence[_Opened]) -> None:
-    """Turns that a sequence shares with an earlier one of its play are trained there, which tells what was drawn."""
-    plays: dict[tuple[int, int], list[_Opened]] = {}
+    """Copy the split of shared turns from the sequence that trains them, the only one in which their sampled tokens are
+    marked."""
+    rollouts: dict[tuple[int, int], list[_Opened]] = {}
     for one in sorted(opened, key=lambda one: (one.trained.group_id, one.trained.place)):
-        play, fork = plays.setdefault((one.trained.group_id, one.trained.play), []), one.trained.fork
+        rollout, fork = rollouts.setdefault((one.trained.group_id, one.trained.play), []), one.trained.fork
         if fork is not None:
-            one.read[: fork.turns] = play[fork.sequence].read[: fork.turns]
-        play.append(one)
+            one.read[: fork.turns] = rollout[fork.sequence].read[: fork.turns]
+        rollout.append(one)
 
 
 def _item(task: Task, index: int) -> Any:
-    """The item as the task that played it knows it; the error in words if it cannot be made again."""
+    """The item as its task defines it; a description of the error if it cannot be made again."""
     try:
         return task.player_of(task.items(index))[1]
     except Exception as error:  # whatever the task raises
@@ -155,24 +158,24 @@ def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTe
 
 
 def _decoded(token_ids: np.ndarray, read: int, template: ChatTemplate) -> dict[str, Any]:
-    """What the policy read before a turn, and what it drew, with special tokens."""
+    """Text that the policy read before a turn, and text that it generated, with special tokens."""
     return {"read": template.decode(token_ids[:read].tolist()), "drawn": template.decode(token_ids[read:].tolist())}
 
 
 def version_runs(episode: Episode) -> list[list[int]]:
-    """``[version, tokens]`` of the trainable tokens of an episode, in order."""
+    """``[version, tokens]`` of each span of trainable tokens with the same policy version, in order."""
     versions = episode.policy_versions[episode.trainable]
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)] if len(versions) else []
     return [[int(versions[start]), end - start] for start, end in pairwise(starts)]
 
 
 def shown(item: Any) -> Any:
-    """An item as a JSON value. What JSON does not know is its representation; so is the whole of an item that cannot be
-    copied or written, or holds numbers that JSON has not (NaN, infinity): an item to look at ends no run."""
+    """An item as a JSON value. Parts that JSON does not support are replaced by their representation. The whole item
+    is, if it cannot be copied or written, or contains NaN or infinity: a logged item must not end a run."""
     try:
         value = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
         return json.loads(json.dumps(value, default=_represented, skipkeys=True, allow_nan=False))
-    except Exception:  # whatever copying or writing an object of the task's raises
+    except Exception:  # copying or writing an object of the task may raise anything
         return _represented(item)
 
 
@@ -184,12 +187,12 @@ def _represented(value: Any) -> str:
 
 
 def as_rows(messages: Sequence[Message]) -> Messages:
-    """Messages (``model/messages.py``) as JSON objects, without what they do not have."""
+    """Messages (``model/messages.py``) as JSON objects, without empty fields."""
     return [_as_row(message) for message in messages]
 
 
 def _as_row(message: Message) -> dict[str, Any]:
-    """By hand, because ``asdict`` would be a tenth of what an episode costs its worker."""
+    # Not ``asdict``, which would take a tenth of the worker's time per episode.
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         row["tool_calls"] = [asdict(call) for call in message.tool_calls]

@@ -1,4 +1,4 @@
-"""The rollout worker: an actor that plays groups of episodes on the generators and puts them into the buffer."""
+"""The rollout worker: an actor that generates groups of episodes with the generators and submits them to the buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
-from monarch_rl.rollout.play import EpisodeRunner, all_or_none, made
+from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.run_tools import check_hung_tools
@@ -41,34 +41,35 @@ GREEDY = EvaluationPlan()
 
 @dataclass(frozen=True)
 class Resources:
-    """What a worker loads before it plays."""
+    """Objects that a worker loads before it runs episodes."""
 
     template: ChatTemplate
     task: Task
     scorer: Scorer
 
     @classmethod
-    async def load(cls, settings: RolloutSettings, handed: ByValue[Task], model: str) -> Resources:
-        """Load chat template and task, start the scoring processes. Raises what loading raises."""
+    async def load(cls, settings: RolloutSettings, pickled: ByValue[Task], model: str) -> Resources:
+        """Load chat template and task, and start the scoring processes. Raises what loading raises."""
         options, parser = settings.template_options, settings.tool_parser
         template = await asyncio.to_thread(ChatTemplate, model, options, tool_parser=parser)
-        task = await asyncio.to_thread(handed.load)
+        task = await asyncio.to_thread(pickled.load)
         if task.warm_up is not None:
             await asyncio.to_thread(task.warm_up)
-        await asyncio.to_thread(task.items, 0)  # collects what the items are made from
+        await asyncio.to_thread(task.items, 0)  # loads the data of the items
         return cls(template, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
 
 
 class RolloutWorker(AsksFrozenModels):
-    """One process that plays groups.
+    """One process that runs groups of episodes.
 
     Args:
-        settings: how to play.
-        task: what to play, a :class:`Task`.
-        model: Hugging Face folder or Hub name, for its tokenizer.
-        name: of this worker; empty takes its rank in the mesh.
-        keep_expert_routes: keep by which experts the generators read each token; not of held-out items.
-        stages: what is done with a group that was played, before it is put.
+        settings: how to run episodes.
+        task: the :class:`Task` to run, pickled by value.
+        model: Hugging Face folder or Hub name, for the tokenizer.
+        name: name of this worker; empty uses its rank in the mesh.
+        keep_expert_routes: keep the expert routes with which the generators processed each token; not for held-out
+            items.
+        stages: stages that a group passes before it is submitted.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RolloutWorker(AsksFrozenModels):
         stages: ByValue[Sequence[Stage]] | None = None,
     ) -> None:
         self._settings = settings
-        self._handed, self._handed_stages = task, stages
+        self._pickled_task, self._pickled_stages = task, stages
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
@@ -91,7 +92,7 @@ class RolloutWorker(AsksFrozenModels):
         self._running: asyncio.Task[None] | None = None
         self._evaluating: set[asyncio.Task[Evaluation]] = set()
         self._statistics = Statistics(self._name)
-        self._playing = asyncio.Semaphore(settings.concurrent_groups)
+        self._permits = asyncio.Semaphore(settings.concurrent_groups)
         self._transcripts = Transcripts()
 
     @concurrent_endpoint
@@ -102,36 +103,36 @@ class RolloutWorker(AsksFrozenModels):
         episode_limit: int | None = None,
         frozen: Sequence[tuple[FrozenModel, FrozenReplicas]] = (),
     ) -> None:
-        """Load what playing needs. Raises what loading raises (OSError, ValueError).
+        """Load what episodes need. Raises what loading raises (OSError, ValueError).
 
-        Called again, it gives up what it plays, and from then on plays for this buffer, and counts anew; what it has
-        loaded stays.
+        When called again, the worker cancels its episodes, continues with the given buffer and restarts its counters;
+        loaded resources are kept.
 
         Args:
-            episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
+            episode_limit: maximum tokens of an episode, prompts and sampled tokens together; None means no limit.
             frozen: models that episodes may ask, and their engines.
         """
         await connect(frozen)
         if self._resources is not None:
-            await self._give_up()
-            self._statistics = Statistics(self._name)  # what was counted before is the checkpoint's to know
+            await self._cancel_all()
+            self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
             self.connect(buffer, generator, self._resources, episode_limit)
             return
-        self._resources = await Resources.load(self._settings, self._handed, self._model)
+        self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
         self.connect(buffer, generator, self._resources, episode_limit)
         self.guard_process()
         freeze_heap()
 
-    async def _give_up(self) -> None:
-        """End what is played, for training and held out: whoever asked for it is no more."""
-        playing = [*self._evaluating, *([] if self._running is None else [self._running])]
-        for task in playing:
+    async def _cancel_all(self) -> None:
+        """Cancel training and held-out episodes, whose caller no longer exists."""
+        running = [*self._evaluating, *([] if self._running is None else [self._running])]
+        for task in running:
             task.cancel()
-        ended = asyncio.gather(*playing, return_exceptions=True)
-        await within(BUFFER_DEADLINE_S, ended, "episodes that were cancelled to end", on="an episode's code")
+        ended = asyncio.gather(*running, return_exceptions=True)
+        await within(BUFFER_DEADLINE_S, ended, "cancelled episodes to end", on="an episode's code")
 
     def guard_process(self) -> None:
-        """Bound what episodes' code may do to this process, which is the worker's alone."""
+        """Limit what episodes' code can do to this process, which belongs to the worker alone."""
         bound_printing(f"the code of {self._name}")
         end_copies()
 
@@ -142,27 +143,28 @@ class RolloutWorker(AsksFrozenModels):
         resources: Resources,
         episode_limit: int | None = None,
     ) -> None:
-        """From now on play with these; the rest of :meth:`setup`."""
+        """Use these from now on; the second part of :meth:`setup`."""
         self._buffer = buffer
         self._generator = generator
         self._template, self._task, self._scorer = resources.template, resources.task, resources.scorer
-        stages = () if self._handed_stages is None else self._handed_stages.load()
-        kept = self._transcripts if self._settings.logged_groups else None
-        self._hand_in = GroupSubmitter(
-            buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, kept
+        stages = () if self._pickled_stages is None else self._pickled_stages.load()
+        transcripts = self._transcripts if self._settings.logged_groups else None
+        self._submitter = GroupSubmitter(
+            buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, transcripts
         )
-        self._admissions = TicketQueue(buffer, self._name, self._settings.slot_deadline_s)
+        self._tickets = TicketQueue(buffer, self._name, self._settings.slot_deadline_s)
         self._group_rewards = GroupRewarder(resources.scorer, self._settings.episode_deadline_s)
         s = self._settings
         self._held_out_share = s.bound(episode_limit).share(s.group_size)
-        """What an episode of a held-out item may become: as much as one of a group, or it would be another episode."""
-        self._player = EpisodeRunner(generator, resources.template, s, resources.scorer, episode_limit)
+        """Bound of a held-out episode: as for an episode of a group, so that it is the same kind of episode."""
+        self._runner = EpisodeRunner(generator, resources.template, s, resources.scorer, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
-        """Play until the buffer or this worker is closed. Raises any error that is not one episode's own failure."""
+        """Generate groups until the buffer or this worker is closed. Raises any error that is not one episode's own
+        failure."""
         if self._running is not None:
-            raise RuntimeError(f"{self._name} runs already")
+            raise RuntimeError(f"{self._name} is already running")
         self._running = running = asyncio.ensure_future(self._run_until_closed())
         try:
             await asyncio.wait({running})  # waits: as long as the run; close() ends it
@@ -176,13 +178,13 @@ class RolloutWorker(AsksFrozenModels):
     async def evaluate(
         self, indices: list[int], plan: EvaluationPlan = GREEDY, places: int | None = None
     ) -> Evaluation:
-        """Play items of a held-out set beside the training rollouts. Nothing of it goes to the buffer.
+        """Run items of a held-out set next to the training rollouts. Nothing of it is sent to the buffer.
 
         Args:
-            places: episodes at once; None is as many as are played for training.
+            places: number of episodes at once; None means as many as for training.
         """
         settings = self._settings
-        playing = run_held_out(
+        evaluation = run_held_out(
             plan,
             self._task,
             indices,
@@ -192,48 +194,49 @@ class RolloutWorker(AsksFrozenModels):
             item_deadline_s=settings.episode_deadline_s,
             places=places or settings.concurrent_groups * settings.group_size,
         )
-        self._evaluating.add(task := asyncio.ensure_future(playing))
+        self._evaluating.add(task := asyncio.ensure_future(evaluation))
         task.add_done_callback(self._evaluating.discard)
         result = await task  # waits: every wait of an episode has a deadline of its own
         for failure in result.first.values():
-            await self._hand_in.note(failure)
+            await self._submitter.note(failure)
         return result
 
     async def _run_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
-        played = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
-        if not isinstance(played, EpisodeFailed):
+        result = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
+        if not isinstance(result, EpisodeFailed):
             wait_registry.progress("held-out item played")
-        return played
+        return result
 
     @lasting_endpoint
     async def stats(self) -> WorkerStats:
-        """What this worker did so far."""
+        """Counters of this worker."""
         return self._statistics.stats()
 
     @lasting_endpoint
     async def rollouts(
         self, trained: list[TrainedEpisode], played_here: bool = True, again: bool = False
     ) -> list[dict[str, Any]]:
-        """Episodes that were trained as rows to look at; unless ``played_here`` also those with messages elsewhere.
-        What was said before is forgotten, unless groups are trained ``again``."""
-        said = zip(trained, self._transcripts.take(trained, again), strict=True)
-        asked = [(one, messages) for one, messages in said if messages is not None or not played_here]
-        # Decoding takes milliseconds, and so may an item: on a thread.
+        """Trained episodes as rows for ``rollouts.jsonl``; unless ``played_here``, also those whose messages another
+        worker has. Messages of earlier groups are removed, unless groups are trained ``again``."""
+        found = zip(trained, self._transcripts.take(trained, again), strict=True)
+        asked = [(one, messages) for one, messages in found if messages is not None or not played_here]
+        # On a thread: decoding takes milliseconds, and so may making an item.
         return await asyncio.to_thread(rows, asked, self._task, self._template)
 
     @lasting_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
-        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
+        """Send no new requests to the ``paused`` replicas, and resend the unanswered requests of the ``lost`` ones to
+        others."""
         self._generator.update_replicas(paused, lost)
 
     @concurrent_endpoint
     async def replace(self, replica: int, handle: object) -> None:
-        """From now on ``replica`` is the generator behind ``handle``."""
+        """Use the generator behind ``handle`` for ``replica`` from now on."""
         self._generator.replace(replica, handle)
 
     @concurrent_endpoint
     async def lives(self) -> None:
-        """Never return: the call fails when this process is lost."""
+        """Never returns: the call fails when this process is lost."""
         await asyncio.Event().wait()  # waits: as long as the process lives
 
     @concurrent_endpoint
@@ -253,77 +256,78 @@ class RolloutWorker(AsksFrozenModels):
             await asyncio.to_thread(scorer.close)
 
     async def _run_until_closed(self) -> None:
-        """Play ``concurrent_groups`` at once, while others are in stages. The first place to end, by an error or the
-        end of the run, ends all."""
-        count = self._settings.concurrent_groups + self._hand_in.places
-        places = [asyncio.ensure_future(self._run_groups()) for _ in range(count)]
+        """Generate ``concurrent_groups`` groups at once, while others are in stages. The first loop to end, by an error
+        or at the end of the run, ends all."""
+        count = self._settings.concurrent_groups + self._submitter.places
+        loops = [asyncio.ensure_future(self._run_groups()) for _ in range(count)]
         try:
             # waits: as long as the run; close() ends it
-            done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
-            for place in done:
-                place.result()
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in done:
+                loop.result()
         finally:
-            for place in places:
-                place.cancel()
-            await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
-            await self._player.leave()
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)  # waits: they are done or cancelled
+            await self._runner.leave()
 
     async def _run_groups(self) -> None:
-        """Play one group after the other until the run ends."""
+        """Generate one group after another until the run ends."""
         while True:
             check_open_files()
             check_hung_tools()
-            async with self._playing:
+            async with self._permits:
                 with self._statistics.group_waiting():
-                    ticket = await self._admissions.ticket()
+                    ticket = await self._tickets.ticket()
                 if ticket is None:
                     return
                 with self._statistics.group_running():
                     item, group = await self._run_group(ticket)
             if group is not None:
-                await self._hand_in.submit(ticket, item, group)
+                await self._submitter.submit(ticket, item, group)
 
     async def _run_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
-        """The item and the group that was played, which is dropped if too few of its episodes are left to compare."""
+        """Run the episodes of a group; returns the item and the group, or None if the group was dropped because too few
+        episodes are left to compare."""
         size, cursor, task = self._settings.group_size, ticket.task_cursor, self._task
         item: Any = None
-        played: list[EpisodeResult]
+        results: list[EpisodeResult]
         try:
-            item = await made(self._task.items, cursor, self._settings.episode_deadline_s)
+            item = await make_item(self._task.items, cursor, self._settings.episode_deadline_s)
         except EpisodeFailed as failed:
-            played = [await self._hand_in.reported(failed)] * size
+            results = [await self._submitter.reported(failed)] * size
         else:
             seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
             task, item = self._task.player_of(item)
             share, group = ticket.bound.share(size), ticket.group_id
-            played = await all_or_none(
+            results = await all_or_none(
                 [self._run_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]
             )
-            compared = await self._group_rewards.added(task, item, cursor, played)
-            played = [await self._hand_in.reported(e) if isinstance(e, EpisodeFailed) else e for e in compared]
-        self._statistics.add_episodes(played)
-        failures = [play for play in played if isinstance(play, EpisodeFailed)]
-        plays = [play for play in played if not isinstance(play, EpisodeFailed)]
-        for number, play in enumerate(plays):
-            for episode in play:
-                episode.play = number
-        episodes = [episode for play in plays for episode in play]
-        if len(plays) >= min(2, size):
+            compared = await self._group_rewards.added(task, item, cursor, results)
+            results = [await self._submitter.reported(e) if isinstance(e, EpisodeFailed) else e for e in compared]
+        self._statistics.add_episodes(results)
+        failures = [result for result in results if isinstance(result, EpisodeFailed)]
+        succeeded = [result for result in results if not isinstance(result, EpisodeFailed)]
+        for number, sequences in enumerate(succeeded):
+            for sequence in sequences:
+                sequence.play = number
+        episodes = [sequence for sequences in succeeded for sequence in sequences]
+        if len(succeeded) >= min(2, size):
             return item, Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=task.name)
         reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
-        await self._hand_in.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
+        await self._submitter.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
         return item, None
 
     async def _run_episode(
         self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound
     ) -> EpisodeResult:
-        """What an episode became, or why it failed: failures are values here, so that they do not cancel others."""
+        """Result of an episode. Failures are returned, so that they do not cancel other episodes."""
         if self._scorer is None:
-            raise RuntimeError(f"{self._name} is not set up, or closed")
+            raise RuntimeError(f"{self._name} has not been set up, or is closed")
         try:
-            return await self._player.play(task, index, item, sampling, group, share)
+            return await self._runner.play(task, index, item, sampling, group, share)
         except EpisodeFailed as failed:
-            return await self._hand_in.reported(failed)
+            return await self._submitter.reported(failed)
 
     def _sampling(self, seed: int | None) -> Sampling:
         s, expert_routes_from = self._settings, 0 if self._keep_expert_routes else None

@@ -1,1 +1,1 @@
-"""What the policy is trained on: items, episodes as coroutines, rewards, environments."""
+"""Training tasks: items, episodes as coroutines, rewards, environments."""

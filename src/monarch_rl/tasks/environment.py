@@ -1,4 +1,4 @@
-"""Environments with ``reset`` and ``step``, as gymnasium has them, and those behind a connection: a conversation each.
+"""Environments with ``reset`` and ``step``, as in gymnasium, local or remote; each episode is a conversation with one.
 
 Environment(lambda seed: gymnasium.make("FrozenLake-v1", is_slippery=False), moves, show)
 """
@@ -13,41 +13,41 @@ from monarch_rl.tasks.orders import Seeds
 from monarch_rl.tasks.task import Outcome, Policy, Task
 
 MOST_STEPS = 32
-"""Actions of an episode, unless the task says how many."""
+"""Default maximum of actions per episode."""
 
 
 class Steps(Protocol):
-    """gymnasium's ``Env``, as far as it is used. Each method may be a coroutine: one that waits for a server, or for a
-    thread, must be, because it would hold up all episodes of its worker."""
+    """The part of gymnasium's ``Env`` that is used. Each method may be a coroutine, and must be one if it waits for a
+    server or a thread, because otherwise it would block all episodes of its worker."""
 
     def reset(self, *, seed: int) -> Any:
-        """``(observation, info)``."""
+        """Returns ``(observation, info)``."""
         ...
 
     def step(self, action: Any, /) -> Any:
-        """``(observation, reward, terminated, truncated, info)``."""
+        """Returns ``(observation, reward, terminated, truncated, info)``."""
         ...
 
     def close(self) -> Any:
-        """Free what it holds."""
+        """Release resources."""
         ...
 
 
 class Environment(Task):
-    """Episodes in an environment. The policy is shown what is observed, and answers with an action; what an episode is
-    worth is the sum of the rewards of its steps.
+    """Episodes in an environment. The policy gets each observation and answers with an action; the reward of an episode
+    is the sum of the rewards of its steps.
 
-    Items are seeds: what is played at a cursor depends on nothing but the cursor.
+    Items are seeds: the item of a cursor depends only on the cursor.
 
     Args:
-        make: makes an environment for an item's seed, in the worker, for each episode, which closes it.
-        action: reads the action out of a reply's text. Where it raises ValueError, the episode ends.
-        show: the user's message for ``(observation, info)``.
-        system: the system message; "" is none.
-        most_steps: actions of an episode, at most. Where the environment has a limit of its own, the smaller counts.
-        no_action_reward: what is added where a reply has no action.
-        held_out: seeds that are held out.
-        name: for metrics.
+        make: makes an environment for an item's seed; called in the worker for each episode, which closes it.
+        action: parses the action from a reply's text. If it raises ValueError, the episode ends.
+        show: returns the user message for ``(observation, info)``.
+        system: system message; "" for none.
+        most_steps: maximum actions of an episode. If the environment has a limit of its own, the smaller one applies.
+        no_action_reward: added to the reward if a reply has no action.
+        held_out: number of held-out seeds.
+        name: name for metrics.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Environment(Task):
     ) -> None:
         if most_steps < 1:
             raise ValueError(f"most_steps must be at least 1, got {most_steps}")
-        playing = _Playing(make, action, show, system, most_steps, no_action_reward)
+        episode = _EnvironmentEpisode(make, action, show, system, most_steps, no_action_reward)
         seeds = Seeds()
         sets: dict[str, Sequence[int]] = {"held_out": seeds.held_out(held_out)} if held_out else {}
-        super().__init__(seeds.training, playing.play, sets, name)
+        super().__init__(seeds.training, episode.run, sets, name)
 
 
-class _Playing:
-    """How a seed is played."""
+class _EnvironmentEpisode:
+    """The episode of a seed."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class _Playing:
         self._make, self._action, self._show = make, action, show
         self._system, self._most_steps, self._no_action_reward = system, most_steps, no_action_reward
 
-    async def play(self, seed: int, policy: Policy) -> Outcome:
-        """The episode of a seed."""
+    async def run(self, seed: int, policy: Policy) -> Outcome:
+        """Run the episode of a seed."""
         if self._system:
             policy.read({"role": "system", "content": self._system})
         environment = await _awaited(self._make(seed))
@@ -113,4 +113,4 @@ class _Playing:
 
 
 async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value  # waits: the player has a deadline for it
+    return await value if inspect.isawaitable(value) else value  # waits: EpisodeRunner has a deadline for it

@@ -1,4 +1,4 @@
-r"""Right or wrong in mathematics, by `math-verify`: 1/2, 0.5 and \frac{1}{2} are the same answer.
+r"""Checks mathematical answers with `math-verify`: 1/2, 0.5 and \frac{1}{2} are the same answer.
 
 Questions(jsonl("math.jsonl"), MathReward(), template="{problem} Put the answer into \boxed{{}}.", held_out=500)
 """
@@ -13,18 +13,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-"""What the library finds LaTeX by."""
+"""Marks by which math-verify finds LaTeX."""
 
 
 class MathReward:
-    r"""1 if an answer is mathematically equal to the one of its row, else 0; for :class:`Questions`.
+    r"""1 if an answer is mathematically equal to the answer of its row, else 0; for :class:`Questions`.
 
-    The answer is the last ``\boxed{...}`` in the text, or else the last expression. A function, so it runs in a scoring
-    process: expressions such as 9^9^9^9 keep it busy without end, and cost their episode once its deadline has passed.
-    The library's own time-outs are off, because they would make a reward of 0 of that.
+    The answer is the last ``\boxed{...}`` in the text, or else the last expression. This is a plain function, so it
+    runs in a scoring process: expressions such as 9^9^9^9 never finish, and cost their episode when its deadline has
+    passed. The library's own time-outs are off, because they would turn this into a reward of 0.
 
     Args:
-        column: of the row, with the right answer, as LaTeX or as plain text.
+        column: column of the row with the right answer, as LaTeX or plain text.
 
     Raises ValueError if math-verify is not installed.
     """
@@ -38,14 +38,14 @@ class MathReward:
         return float(are_equal(str(row[self._column]), answer))
 
     def warm_up(self) -> None:
-        """Its imports take seconds."""
+        """Import the library, which takes seconds."""
         are_equal("1", "1")
 
 
 def are_equal(right: str, answer: str) -> bool:
-    """Whether what ``answer`` comes to is ``right``. May take without end.
+    """Whether the final answer in ``answer`` equals ``right``. May run forever.
 
-    Raises ValueError if ``right`` is no expression.
+    Raises ValueError if ``right`` is not an expression.
     """
     library = _library()
     return bool(library.verify(_parsed(right), library.parse(answer, parsing_timeout=None), timeout_seconds=None))
@@ -65,5 +65,5 @@ def _parsed(right: str) -> list[Any]:
     text = right if _MARKED.search(right) else f"${right}$"
     expressions: list[Any] = _library().parse(text, fallback_mode="no_fallback", parsing_timeout=None)
     if not expressions:
-        raise ValueError(f"the row's answer {right[:80]!r} is no mathematical expression")
+        raise ValueError(f"the row's answer {right[:80]!r} is not a mathematical expression")
     return expressions

@@ -1,4 +1,4 @@
-"""Several tasks in one run: each group is of one of them, in given shares.
+"""Several tasks in one run: each group belongs to one of them, in given proportions.
 
 Mixture({sums: 2, words: 1})
 Mixture({easy: lambda step: 500 - step, hard: lambda step: step}, groups_per_step=s.groups_per_step)
@@ -17,33 +17,34 @@ from typing import Any
 from monarch_rl.tasks.task import Items, Policy, Returned, Task
 
 Weight = float | Callable[[int], float]
-"""Share of a task, in any unit; or a function from the step, 0, 1, 2, ..., to it, of which less than 0 counts as 0."""
+"""Weight of a task, in any unit; or a function of the step, 0, 1, 2, ..., that returns it. Negative results of a
+function count as 0."""
 BLOCK = 32
-"""Groups within which the shares are kept, where no weight is a function of the step."""
+"""Number of groups per block if no weight is a function of the step; each block keeps the proportions."""
 STRIDE = 64
-"""Blocks from one remembered state to the next."""
+"""Blocks between two cached states."""
 Counts = tuple[int, ...]
-"""Of each task: groups of it."""
+"""Number of groups of each task."""
 
 
 class Mixture(Task):
     """Several tasks, each with its own items, episode, rewards and held-out sets.
 
-    Which task a cursor is of depends on nothing but the cursor, the weights and ``seed``. Each task is asked for its
-    items 0, 1, 2, ... in turn, so that it plays all of them before one comes again, as it would by itself. In each
-    block of groups (a step, if ``groups_per_step`` is given) a task has its share, to about one group; what is left of
-    it counts in the next block. The order within a block is shuffled.
+    The task of a cursor depends only on the cursor, the weights and ``seed``. Each task gets its own cursors 0, 1, 2,
+    ... in order, so that all of its items are used before one is repeated, as in a run of that task alone. In each
+    block of groups (a step, if ``groups_per_step`` is given) each task has its share, to within about one group; the
+    remainder is carried over to the next block. The order within a block is shuffled.
 
-    The first held-out set, ``held_out``, has the first sets of all tasks, evenly mixed, so that each beginning of it
-    has all tasks. The others are named ``<task>/<set>``.
+    The first held-out set, ``held_out``, contains the first sets of all tasks, evenly mixed, so that every prefix of it
+    covers all tasks. The other sets are named ``<task>/<set>``.
 
     Args:
-        weights: of each task. Tasks need different names.
-        groups_per_step: of the run. Needed where a weight is a function: the step of a cursor is ``cursor //
-            groups_per_step``. That is the step which the group is admitted for; it is trained up to ``max_policy_lag``
-            steps later, and groups that are dropped move it on.
-        name: of the whole, for messages; metrics are those of the tasks.
-        seed: of the order within blocks.
+        weights: weight of each task. Tasks need different names.
+        groups_per_step: groups per step of the run. Required if a weight is a function: the step of a cursor is
+            ``cursor // groups_per_step``. This is the step for which the group is admitted; it is trained up to
+            ``max_policy_lag`` steps later, and dropped groups shift it further.
+        name: name of the mixture, for messages; metrics use the names of the tasks.
+        seed: seed of the order within blocks.
 
     Raises ValueError if names are not different, no weight is above 0, or ``groups_per_step`` is missing.
     """
@@ -60,7 +61,7 @@ class Mixture(Task):
         tasks = _Tasks(tuple(weights), schedule)
         super().__init__(
             tasks.item,
-            tasks.play,
+            tasks.run,
             tasks.held_out(),
             name,
             warm_up=tasks.warm_up,
@@ -74,7 +75,7 @@ class PartItem:
     """An item of one of the tasks."""
 
     task: int
-    """Which one, counted from 0."""
+    """Index of the task."""
     item: Any
 
 
@@ -90,13 +91,13 @@ class _Tasks:
         return PartItem(task, self._tasks[task].items(own_cursor))
 
     def part_of(self, item: PartItem) -> tuple[Task, Any]:
-        """See :attr:`Task.part_of`; a task may be a mixture itself."""
+        """See :attr:`Task.part_of`; a task may be a mixture, too."""
         return self._tasks[item.task].player_of(item.item)
 
-    async def play(self, item: PartItem, policy: Policy) -> Returned:
-        """The episode of the item's own task."""
+    async def run(self, item: PartItem, policy: Policy) -> Returned:
+        """Run the episode of the item's task."""
         task, own_item = self.part_of(item)
-        return await task.episode(own_item, policy)  # waits: the player has a deadline for it
+        return await task.episode(own_item, policy)  # waits: EpisodeRunner has a deadline for it
 
     def held_out(self) -> dict[str, Items]:
         """All held-out sets; see :class:`Mixture`."""
@@ -109,13 +110,13 @@ class _Tasks:
         return {"held_out": _Mixed(firsts), **named} if firsts else {}
 
     def warm_up(self) -> None:
-        """Those of all tasks."""
+        """Warm up all tasks."""
         for task in self._tasks:
             if task.warm_up is not None:
                 task.warm_up()
 
     def check(self) -> list[str]:
-        """The checks of all tasks. Raises ValueError with the name of the task."""
+        """Check all tasks. Raises ValueError with the name of the task."""
         self._schedule.place(0)
         prompts: list[str] = []
         for task in self._tasks:
@@ -140,7 +141,7 @@ class _Part:
 
 
 class _Mixed:
-    """Several sets in one, evenly mixed: each beginning has of each set about its share of the whole."""
+    """Several sets in one, evenly mixed: every prefix contains about the same share of each set."""
 
     def __init__(self, sets: Sequence[Items]) -> None:
         self._sets = sets
@@ -161,36 +162,36 @@ class _Mixed:
 
 
 class Schedule:
-    """Which task each cursor is of.
+    """Assigns cursors to tasks.
 
     Args:
-        weights: of the tasks.
-        block: groups for which the weights stay as they are, and within which shares are kept.
-        seed: of the order within blocks.
+        weights: weights of the tasks.
+        block: groups per block; weights are constant within a block, and each block keeps the proportions.
+        seed: seed of the order within blocks.
     """
 
     def __init__(self, weights: tuple[Weight, ...], block: int, seed: int) -> None:
         self._weights, self._block, self._seed = weights, block, seed
         self._lock = threading.Lock()
-        """Items are made on several threads."""
+        """Needed because items are made on several threads."""
         self._states = [((0,) * len(weights), (0.0,) * len(weights))]
-        """Before blocks 0, :data:`STRIDE`, ...: groups of each task so far, and what it was owed beyond them."""
+        """For blocks 0, :data:`STRIDE`, ...: groups of each task before the block, and the fraction carried over."""
         self._placed = functools.lru_cache(maxsize=16)(self._place_block)
 
     def __reduce__(self) -> Any:
         return Schedule, (self._weights, self._block, self._seed)
 
     def place(self, cursor: int) -> tuple[int, int]:
-        """Which task a cursor is of, and how many cursors before it are of the same one.
+        """The task of a cursor, and the number of earlier cursors of the same task.
 
-        Raises ValueError if a weight is no number, or none is above 0.
+        Raises ValueError if a weight is not a number, or none is above 0.
         """
         block, place = divmod(cursor, self._block)
         return self._placed(block)[place]
 
     def _place_block(self, block: int) -> list[tuple[int, int]]:
-        before, owed = self._state(block)
-        after, _ = self._after(block, before, owed)
+        before, carried = self._state(block)
+        after, _ = self._after(block, before, carried)
         order = [task for task, count in enumerate(before) for _ in range(after[task] - count)]
         random.Random(f"block {self._seed}/{block}").shuffle(order)
         cursors, placed = list(before), []
@@ -200,7 +201,7 @@ class Schedule:
         return placed
 
     def _state(self, block: int) -> tuple[Counts, tuple[float, ...]]:
-        """What was before a block."""
+        """State before a block."""
         with self._lock:
             first = min(block // STRIDE, len(self._states) - 1)
             state = self._states[first]
@@ -210,8 +211,8 @@ class Schedule:
                     self._states.append(state)
         return state
 
-    def _after(self, block: int, before: Counts, owed: tuple[float, ...]) -> tuple[Counts, tuple[float, ...]]:
-        quotas = [self._block * share + rest for share, rest in zip(self._shares(block), owed, strict=True)]
+    def _after(self, block: int, before: Counts, carried: tuple[float, ...]) -> tuple[Counts, tuple[float, ...]]:
+        quotas = [self._block * share + rest for share, rest in zip(self._shares(block), carried, strict=True)]
         counts = apportioned(quotas, self._block)
         after = tuple(map(sum, zip(before, counts, strict=True)))
         return after, tuple(quota - count for quota, count in zip(quotas, counts, strict=True))
@@ -225,7 +226,7 @@ class Schedule:
 
 
 def apportioned(quotas: Sequence[float], seats: int) -> list[int]:
-    """Whole numbers near ``quotas`` with the sum ``seats``, none below 0: the largest rests are rounded up."""
+    """Non-negative integers near ``quotas`` with the sum ``seats``: the largest remainders are rounded up."""
     counts = [max(0, math.floor(quota)) for quota in quotas]
     places = range(len(quotas))
     while (missing := seats - sum(counts)) != 0:
@@ -245,20 +246,22 @@ def _number(weight: Any, step: int) -> float:
 
 
 def _block(weights: Mapping[Task, Weight], groups_per_step: int | None) -> int:
-    """Groups of a block; see :class:`Schedule`. Raises ValueError if the mixture cannot be."""
+    """Number of groups of a block; see :class:`Schedule`. Raises ValueError if the mixture is invalid."""
     names = [task.name for task in weights]
     if len(set(names)) < len(names):
-        raise ValueError(f"tasks of a mixture need different names, got {', '.join(names)}: give each its name=")
+        raise ValueError(f"tasks of a mixture need different names, got {', '.join(names)}: set name= for each task")
     if not weights:
-        raise ValueError("a mixture of no tasks: give it some, with their weights")
+        raise ValueError("the mixture has no tasks: give it some, with their weights")
     wrong = [
         f"{task.name} has {weight}" for task, weight in weights.items() if not callable(weight) and not weight >= 0
     ]
     if wrong:
-        raise ValueError(f"weights of a mixture must not be negative: {', '.join(wrong)}")
+        raise ValueError(f"weights of a mixture must be numbers of at least 0: {', '.join(wrong)}")
     if groups_per_step is None:
         if any(map(callable, weights.values())):
-            raise ValueError("a weight is a function of the step: give the mixture groups_per_step=s.groups_per_step")
+            raise ValueError(
+                "a weight is a function of the step, so the mixture needs groups_per_step=s.groups_per_step"
+            )
         return BLOCK
     if groups_per_step < 1:
         raise ValueError(f"groups_per_step must be at least 1, got {groups_per_step}")

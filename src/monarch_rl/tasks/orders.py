@@ -1,4 +1,4 @@
-"""In which order items are taken, again and again."""
+"""The order in which items are used, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 
 class ShuffledOrder:
-    """Takes each of some places once, then each again in another order, and so on.
+    """Visits all places once per epoch, each epoch in a different order.
 
     Args:
-        places: that are taken.
-        name: of the orders: the same name and places give the same ones.
+        places: the places to visit.
+        name: seeds the orders: the same name and places give the same orders.
     """
 
     def __init__(self, places: Sequence[int], name: str) -> None:
@@ -30,19 +30,19 @@ class ShuffledOrder:
         return order
 
 
-# -- items that are seeds: those that are trained on, and others that are held out ------------------------------------
+# -- seeds as items: disjoint sets for training and evaluation --------------------------------------------------------
 
 HELD_OUT = 1 << 30
-"""The first held-out seed; training has those below. Environments take seeds of 31 bits."""
+"""The first held-out seed; training uses the seeds below it. Environments take seeds of 31 bits."""
 
 
 class Seeds:
-    """Seeds of two sets, which have none in common."""
+    """Disjoint training and held-out seeds."""
 
     def training(self, cursor: int) -> int:
-        """The seed of a cursor. After 2^30 of them they come again."""
+        """The seed of a cursor; seeds repeat after 2^30."""
         return cursor % HELD_OUT
 
     def held_out(self, count: int) -> Sequence[int]:
-        """That many held-out seeds."""
+        """The first ``count`` held-out seeds."""
         return range(HELD_OUT, HELD_OUT + count)

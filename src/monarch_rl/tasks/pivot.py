@@ -1,4 +1,4 @@
-"""Branching again where it mattered: at the turn, or the token, before which an episode could still go either way.
+"""Branching at the pivot: the turn, or the token, after which an episode's outcome was decided.
 
 async def episode(item, policy):
     policy.read(item["question"])
@@ -16,24 +16,24 @@ from monarch_rl.tasks.task import ContextFull, GroupFull, Policy, Reward, as_out
 
 @dataclass(slots=True)
 class Resampled:
-    """The branches of one episode. ``values`` is what the episode returns."""
+    """The branches of one episode. ``values`` is the return value for the episode."""
 
     values: dict[Policy, Reward] = field(default_factory=dict)
-    """Of each branch."""
+    """Value of each branch."""
     turn: int | None = None
-    """The pivot: values still part after this many turns of the branch that was followed, and no more after the next
-    one. None if all were equal."""
+    """The pivot: values still differ after this many turns of the followed branch, but not after the next turn. None if
+    all values were equal."""
     token: int = 0
-    """Within the next turn: values still part after this many of its tokens, and no more after the next one. 0 is
-    before the turn, as it is if ``tokens`` was not asked for."""
+    """Position in the next turn: values still differ after this many of its tokens, but not after the next token. 0 is
+    before the turn, and is also the value without ``tokens``."""
     drawn: int = 0
-    """Tokens drawn, by all branches."""
+    """Tokens sampled in all branches."""
     whole: int = 0
-    """Tokens that as many whole episodes would have drawn."""
+    """Tokens that the same number of complete episodes would have sampled."""
 
     @property
     def saved(self) -> int:
-        """Tokens that branches have in common, and that were drawn once."""
+        """Tokens that branches share and that were therefore sampled only once."""
         return self.whole - self.drawn
 
 
@@ -45,73 +45,77 @@ async def resampled(
     probes: int = 2,
     tokens: bool = False,
 ) -> Resampled:
-    """Play branches of an episode, then more of them from where their values part.
+    """Run branches of an episode, then further branches from the point at which their values diverge.
 
-    The rule: ``width`` branches are played from where the policy is. If their values differ, the one whose value is
-    furthest from their mean is followed. Its last turn at which values still part is found by bisection: at each place
-    that is tried ``probes`` branches go on from there, and the values part if one of them differs from that of the
-    branch. With ``tokens`` the place is then sought in the same way within the turn after it. From the place found
-    ``width`` further branches are played. All are branches of the episode; where the group has no room for more
-    (GroupFull), these are all. A branch that a full context ends is worth its ``reward_so_far``.
+    First ``width`` branches run from the current state of the policy. If their values differ, the branch whose value is
+    furthest from the mean is followed. Bisection finds the last of its turns after which values still differ: for each
+    turn that is tried, ``probes`` branches continue from there, and the values differ if one of them is not the value
+    of the followed branch. With ``tokens``, the same search then continues within the next turn. Finally ``width``
+    further branches run from the place that was found. All branches become part of the episode. If the group has no
+    room for more (GroupFull), the search continues with the branches that it has. A branch that a full context ends
+    gets its ``reward_so_far``.
 
     Args:
-        play: plays one branch to its end, and returns its value. With ``tokens``, a branch may begin in the middle of a
-            turn: then its first ``reply`` is given what was given before that turn, or nothing.
-        tokens: seek the token, not the turn alone.
+        play: runs one branch to its end and returns its value. With ``tokens``, a branch may start within a turn: its
+            first ``reply`` then gets the messages given before that turn, or none.
+        width: number of branches at the start, and again at the place that was found.
+        probes: number of branches per place that is tried.
+        tokens: whether to search for the token, not only for the turn.
     """
-    course = _Course(play, Resampled(drawn=policy.drawn))
+    branching = _Branching(play, Resampled(drawn=policy.drawn))
     start = policy.turns
-    rewards = await course.branches(policy, None, None, width)
+    rewards = await branching.branches(policy, None, None, width)
     if not rewards or len(set(rewards.values())) == 1:
-        return course.result
+        return branching.result
     mean = sum(rewards.values()) / len(rewards)
     followed = max(rewards, key=lambda branch: abs(rewards[branch] - mean))
 
-    async def part_after(turns: int, of_next: int | None = None) -> bool:
-        tried = await course.branches(followed, turns, of_next, probes)
+    async def differs_after(turns: int, of_next: int | None = None) -> bool:
+        tried = await branching.branches(followed, turns, of_next, probes)
         return any(reward != rewards[followed] for reward in tried.values())
 
-    turn = course.result.turn = await _last(start, followed.turns, part_after)
+    turn = branching.result.turn = await _last(start, followed.turns, differs_after)
     if tokens and turn < followed.turns:
         length = followed.turn_lengths[turn]
-        course.result.token = await _last(0, length, lambda token: part_after(turn + 1, token))
-    if course.result.token:
-        await course.branches(followed, turn + 1, course.result.token, width)
+        branching.result.token = await _last(0, length, lambda token: differs_after(turn + 1, token))
+    if branching.result.token:
+        await branching.branches(followed, turn + 1, branching.result.token, width)
     elif turn > start:
-        await course.branches(followed, turn, None, width)
+        await branching.branches(followed, turn, None, width)
     else:
-        await course.branches(policy, None, None, width)
-    return course.result
+        await branching.branches(policy, None, None, width)
+    return branching.result
 
 
-async def _last(low: int, high: int, part_after: Callable[[int], Awaitable[bool]]) -> int:
-    """By bisection, the last place from ``low`` to below ``high`` after which values part; they do after ``low``."""
+async def _last(low: int, high: int, differs_after: Callable[[int], Awaitable[bool]]) -> int:
+    """By bisection, the last place in [``low``, ``high``) after which values differ, given that they differ after
+    ``low``."""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if await part_after(middle) else (low, middle)  # waits: see branches
+        low, high = (middle, high) if await differs_after(middle) else (low, middle)  # waits: see branches
     return low
 
 
-class _Course:
-    """The branches that have been played."""
+class _Branching:
+    """The branches that have been run."""
 
     def __init__(self, play: Callable[[Policy], Awaitable[Reward]], result: Resampled) -> None:
         self._play, self.result = play, result
 
     async def branches(self, origin: Policy, turns: int | None, tokens: int | None, count: int) -> dict[Policy, float]:
-        """Play up to ``count`` more, from what ``origin`` was after ``turns`` turns, or within the last of them, or is;
-        their rewards."""
+        """Run up to ``count`` more branches and return their rewards. They start from the current state of ``origin``,
+        from its state after ``turns`` turns, or within the last of these turns."""
         made: list[Policy] = []
         try:
             while len(made) < count:
                 made.append(origin.fork(turns, tokens))
         except GroupFull:
             pass
-        known = sum(branch.drawn for branch in made)
-        values = await asyncio.gather(*map(self._value, made))  # waits: the player has a deadline for its own code
+        shared = sum(branch.drawn for branch in made)
+        values = await asyncio.gather(*map(self._value, made))  # waits: EpisodeRunner has a deadline for its own code
         whole = sum(branch.drawn for branch in made)
         self.result.whole += whole
-        self.result.drawn += whole - known
+        self.result.drawn += whole - shared
         self.result.values |= dict(zip(made, values, strict=True))
         return {branch: as_outcome(value).reward for branch, value in zip(made, values, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Questions of one's own: rows, and a function that rewards an answer.
+"""Your own questions: rows, and a function that rewards an answer.
 
 Questions(jsonl("gsm8k.jsonl"), reward, held_out=200)
 """
@@ -17,29 +17,30 @@ from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcom
 from monarch_rl.tasks.template import check_template, fill
 
 RewardFunction = Callable[[Any, str], Any]
-"""``reward(row, answer)``: a number, named parts, an :class:`Outcome`, or a coroutine that returns one of these."""
+"""``reward(row, answer)``: returns a number, named parts, an :class:`Outcome`, or a coroutine that returns one of
+these."""
 SAMPLED = 16
-"""Prompts that are made before a run, to see whether they fit."""
+"""Number of prompts that are made before a run, to check that they fit."""
 
 
 class Questions(Task):
-    """One question, one answer, one reward, for each row.
+    """One question, one answer and one reward per row.
 
-    Training plays all rows that are not held out, in another order each time through. What it plays at a cursor depends
-    on nothing but the rows, ``held_out`` and ``seed``.
+    Training uses all rows that are not held out, in a different order per epoch. The row of a cursor depends only on
+    the rows, ``held_out`` and ``seed``.
 
     Args:
-        rows: mappings of columns: a list, or what ``rows.py`` reads: JSONL, parquet, a data set of ``datasets``.
-        reward: called with the row and the answer's text. A function runs in a scoring process, with a deadline, so it
-            may be slow or hang; a coroutine runs in the worker. If it has a function ``warm_up``, that is called once
-            in every worker and scoring process before.
-        system: the system message; "" is none.
-        template: the user's message, with the row's columns in braces.
-        held_out: how many rows are held out, drawn at random; or sets of rows of their own, by name. Training plays no
-            row with the prompt of a held-out one.
-        name: for metrics.
-        seed: of the order, and of which rows are held out.
-        full_context_reward: of an episode that a full context ends.
+        rows: mappings of columns: a list, or the readers of ``rows.py``: JSONL, parquet, a data set of ``datasets``.
+        reward: called with the row and the answer's text. A plain function runs in a scoring process, with a deadline,
+            so it may be slow or hang; a coroutine function runs in the worker. If it has an attribute ``warm_up``, that
+            is called once in every worker and scoring process beforehand.
+        system: system message; "" for none.
+        template: user message, with the row's columns in braces.
+        held_out: number of rows to hold out, chosen at random; or separate sets of rows, by name. Training uses no row
+            with the prompt of a held-out row.
+        name: name for metrics.
+        seed: seed of the order and of the choice of held-out rows.
+        full_context_reward: reward of an episode that a full context ends.
         group_rewards: rewards that compare the answers of a group (:class:`~monarch_rl.tasks.task.Task`).
     """
 
@@ -56,7 +57,7 @@ class Questions(Task):
         full_context_reward: float = 0.0,
         group_rewards: GroupRewards | None = None,
     ) -> None:
-        asking = _Asking(reward, system, template)
+        episode = _QuestionEpisode(reward, system, template)
         sets: Mapping[str, Any]
         if isinstance(held_out, Mapping):
             split = _Split(rows, held_out, 0, template, seed)
@@ -66,13 +67,13 @@ class Questions(Task):
                 count = operator.index(held_out)
             except TypeError as error:
                 raise ValueError(
-                    f"held_out must be a number of rows, or sets of rows by name, got {held_out!r}"
+                    f"held_out must be a number of rows, or a mapping of names to sets of rows, got {held_out!r}"
                 ) from error
             split = _Split(rows, {}, count, template, seed)
             sets = {"held_out": _HeldOut(split, count)} if count else {}
         super().__init__(
             split.item,
-            asking.play,
+            episode.run,
             sets,
             name,
             full_context_reward,
@@ -82,30 +83,30 @@ class Questions(Task):
         )
 
 
-class _Asking:
-    """How a row is asked and rewarded."""
+class _QuestionEpisode:
+    """Asks the question of a row and rewards the answer."""
 
     def __init__(self, reward: RewardFunction, system: str, template: str) -> None:
         self._reward, self._system, self._template = reward, system, template
         self._in_worker = is_coroutine_function(reward)
 
-    async def play(self, row: Row, policy: Policy) -> Outcome:
-        """The episode of a row."""
+    async def run(self, row: Row, policy: Policy) -> Outcome:
+        """Run the episode of a row."""
         if self._system:
             policy.read({"role": "system", "content": self._system})
         reply = await policy.reply(prompt_of(self._template, row))
         if self._in_worker:
-            return as_outcome(await self._reward(row, reply.text))  # waits: the player has a deadline for it
+            return as_outcome(await self._reward(row, reply.text))  # waits: EpisodeRunner has a deadline for it
         return await policy.in_scorer(self._reward, row, reply.text)
 
 
 def prompt_of(template: str, row: Row) -> str:
-    """The user's message of a row. Raises ValueError if the template does not fit it."""
+    """The user message of a row. Raises ValueError if the template does not fit the row."""
     return fill(template, row, "template", "a row")
 
 
 class _Split:
-    """Which rows are trained on, in which order."""
+    """Splits rows into training and held-out rows, and orders the training rows."""
 
     def __init__(
         self, rows: Sequence[Row], apart: Mapping[str, Sequence[Row]], count: int, template: str, seed: int
@@ -126,9 +127,11 @@ class _Split:
 
     @functools.cached_property
     def held_out(self) -> list[int]:
-        """Which rows are held out."""
+        """Indices of the held-out rows."""
         if not 0 <= self._count < len(self._rows):
-            raise ValueError(f"held_out {self._count} of {len(self._rows)} rows leaves none to train on: hold out less")
+            raise ValueError(
+                f"held_out {self._count} of {len(self._rows)} rows leaves none to train on: hold out fewer rows"
+            )
         return random.Random(f"held out {self._seed}").sample(range(len(self._rows)), self._count)
 
     def held_out_row(self, index: int) -> Row:
@@ -144,7 +147,9 @@ class _Split:
         apart = {prompt_of(self._template, row) for row in held_out}
         trained = [index for index, row in enumerate(self._rows) if prompt_of(self._template, row) not in apart]
         if not trained:
-            raise ValueError(f"of {len(self._rows)} rows none is left to train on: all others have held-out prompts")
+            raise ValueError(
+                f"none of the {len(self._rows)} rows is left to train on: all have the prompt of a held-out row"
+            )
         return trained
 
     def check(self) -> list[str]:

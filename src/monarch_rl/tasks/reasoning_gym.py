@@ -1,8 +1,8 @@
 """Tasks from reasoning-gym: any of its data sets by name, in splits that share no held-out question.
 
-An item is a pure function of (settings, split, index). reasoning-gym seeds item ``i`` of a data set with
-``seed + i``, so that neighbouring seeds give almost the same items: the splits stand ``SPLIT_DISTANCE`` seeds
-apart. Small tasks repeat questions even so; therefore the other splits skip every question that is held out.
+An item is a pure function of (settings, split, index). reasoning-gym seeds item ``i`` of a data set with ``seed + i``,
+so neighbouring seeds give almost the same items. The seeds of the splits are therefore ``SPLIT_DISTANCE`` apart. Small
+tasks repeat questions even so, and the other splits skip every question that is held out.
 
 Importing this module imports neither reasoning-gym nor torch.
 """
@@ -26,56 +26,57 @@ from monarch_rl.tasks.template import check_template, fill
 logger = logging.getLogger("monarch_rl")
 
 Split = Literal["train", "held_out", "warm_up"]
-"""``warm_up`` is for supervised examples before the training: it has no held-out question either."""
+"""``warm_up`` is for supervised examples before the training; it has no held-out question either."""
 
 SPLIT_DISTANCE = 1_000_000_007
-"""Seeds between two splits; larger than any index, and all seeds stay below 2^32."""
+"""Difference of the seeds of two splits; larger than any index, and all seeds stay below 2^32."""
 MAX_SKIPS = 64
-"""How often a training index may move on because its question is held out."""
+"""Maximum number of times that a training index is advanced because its question is held out."""
 MAX_HELD_OUT_SHARE = 0.5
-"""Share of training questions that may be held out; even at a half, 64 skips in a row do not happen (5e-20)."""
+"""Maximum share of training questions that are held out; even at a half, 64 skips in a row do not happen (5e-20)."""
 SAMPLED = 16
-"""Prompts of the task that are made before a run, to see whether they differ and fit."""
+"""Number of prompts that are made before a run, to check that they differ and fit."""
 UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
-"""Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or do not repeat under a seed."""
+"""Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or are not repeatable under a seed."""
 
 
 @dataclass(frozen=True)
 class TaskSettings(CheckedSettings, flags="task"):
-    """Which reasoning-gym data set to train on."""
+    """The reasoning-gym data set to train on."""
 
     name: str = "chain_sum"
     """Data set of reasoning-gym, which has some 100; the error for an unknown name lists similar ones."""
     config: str = "{}"
-    """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
+    """Settings of the data set as JSON, for example '{"min_terms": 2, "max_terms": 2}'."""
     template: str = "{question}"
-    """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
+    """Template of the prompt, with {question} and any field of the item's metadata, such as '{expression} =' for
+    chain_sum."""
     pass_mark: Annotated[float, Range(0, 1)] = 0.0
-    """Scores from here on count as 1 and lower ones as 0. At 0 the data set's own score is the reward, with partial
-    credit that may be gamed (spell_backward gives 0.8 for the right letters with others after them)."""
+    """Scores from this value on count as 1, lower ones as 0. With 0 the data set's own score is the reward, with
+    partial credit that may be gamed (spell_backward gives 0.8 for the right letters followed by others)."""
     seed: Annotated[int, SEED] = 0
-    """Which items there are. Under every seed the held-out items stay apart from the others."""
+    """Seed of the items. With every seed the held-out questions are separate from the others."""
     train_size: Annotated[int, Range(1, 10_000_000)] = 10_000
-    """Number of training items; after the last the first comes again."""
+    """Number of training items, after which they repeat."""
     held_out_size: Annotated[int, Range(1, 20_000)] = 200
-    """Held-out items. Their questions are never trained on."""
+    """Number of held-out items. Their questions are never trained on."""
 
 
 class ReasoningGym(Task):
-    """The task of one question, one answer and the data set's own score, which is computed in a scoring process.
+    """One question, one answer and the data set's own score, computed in a scoring process.
 
-    Cheap to make and to pickle: the data set is loaded where it is played.
+    Cheap to create and to pickle: the data set is loaded in the processes that use it.
 
     Args:
-        full_context_reward: of an episode that a full context ends.
-        name: for metrics; empty is that of the data set.
+        full_context_reward: reward of an episode that a full context ends.
+        name: name for metrics; empty means the name of the data set.
     """
 
     def __init__(self, settings: TaskSettings, full_context_reward: float = 0.0, name: str = "") -> None:
         train, held_out = TaskSource(settings), TaskSource(settings, "held_out")
         super().__init__(
             train.item,
-            functools.partial(_play, settings),
+            functools.partial(_episode, settings),
             {"held_out": held_out},
             name=name or settings.name,
             full_context_reward=full_context_reward,
@@ -84,7 +85,7 @@ class ReasoningGym(Task):
         )
 
 
-async def _play(settings: TaskSettings, item: Item, policy: Policy) -> Outcome:
+async def _episode(settings: TaskSettings, item: Item, policy: Policy) -> Outcome:
     reply = await policy.reply(item.prompt)
     return await policy.in_scorer(score, settings, item.entry, reply.text)
 
@@ -96,13 +97,13 @@ class Item:
     index: int
     prompt: str
     answer: str
-    """The data set's own answer, to look at; other answers may get the full score too."""
+    """The data set's own answer, for display; other answers may get the full score, too."""
     entry: dict[str, Any]
     """reasoning-gym's record, which its scorer needs."""
 
 
 class TaskSource:
-    """The items of one split. Cheap to make and to pickle; what is wrong with the settings shows in the first item."""
+    """The items of one split. Cheap to create and to pickle; invalid settings raise when the first item is made."""
 
     def __init__(self, settings: TaskSettings, split: Split = "train") -> None:
         self.settings = settings
@@ -119,7 +120,7 @@ class TaskSource:
     def item(self, index: int) -> Item:
         """Item ``index`` of the split, modulo its size.
 
-        Raises ValueError if there is no such data set, its settings are refused, or the template does not fit the item.
+        Raises ValueError if there is no such data set, it refuses its settings, or the template does not fit the item.
         """
         data_set = load_data_set(self.settings, self.split)
         index %= len(self)
@@ -133,7 +134,7 @@ class TaskSource:
         raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
 
     def check(self) -> list[str]:
-        """Try the settings before anything is spawned; returns the first prompts.
+        """Check the settings before any process is started; returns the first prompts.
 
         Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """
@@ -148,7 +149,7 @@ class TaskSource:
             )
         if self.settings.name in UNRELIABLE:
             logger.warning(
-                "reasoning-gym's %s does not always score its own answer as right, or does not repeat under a seed",
+                "reasoning-gym's %s does not always score its own answer as right, or is not repeatable under a seed",
                 self.settings.name,
             )
         return self._first_prompts()
@@ -158,8 +159,8 @@ class TaskSource:
         prompts = [item.prompt for item in items]
         if len(set(prompts)) == 1 and len({item.entry["question"] for item in items}) > 1:
             raise ValueError(
-                f"task.template {self.settings.template!r} makes the same prompt of {SAMPLED} items, "
-                f"{prompts[0][:60]!r}: give one with {{question}}"
+                f"task.template {self.settings.template!r} makes the same prompt for {SAMPLED} different items, "
+                f"{prompts[0][:60]!r}: use a template with {{question}}"
             )
         return prompts
 
@@ -169,19 +170,19 @@ class TaskSource:
         return Item(index, prompt, str(entry["answer"]), entry)
 
     def _advice(self) -> str:
-        return "hold out less (task.held-out-size) or make the task wider (task.config)"
+        return "hold out fewer items (task.held-out-size) or use settings with more questions (task.config)"
 
 
 def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Outcome:
-    """Score a completion with the data set's own scorer, then the pass mark.
+    """Score a completion with the data set's own scorer, then apply the pass mark.
 
-    With a pass mark the reward is 0 or 1, and its part ``"score"`` is what the scorer gave.
+    With a pass mark the reward is 0 or 1, and its part ``"score"`` is the scorer's value.
 
     Raises what the scorer raises, and ValueError if the score is not finite.
     """
     raw = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
     if not math.isfinite(raw):
-        raise ValueError(f"score {raw}")
+        raise ValueError(f"the score of {settings.name} is {raw}, not a finite number")
     return Outcome(float(raw >= settings.pass_mark), {"score": raw}) if settings.pass_mark > 0 else Outcome(raw)
 
 
@@ -198,7 +199,7 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
 
     if settings.name not in DATASETS:
         close = difflib.get_close_matches(settings.name, DATASETS, n=5, cutoff=0.4)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are: {', '.join(sorted(DATASETS))}"
+        hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
         raise ValueError(f"task.name: reasoning-gym has no data set {settings.name!r}; {hint}")
     config_class = DATASETS[settings.name][1]
     known = sorted({f.name for f in dataclasses.fields(config_class)} - {"seed", "size"})
@@ -212,13 +213,13 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
     size = settings.held_out_size if split == "held_out" else settings.train_size * MAX_SKIPS
     try:
         return create_dataset(settings.name, seed=seed, size=size, **_with_specs(settings.name, config))
-    except Exception as error:  # data sets raise what they like
-        said = str(error) or repr(error)
-        raise ValueError(f"task.config: reasoning-gym refuses the settings of {settings.name}: {said}") from error
+    except Exception as error:  # data sets may raise anything
+        message = str(error) or repr(error)
+        raise ValueError(f"task.config: reasoning-gym refuses the settings of {settings.name}: {message}") from error
 
 
 def _with_specs(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """``composite`` mixes data sets and wants their list as objects."""
+    """``config`` with the data sets of ``composite``, which mixes data sets, as the objects that it expects."""
     if name != "composite" or "datasets" not in config:
         return config
     from reasoning_gym.composite import DatasetSpec
@@ -233,10 +234,11 @@ def _held_out_questions(settings: TaskSettings) -> frozenset[str]:
 
 
 def _entry(settings: TaskSettings, data_set: Any, index: int) -> dict[str, Any]:
-    """Raises ValueError if the data set cannot make the entry: some check their settings no earlier."""
+    """An entry of the data set. Raises ValueError if it cannot be made: some data sets check their settings only
+    then."""
     try:
         entry: dict[str, Any] = data_set[index]
-    except Exception as error:  # data sets raise what they like
+    except Exception as error:  # data sets may raise anything
         raise ValueError(
             f"task.config {settings.config}: {settings.name} of reasoning-gym cannot make item {index} ({error!r})"
         ) from error

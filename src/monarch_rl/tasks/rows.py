@@ -1,6 +1,6 @@
-"""Rows to make questions of: JSONL and parquet files, and data sets of Hugging Face's ``datasets``.
+"""Rows for questions: JSONL and parquet files, and data sets of Hugging Face's ``datasets``.
 
-Only where the rows are travels to other processes, each of which reads them for itself; so every machine needs them.
+Only the location of the rows is sent to other processes, each of which reads them itself, so every machine needs them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 
 Row = Mapping[str, Any]
 COMPARED_ROWS = 1000
-"""Of a data set, spread over it evenly: enough to tell another one, and read in a moment."""
+"""Number of rows of a data set, spread evenly, that are compared: enough to detect a different data set, and read
+quickly."""
 
 
 class StoredRows(Sequence[Row]):
-    """Rows that are read when they are first asked for.
+    """Rows that are read on first use.
 
-    Raises ValueError then, if they cannot be read, or are not those that were read where they were made.
+    Reading raises ValueError if they cannot be read, or differ from the rows in the process that created the object.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class FileRows(StoredRows):
     """Rows of a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         reader: returns all rows of the file.
     """
 
@@ -57,7 +58,7 @@ class FileRows(StoredRows):
         super().__init__()
         self._path, self._reader = Path(path).resolve(), reader
         self._digest: str | None = None
-        """Of the file's bytes, where it has been read or sent before."""
+        """Digest of the file's bytes, once the file has been read or this object pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self._digest is None and self._path.is_file():
@@ -70,7 +71,10 @@ class FileRows(StoredRows):
         except (OSError, ValueError) as error:
             raise ValueError(f"rows of {self._path} cannot be read: {error}") from error
         if self._digest not in (None, digest):
-            raise ValueError(f"{self._path} has changed since the run began: processes would play other rows")
+            raise ValueError(
+                f"{self._path} has changed since the run began: processes would use different rows. Restore the file, "
+                "or start a new run"
+            )
         self._digest = digest
         return rows
 
@@ -84,21 +88,27 @@ class DataSetRows(StoredRows):
         self._source = str(folder.resolve()) if folder.is_dir() else str(source)
         self._config, self._split, self._options = config, split, options
         self._size: int | None = None
-        """Rows, where they have been read before."""
+        """Number of rows, once they have been read."""
         self._digest: str | None = None
-        """Of :data:`COMPARED_ROWS` of them."""
+        """Digest of :data:`COMPARED_ROWS` of them."""
 
     def _read(self) -> Sequence[Row]:
         of = f"{self._source}{f' ({self._config})' if self._config else ''}, split {self._split}"
         try:
             rows: Sequence[Row] = self._load()
-        except Exception as error:  # the library raises what it likes
+        except Exception as error:  # the library may raise anything
             raise ValueError(f"the data set {of} cannot be loaded: {error or repr(error)}") from error
         if self._size not in (None, len(rows)):
-            raise ValueError(f"the data set {of} has {len(rows)} rows, and had {self._size} where the run began")
+            raise ValueError(
+                f"the data set {of} has {len(rows)} rows, and had {self._size} where the run was started: every "
+                "machine needs the same data set"
+            )
         digest = _rows_digest(rows)
         if self._digest not in (None, digest):
-            raise ValueError(f"the data set {of} has other rows than where the run began")
+            raise ValueError(
+                f"the data set {of} has other rows than where the run was started: every machine needs the same data "
+                "set"
+            )
         self._size, self._digest = len(rows), digest
         return rows
 
@@ -114,7 +124,7 @@ class DataSetRows(StoredRows):
 
 
 def jsonl(path: str | Path) -> StoredRows:
-    """Rows of a file with one JSON object a line."""
+    """Rows of a file with one JSON object per line."""
     return FileRows(path, _read_jsonl)
 
 
@@ -127,10 +137,10 @@ def data_set(source: str | Path, config: str | None = None, *, split: str = "tra
     """Rows of a data set that ``datasets`` loads.
 
     Args:
-        source: a folder, of data files or written by ``save_to_disk``, or a name on the Hugging Face Hub.
-        config: which one, where the data set has several.
-        split: such as ``train`` or ``train[:1000]``.
-        options: more for ``datasets.load_dataset``, such as ``revision``, which keeps a run repeatable.
+        source: a folder with data files or written by ``save_to_disk``, or a name on the Hugging Face Hub.
+        config: configuration, for data sets that have several.
+        split: split, such as ``train`` or ``train[:1000]``.
+        options: further arguments of ``datasets.load_dataset``, such as ``revision``, which keeps a run repeatable.
 
     Raises ValueError if ``datasets`` is not installed.
     """
@@ -145,9 +155,9 @@ def _file_digest(path: Path) -> str:
 
 
 def _rows_digest(rows: Any) -> str:
-    """Of some rows of a data set. Its own fingerprint depends on when its files were written."""
+    """Digest of some rows of a data set. The data set's own fingerprint depends on when its files were written."""
     places = range(0, len(rows), max(1, len(rows) // COMPARED_ROWS))
-    decoded = [name for name, feature in rows.features.items() if hasattr(feature, "decode")]  # may hold paths
+    decoded = [name for name, feature in rows.features.items() if hasattr(feature, "decode")]  # may contain paths
     table = rows.remove_columns(decoded).with_format("arrow")[list(places)]
     return hashlib.blake2b(repr(table.to_pylist()).encode(errors="surrogatepass")).hexdigest()
 
@@ -160,9 +170,9 @@ def _read_jsonl(path: Path) -> list[Row]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"line {number} is no JSON ({error})") from error
+                    raise ValueError(f"line {number} is not JSON ({error})") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no JSON object: {line.strip()[:60]}")
+                    raise ValueError(f"line {number} is not a JSON object: {line.strip()[:60]}")
                 rows.append(row)
     return rows
 

@@ -1,13 +1,13 @@
-"""Runs Python that a model has written, in a sandbox.
+"""Runs Python code that a model has written, in a sandbox.
 
     sandbox = Sandbox(seconds=5)
     ran = sandbox.run(reply.text, stdin="3 4\n")
     reward = float(ran.ok and ran.stdout.strip() == "7")
 
-bubblewrap gives the program namespaces of its own: no network, no other processes, no files but a small ``/tmp`` and,
-read-only, the interpreter and the system's libraries. Limits of resources bound its memory, CPU time, files and
-processes (it is the only one), a filter of system calls (``sandbox_filter.py``) what these limits do not see. What it
-prints is bounded, and so is its time. docs/tasks.md says what this protects from, and what not.
+bubblewrap gives the program its own namespaces: no network, no other processes, and no files except a small ``/tmp``
+and, read-only, the interpreter and the system's libraries. Resource limits bound its memory, CPU time, files and
+processes (it is the only one); a filter of system calls (``sandbox_filter.py``) covers what these limits do not count.
+Its output and its run time are bounded, too. docs/tasks.md describes what this protects from, and what it does not.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.tasks.sandbox_filter import seccomp_filter
 
 NOBODY = 65534
-"""Whom a program runs as: where this process is root, really, because limits of processes do not bind root."""
+"""User id of programs. If this process is root, it really switches to this user, because process limits do not bind
+root."""
 START_S = 30.0
-"""Seconds that the sandbox itself may take to start on a crowded machine, before a program's own time."""
+"""Seconds that the sandbox itself may take to start on a crowded machine; the program's own time starts afterwards."""
 ENDING_S = 30.0
-"""Seconds that killed processes may take to be gone."""
+"""Seconds that killed processes may take to exit."""
 NOT_STARTED = "not started"
 SIGNALS_FROM = 128
-"""bubblewrap's exit code for signal n is 128 + n: a program that calls ``sys.exit(139)`` looks as if SIGSEGV had ended
-it."""
+"""bubblewrap's exit code for signal n is 128 + n. A program that calls ``sys.exit(139)`` therefore looks as if SIGSEGV
+had killed it."""
 SIGNALS = frozenset(map(int, signal.Signals))
 OPEN_FILES = 64
 ONE_THREAD = (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("MKL_NUM_THREADS", "1"))
-"""A program can start no further thread."""
+"""Needed because a program cannot start another thread."""
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin")
-"""Where an interpreter finds its libraries. Read-only; those that are links stay links."""
+"""Folders with the interpreter's libraries. They are read-only; symbolic links stay links."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _RUNNER = """
 import os, resource, sys
@@ -64,59 +65,61 @@ sys.argv = ["/program.py"]
 del os, resource, memory, cpu, size, files, ready, limit, most, file
 exec(compile(source, "/program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
-"""Runs inside, before the program: limits can be lowered by anybody, but raised by nobody there."""
+"""Runs inside the sandbox, before the program. It lowers the limits, which nothing inside can raise again."""
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox did not start, so nothing is known of the program."""
+    """The sandbox did not start, so there is no result of the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a program."""
+    """Result of a program."""
 
     stdout: str
     stderr: str
     exit_code: int | None
-    """As it ended by itself; None if it was ended, by a limit or a signal. From 129 on, those that stand for a signal
-    (128 + its number) count as that."""
+    """Exit code if the program ended without being killed; None if a limit or a signal ended it. Codes that mean a
+    signal (128 + its number) count as that signal."""
     ended: str = ""
-    """What ended it, if that was not itself: "took over 5 s", "printed over 65536 bytes", "ended by SIGSEGV"."""
+    """What ended the program, if it did not exit: "took over 5 s", "printed over 65536 bytes", "ended by SIGSEGV"."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself, without an error. A program can bring that about without having done its work
-        (``os._exit(0)``): compare what it printed."""
+        """Whether it exited without an error. A program can exit like this without having done its work
+        (``os._exit(0)``): compare its output."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True)
 class Sandbox(CheckedSettings, flags="sandbox"):
-    """How programs are run. Making one tries it.
+    """How to run programs. Creating one runs a test program.
 
-    Raises ValueError, saying what is missing, on a machine that cannot isolate programs: nothing is then run without.
+    Raises ValueError, saying what is missing, on a machine that cannot isolate programs: they are never run without
+    isolation.
     """
 
     seconds: Annotated[float, Range(0.1, 3600)] = 5.0
-    """Of a program: by the clock, and, rounded up, of CPU time."""
+    """Time limit of a program in seconds: elapsed time, and, rounded up, CPU time."""
     memory_mib: Annotated[int, Range(64, 1_000_000)] = 512
-    """Address space of a program, the interpreter's included, which takes some 30."""
+    """Address space of a program, including the interpreter, which takes about 30."""
     files_mib: Annotated[int, Range(1, 1_000_000)] = 16
-    """Size of its /tmp, and of one file in it; they are in memory, too."""
+    """Size of its /tmp, and of one file in it; both are in memory."""
     output_bytes: Annotated[int, Range(1, 2**30)] = 2**16
-    """That it may print on each of stdout and stderr."""
+    """Maximum bytes that it may print on each of stdout and stderr."""
     python: str = ""
-    """The interpreter; empty takes this one, or /usr/bin/python3 if others cannot reach that, as in root's home."""
+    """Interpreter; empty means the current one, or /usr/bin/python3 if other users cannot access it, for example in
+    root's home."""
     _command: tuple[str, ...] = field(default=(), init=False, repr=False)
-    """bubblewrap's, without what is different each time."""
+    """The part of bubblewrap's command line that is the same for all programs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise ValueError(
-                "a sandbox needs bubblewrap, and there is no bwrap here: install it (apt install bubblewrap) on every "
-                "machine with rollout workers"
+                "a sandbox needs bubblewrap, but bwrap is not on the PATH: install it (apt install bubblewrap) on "
+                "every machine with rollout workers"
             )
         refusals = []
         for python in [self.python] if self.python else _interpreters():
@@ -132,7 +135,7 @@ class Sandbox(CheckedSettings, flags="sandbox"):
         )
 
     def _refusal(self) -> str:
-        """Why nothing can be run so; empty if it can."""
+        """Why the current command cannot run a program; empty if it can."""
         try:
             ran = self.run("print(6 * 7)")
         except (SandboxFailed, OSError) as error:
@@ -140,7 +143,7 @@ class Sandbox(CheckedSettings, flags="sandbox"):
         return "" if ran.stdout == "42\n" else ran.ended or ran.stderr.strip()[-200:]
 
     def run(self, code: str, stdin: str = "") -> Ran:
-        """Run a program, and wait for it: in a scoring process or on a thread, not on an event loop.
+        """Run a program and wait for it. Call it in a scoring process or on a thread, not on an event loop.
 
         Raises SandboxFailed if the sandbox does not start.
         """
@@ -149,41 +152,41 @@ class Sandbox(CheckedSettings, flags="sandbox"):
             ("stdin", stdin.encode(errors="replace")),
             ("filter", seccomp_filter()),
         ]
-        with _memory_files(files) as (program, given, calls):
-            ready, told = os.pipe()
+        with _memory_files(files) as (program, program_stdin, syscall_filter):
+            ready, started = os.pipe()
             try:
-                process = self._start(program, given, calls, told)
+                process = self._start(program, program_stdin, syscall_filter, started)
             finally:
-                os.close(told)
+                os.close(started)
             try:
-                return self._watched(process, ready)
+                return self._watch(process, ready)
             finally:
-                process.kill()  # all others inside end with it
+                process.kill()  # all processes inside end with it
                 process.wait(ENDING_S)
                 os.close(ready)
                 for stream in (process.stdout, process.stderr):
                     if stream is not None:
                         stream.close()
 
-    def _start(self, program: int, given: int, calls: int, told: int) -> subprocess.Popen[bytes]:
+    def _start(self, program: int, program_stdin: int, syscall_filter: int, started: int) -> subprocess.Popen[bytes]:
         size = self.files_mib * 2**20
-        limits = (self.memory_mib * 2**20, math.ceil(self.seconds), size, OPEN_FILES, told)
+        limits = (self.memory_mib * 2**20, math.ceil(self.seconds), size, OPEN_FILES, started)
         inside = [self.python, "-I", "-B", "-c", _RUNNER, *map(str, limits)]
-        last = ["--ro-bind-data", str(program), "/program.py", "--remount-ro", "/", "--seccomp", str(calls)]
-        who: dict[str, Any] = {}
+        last = ["--ro-bind-data", str(program), "/program.py", "--remount-ro", "/", "--seccomp", str(syscall_filter)]
+        user: dict[str, Any] = {}
         if os.geteuid() == 0:
-            who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+            user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         return subprocess.Popen(
             [*self._command, *last, "--", *inside],
-            stdin=given,
+            stdin=program_stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(program, calls, told),
-            **who,
+            pass_fds=(program, syscall_filter, started),
+            **user,
         )
 
-    def _watched(self, process: subprocess.Popen[bytes], ready: int) -> Ran:
-        """Read what a program prints until it ends or has to."""
+    def _watch(self, process: subprocess.Popen[bytes], ready: int) -> Ran:
+        """Read the program's output until it ends or exceeds a limit."""
         assert process.stdout is not None and process.stderr is not None
         printed = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
         ended = self._read(printed, ready, process)
@@ -196,7 +199,7 @@ class Sandbox(CheckedSettings, flags="sandbox"):
         return Ran(stdout, stderr, None if ended else code, ended)
 
     def _read(self, printed: dict[int, bytearray], ready: int, process: subprocess.Popen[bytes]) -> str:
-        """Fill ``printed``, by file descriptor; returns why the program has to end, or nothing once it has ended."""
+        """Fill ``printed``, by file descriptor; returns which limit the program exceeded, or "" once it has ended."""
         started, until = False, time.monotonic() + START_S
         with selectors.DefaultSelector() as selector:
             for stream in (*printed, ready):
@@ -223,7 +226,7 @@ class Sandbox(CheckedSettings, flags="sandbox"):
 
 
 def _command(bwrap: str, python: str, files_mib: int) -> tuple[str, ...]:
-    """What bubblewrap is told, but for the program."""
+    """bubblewrap's arguments, without those of the program."""
     command = [bwrap, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv", "--chdir", "/tmp"]
     for name, value in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8"), *ONE_THREAD):
@@ -243,14 +246,14 @@ def _command(bwrap: str, python: str, files_mib: int) -> tuple[str, ...]:
 
 
 def _interpreters() -> list[str]:
-    """This one, without its virtual environment, and the system's."""
+    """The current interpreter, without its virtual environment, and the system's."""
     own = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     return list(dict.fromkeys([own, "/usr/bin/python3"]))
 
 
 @contextmanager
 def _memory_files(contents: list[tuple[str, bytes]]) -> Iterator[list[int]]:
-    """Files that are in memory alone and cannot be changed, open at their beginning; closed after the block."""
+    """Sealed files that exist only in memory, open at their beginning; closed after the block."""
     descriptors: list[int] = []
     try:
         for name, content in contents:

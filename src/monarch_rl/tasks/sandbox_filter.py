@@ -1,8 +1,9 @@
-"""The filter of system calls of a sandbox: a list of those that limits of resources do not bound.
+"""The sandbox's filter of system calls: it denies calls whose effects resource limits do not bound.
 
-Memory that is shared by its name or number counts towards no limit of a process; a namespace made inside the sandbox
-would have a /tmp without a size; the others widen what a program can reach of the kernel and are not needed. Each fails
-with EPERM. Numbers are those of the kernel's tables, ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
+Shared memory that is identified by name or number is not counted in a process's limits. A namespace created inside the
+sandbox would have a /tmp without a size limit. The other calls widen a program's access to the kernel and are not
+needed. Each denied call fails with EPERM. Numbers are those of the kernel's tables, ``asm/unistd_64.h`` and
+``asm-generic/unistd.h``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import struct
 
 EPERM = 1
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-"""Of classic BPF: ``BPF_LD | BPF_W | BPF_ABS``, ``BPF_JMP | BPF_JEQ | BPF_K``, ``... BPF_JGE ...``, ``BPF_RET``."""
+"""Classic BPF opcodes: ``BPF_LD | BPF_W | BPF_ABS``, ``BPF_JMP | BPF_JEQ | BPF_K``, ``... BPF_JGE ...``,
+``BPF_RET``."""
 NUMBER_AT, ARCHITECTURE_AT = 0, 4
 """Offsets in ``struct seccomp_data``."""
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000 | EPERM, 0x80000000
 X32 = 0x40000000
-"""Calls from here on are those of another table on x86-64."""
+"""Call numbers from here on belong to another table on x86-64."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """``AUDIT_ARCH_*`` by ``platform.machine()``."""
 DENIED = {
@@ -55,15 +57,15 @@ DENIED = {
     },
 }
 NEWER = {"io_uring_setup": 425, "open_tree": 428, "fsopen": 430, "memfd_secret": 447}
-"""Calls that have one number on all architectures."""
+"""Calls with the same number on all architectures."""
 
 
 def seccomp_filter() -> bytes:
-    """The filter, as bubblewrap reads it. Raises ValueError on an architecture whose table is not known here."""
+    """The filter in the format that bubblewrap reads. Raises ValueError on an architecture without a table here."""
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         raise ValueError(
-            f"the sandbox knows the system calls of {', '.join(ARCHITECTURES)}, and not those of {machine}"
+            f"the sandbox supports {' and '.join(ARCHITECTURES)} only: it has no table of the system calls of {machine}"
         )
     denied = sorted({*DENIED[machine].values(), *NEWER.values()})
     lines = [

@@ -1,11 +1,11 @@
-"""What is played: items, and an episode, which is a coroutine that its author writes.
+"""Definition of a task: items, and an episode, which is a coroutine that the task's author writes.
 
     async def episode(item, policy):
         reply = await policy.reply(item["question"])
         return float(reply.text.strip() == item["answer"])
 
-The same coroutine plays training and held-out items. What the policy was given and what it drew becomes an
-episode of tokens (``rollout/play.py``); nothing is ever tokenised a second time.
+The same coroutine runs for training and held-out items. The tokens that the policy was given and those that it
+generated become an episode (``rollout/play.py``); nothing is tokenised twice.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS = 100
-"""Of one reward."""
+"""Maximum number of parts of a reward."""
 MOST_INFO_BYTES = 64 << 10
-"""Of what an outcome says beside its reward, as JSON: it travels with its sequence to buffer, trainer and journal."""
+"""Maximum size of an outcome's ``info`` as JSON, because it is sent with its sequence to buffer, trainer and
+journal."""
 LARGEST_REWARD = 3.4028234663852886e38
-"""float32, as which rewards are trained, has none beyond it."""
+"""Largest finite float32, the type in which rewards are trained."""
 TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(_low|_high)?|(oldest|newest)_version")
-"""Of metrics that stand beside those of the parts of a reward, as in docs/metrics.md."""
+"""Names of metrics next to those of the parts of a reward, as in docs/metrics.md."""
 
 
 class MessageLike(Protocol):
-    """Whatever has a role and content, as the messages of ``model/messages.py``."""
+    """Any object with a role and content, like the messages of ``model/messages.py``."""
 
     @property
     def role(self) -> str:
@@ -49,8 +50,8 @@ class MessageLike(Protocol):
 
 
 PromptLike = str | MessageLike | Mapping[str, Any] | Sequence[MessageLike | Mapping[str, Any]]
-"""What a policy is given: text, which is a user's message, a message, or several, also as mappings with role and
-content, as data sets hold them."""
+"""Input of a policy: a string, which is a user message, a message, or several; messages may also be mappings with role
+and content, as in data sets."""
 
 
 @dataclass(slots=True)
@@ -58,25 +59,27 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens, thoughts and calls; where a stop string ended it, without that and what follows."""
+    """Text without special tokens, thoughts and tool calls; if a stop string ended the turn, without it and the text
+    after it."""
     token_ids: list[int]
-    """All that were drawn."""
+    """All sampled tokens."""
     logprobs: np.ndarray
-    """float32[n], natural log, of the distribution that drew each token."""
+    """float32[n], natural log, under the distribution that each token was sampled from."""
     finish_reason: str
-    """``stop``; ``length``: the turn had its ``max_new_tokens``; ``context``: the episode has no room for another."""
+    """``stop``; ``length``: the turn reached its ``max_new_tokens``; ``context``: the episode has no room for another
+    turn."""
     raw: str = ""
-    """The whole text, special tokens included, without the end token."""
+    """The whole text, including special tokens but not the end token."""
     thinking: str = ""
-    """What stands between the chat template's tags for thoughts."""
+    """Text between the chat template's tags for thoughts."""
     tool_calls: Sequence[Any] = ()
-    """In order (``model/messages.py``: ToolCall). Check ``error`` before carrying one out."""
+    """Tool calls in order (``model/messages.py``: ToolCall). Check ``error`` before running one."""
     _reward: float | asyncio.Future[float] | None = field(default=None, init=False, repr=False)
     _over: bool = field(default=False, init=False, repr=False)
 
     @property
     def reward(self) -> float | None:
-        """Process reward of this turn; None as long as there is none."""
+        """Process reward of this turn; None if it has not been set, or is still being computed."""
         if isinstance(self._reward, asyncio.Future):
             done = self._reward.done() and not self._reward.cancelled() and self._reward.exception() is None
             return self._reward.result() if done else None  # waits: it is done
@@ -84,11 +87,13 @@ class Reply:
 
     @reward.setter
     def reward(self, value: Reward | Awaitable[Reward] | None) -> None:
-        """Set it, at any time before the episode ends. Of something to be awaited, such as
-        ``policy.in_scorer(check_step, reply.text)``, the result is it: the episode goes on meanwhile, and ends once
-        that is there. A turn has one number: named parts are added up, and not kept, nor is the info of an outcome.
+        """Set the reward, at any time before the episode ends.
 
-        Raises TypeError or ValueError if it is no reward, RuntimeError if the episode is over.
+        The reward may be an awaitable, such as ``policy.in_scorer(check_step, reply.text)``. The episode then
+        continues, and at its end waits for the result. A turn has a single number: named parts are added up and not
+        kept, and an outcome's ``info`` is not kept either.
+
+        Raises TypeError or ValueError if it is not a reward, RuntimeError if the episode is over.
         """
         if isinstance(value, Awaitable):
             reward: float | asyncio.Future[float] | None = asyncio.ensure_future(_awaited(value))
@@ -96,25 +101,25 @@ class Reply:
             reward = None if value is None else as_outcome(value).reward
         if self._over:
             _cancel(reward)
-            raise RuntimeError("the episode is over: a turn's reward is no longer trained")
+            raise RuntimeError("the episode is over: the reward of a turn can no longer be set")
         _cancel(self._reward)
         self._reward = reward
 
     @property
     def awaited_reward(self) -> asyncio.Future[float] | None:
-        """What the reward is, or was, awaited from, if it was not simply set."""
+        """The future of a reward that was set as an awaitable; None if it was set as a value."""
         return self._reward if isinstance(self._reward, asyncio.Future) else None
 
     def end(self) -> None:
-        """The episode is over: the reward stays as it is, and what it is awaited from ends."""
+        """End the episode: the reward cannot be set any more, and a pending one is cancelled."""
         self._over = True
         _cancel(self._reward)
 
 
 async def _awaited(value: Awaitable[Reward]) -> float:
-    """The reward that ``value`` becomes. A SystemExit would end the event loop."""
+    """Await a reward. A SystemExit is replaced, because it would end the event loop."""
     try:
-        return as_outcome(await value).reward  # waits: the player has a deadline for the episode's code
+        return as_outcome(await value).reward  # waits: EpisodeRunner has a deadline for the episode's code
     except SystemExit as error:
         raise RuntimeError("a turn's reward raised SystemExit") from error
 
@@ -122,67 +127,69 @@ async def _awaited(value: Awaitable[Reward]) -> float:
 def _cancel(reward: object) -> None:
     if isinstance(reward, asyncio.Future):
         reward.cancel()
-        reward.add_done_callback(lambda over: over.cancelled() or over.exception())  # else asyncio logs what it raised
+        # Retrieves the exception, which asyncio would otherwise log.
+        reward.add_done_callback(lambda over: over.cancelled() or over.exception())
 
 
 class ContextFull(Exception):
     """The episode has no room for another turn.
 
-    Where the coroutine does not catch it, the episode ends with ``policy.reward_so_far``. It is trained like any other.
+    If the coroutine does not catch it, the episode ends with ``policy.reward_so_far`` and is trained like any other.
     """
 
 
 class GroupFull(Exception):
-    """The episode may not have another seat or branch: ``rollout.max_sequences`` or ``rollout.max_tokens``."""
+    """The episode may not have another seat or branch, because of ``rollout.max_sequences`` or
+    ``rollout.max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an episode was worth, or one seat or branch of it."""
+    """Reward of an episode, or of one seat or branch of it."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, to look at; never read by training."""
+    """Named parts of the reward, for metrics; not used by training."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values to look at later, at most 64 KiB of them; never read by training."""
+    """JSON values for later inspection, at most 64 KiB; not used by training."""
     answer: str = ""
-    """The text of the policy's last turn; this and the following are filled in for ``group_rewards``."""
+    """Text of the policy's last turn; this and the following fields are filled in for ``group_rewards``."""
     seat: str = ""
-    """Whose outcome it is, where the policy has seats."""
+    """Name of the seat, if the policy has seats."""
     play: int = 0
-    """Which episode of the group it belongs to, 0, 1, ...: one with seats or branches has several outcomes."""
+    """Index of the episode in the group, 0, 1, ...: an episode with seats or branches has several outcomes."""
 
 
 Reward = float | Mapping[str, float] | Outcome
-"""A number, named parts of which the reward is the sum, or an :class:`Outcome`."""
+"""A number, named parts whose sum is the reward, or an :class:`Outcome`."""
 SeatRewards = Reward | Mapping[str, Reward]
-"""Where the policy has seats (:meth:`Policy.seat`), a mapping is of their names to the reward of each; anything else is
-the reward of every seat."""
+"""If the policy has seats (:meth:`Policy.seat`), a mapping of their names to rewards; any other value is the reward of
+every seat."""
 Returned = SeatRewards | Sequence[SeatRewards] | Mapping["Policy", SeatRewards]
-"""What an episode returns. Where the policy was forked, a value for each branch: a list in the order of the forks, or a
-mapping of policies. A policy that was forked and has drawn nothing since is no branch, but the beginning of its forks;
-if it has drawn on, its value stands before theirs."""
+"""Return value of an episode. If the policy was forked, it has one value per branch: a list in the order of the forks,
+or a mapping of policies. A forked policy counts as a branch only if it generates after the fork; its value then comes
+before those of its forks."""
 
 
 class Policy(Protocol):
-    """The model in one episode: one conversation, to which is only ever added."""
+    """The model in one episode: one conversation, which is only appended to."""
 
     reward_so_far: float
-    """The reward if a full context ends the episode; at first the task's ``full_context_reward``."""
+    """Reward if a full context ends the episode; initially the task's ``full_context_reward``."""
 
     @property
     def turns(self) -> int:
-        """Its turns so far, those before a fork included."""
+        """Number of its turns so far, including those before a fork."""
         ...
 
     @property
     def drawn(self) -> int:
-        """Tokens that it has drawn so far, those before a fork included."""
+        """Number of tokens sampled so far, including those before a fork."""
         ...
 
     @property
     def turn_lengths(self) -> Sequence[int]:
-        """Tokens that it has drawn in each of its turns."""
+        """Number of sampled tokens of each turn."""
         ...
 
     async def reply(
@@ -194,61 +201,63 @@ class Policy(Protocol):
         stop: str | Sequence[str] = (),
         tools: Sequence[Any] | None = None,
     ) -> Reply:
-        """Have the policy answer.
+        """Generate the policy's next turn.
 
         Args:
-            messages: what it is given before, after all that it was given and has drawn so far.
-            max_new_tokens: of this turn; None is ``rollout.max_new_tokens``.
-            temperature: None is that of the rollouts, or of the evaluation for held-out items. A turn with another one
-                is not trained: the trainer computes log-probs for one temperature.
-            stop: texts that end the turn. Tokens after the one that completes such a text are left out.
-            tools: functions or JSON schemas that the policy may call; they stand in the opening, so only the first turn
-                may name new ones (docs/chat.md).
+            messages: messages to append to the conversation before the turn.
+            max_new_tokens: maximum tokens of this turn; None means ``rollout.max_new_tokens``.
+            temperature: None means the temperature of the rollouts, or that of the evaluation for held-out items. A
+                turn at another temperature is not trained, because the trainer computes log-probs for one temperature.
+            stop: strings that end the turn. Tokens after the one that completes such a string are removed.
+            tools: functions or JSON schemas that the policy may call. They are part of the start of the conversation,
+                so only the first turn may add new ones (docs/chat.md).
 
         Raises:
             ContextFull: there is no room for a token.
-            ValueError: the model's chat template cannot render the messages, or has no place for tools; says why.
+            ValueError: the model's chat template cannot render the messages, or does not support tools; says why.
         """
         ...
 
     def read(self, messages: PromptLike) -> None:
-        """Give the policy something to read before its next turn."""
+        """Append messages to the conversation for the policy to read before its next turn."""
         ...
 
     def seat(self, name: str) -> Policy:
-        """The same model in a conversation of its own: a player of several. Asked for again, it is the same one.
+        """The same model in a separate conversation, as one of several players. The same name returns the same seat.
 
-        Each seat becomes a sequence with its own reward: the episode returns a mapping of all seats that drew to their
-        rewards, or one reward for all.
+        Each seat becomes a sequence with its own reward: the episode returns a mapping with a reward for every seat
+        that had a turn, or one reward for all.
 
         Raises:
-            GroupFull: the episode may not become another sequence.
+            GroupFull: the episode may not have another sequence.
         """
         ...
 
     def fork(self, turns: int | None = None, tokens: int | None = None) -> Policy:
-        """The same model with everything that was said and drawn so far, at all seats, which goes on by itself.
+        """The same model with a copy of the conversation so far, at all seats, which continues independently.
 
-        The engine finds what they share in its prefix cache. Each branch becomes a sequence with its own reward. A
-        token that was drawn before a fork is trained once, with the mean of its branches' advantages.
+        The engine finds the shared part in its prefix cache. Each branch becomes a sequence with its own reward. A
+        token that was sampled before a fork is trained once, with the mean of its branches' advantages.
 
         Args:
-            turns: share only the first turns of this policy, and what came before them; with a single seat.
-            tokens: share only so many drawn tokens of the last of these turns, at least one, and not all. The fork
-                stands in the middle of that turn: its next ``reply`` goes on with it, and is the whole turn's. It may
-                be given what was given before that turn once more, or nothing.
+            turns: share only the first ``turns`` turns of this policy and the messages before them; requires a single
+                seat.
+            tokens: share only this many sampled tokens of the last of these turns, at least one and not all. The fork
+                then starts within that turn: its next ``reply`` continues it and returns the whole turn. Its messages
+                are those given before that turn, or none.
 
         Raises:
-            GroupFull: the episode may not become another sequence.
-            RuntimeError: a turn is under way.
+            GroupFull: the episode may not have another sequence.
+            RuntimeError: a turn is being generated.
             ValueError: there is no such turn or token, or there are several seats.
         """
         ...
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
-        """``function(*args)`` in a scoring process, with ``rollout.score_deadline_s``: for slow or untrusted work.
-        The arguments, and what a closure or an object holds, are those of the time of the call; what it changes in them
-        stays in its process. Global variables of a plain function are those of its first call.
+        """Run ``function(*args)`` in a scoring process, with ``rollout.score_deadline_s``: for slow or untrusted work.
+
+        The arguments, and the state of a closure or an object, are those at the time of the call; changes to them stay
+        in the scoring process. Global variables of a plain function are those of its first call.
 
         Raises ScoringFailed, which costs the episode, if the function raises, takes too long or ends its process.
         """
@@ -256,15 +265,15 @@ class Policy(Protocol):
 
 
 GroupRewards = Callable[[Any, Sequence[Outcome]], Any]
-"""``group_rewards(item, outcomes)``: a reward for each outcome, in order. It replaces the reward of its episode; its
-named parts and its info join those that are there. A function runs in a scoring process, with its deadline; a coroutine
-in the worker, with that of an episode's own code."""
+"""``group_rewards(item, outcomes)``: returns one reward per outcome, in order. It replaces the reward of the episode;
+its named parts and its info are merged with the existing ones. A plain function runs in a scoring process, with that
+deadline; a coroutine function runs in the worker, with the deadline of an episode's own code."""
 EpisodeCode = Callable[[Any, Any], Awaitable[Returned]]
 """``async def episode(item, policy)``."""
 
 
 class Items(Protocol):
-    """A set of items, such as a list."""
+    """A collection of items, such as a list."""
 
     def __len__(self) -> int: ...
 
@@ -272,46 +281,47 @@ class Items(Protocol):
 
 
 def no_prompts() -> Sequence[str]:
-    """The check of a task of which nothing is known before it is played."""
+    """The default check, which knows no prompts before the run."""
     return ()
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a run plays. It travels to the workers by value (``runtime/by_value.py``), with the functions in it."""
+    """Defines a run's items and episodes. It is pickled by value (``runtime/by_value.py``), with its functions, and
+    sent to the workers."""
 
     items: Callable[[int], Any]
-    """The training item of a cursor, 0, 1, 2, ...; a pure function, so that a group that is begun again or a resumed
-    run plays the same item."""
+    """The training item of a cursor, 0, 1, 2, ...; a pure function, so that a group that is restarted and a resumed run
+    use the same item."""
     episode: EpisodeCode
-    """Plays an item: ``async def episode(item, policy)``. What it raises costs the episode only."""
+    """Runs an item: ``async def episode(item, policy)``. An exception costs only the episode."""
     held_out: Mapping[str, Items] = field(default_factory=dict)
-    """Sets of items that are not trained on, by name. Evaluations play the first one unless they name another."""
+    """Sets of items that are not trained on, by name. Evaluations run the first one unless they name another."""
     name: str = "task"
-    """For metrics."""
+    """Name for metrics."""
     full_context_reward: float = 0.0
-    """Reward of an episode that a full context ends, if it says nothing else (``policy.reward_so_far``)."""
+    """Reward of an episode that a full context ends, unless it sets its own (``policy.reward_so_far``)."""
     warm_up: Callable[[], object] | None = None
-    """Called once in every worker and scoring process before anything is played: imports, data."""
+    """Called once in every worker and scoring process before the first episode, for imports and data."""
     check: Callable[[], Sequence[str]] = no_prompts
-    """Called before anything is spawned; returns some of the prompts, to see whether they fit. Raises ValueError saying
-    what to change."""
+    """Called before any process is started; returns some of the prompts, to check that they fit. Raises ValueError
+    saying what to change."""
     group_rewards: GroupRewards | None = None
-    """Rewards that compare the episodes of a group: called once they have all ended, with the item and what each was
-    worth. Not for held-out items, whose episodes are not compared."""
+    """Rewards that compare the episodes of a group: called with the item and the outcomes once all have ended. Not used
+    for held-out items, whose episodes are not compared."""
     part_of: Callable[[Any], tuple[Task, Any]] | None = None
-    """Of a mixture: which of its tasks plays an item, and the item as that task knows it."""
+    """For mixtures: returns the task that an item belongs to, and the item as that task defines it."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.full_context_reward):
             raise ValueError(f"full_context_reward must be a finite number, got {self.full_context_reward}")
         if not is_coroutine_function(self.episode):
-            wrong = f"the episode {self.episode!r:.80} of task {self.name} is no coroutine function"
+            wrong = f"the episode {self.episode!r:.80} of task {self.name} is not a coroutine function"
             raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
 
     def with_episode(self, episode: EpisodeCode) -> Task:
-        """The same items with another episode."""
-        part_of = None if self.part_of is None else functools.partial(_part_played_by, self.part_of, episode)
+        """The same task with another episode."""
+        part_of = None if self.part_of is None else functools.partial(_with_episode, self.part_of, episode)
         return Task(
             self.items,
             episode,
@@ -325,25 +335,27 @@ class Task:
         )
 
     def player_of(self, item: Any) -> tuple[Task, Any]:
-        """The task that plays an item, which is this one unless it is a mixture, and the item as that task knows it."""
+        """The task that an item belongs to, which is this one unless it is a mixture, and the item as that task defines
+        it."""
         return (self, item) if self.part_of is None else self.part_of(item)
 
     def held_out_items(self, name: str = "") -> Items:
         """A held-out set; the first one without a name. Raises ValueError if there is none."""
         if not self.held_out:
-            raise ValueError(f"task {self.name} has no held-out items: give it some, or do not evaluate")
+            raise ValueError(f"task {self.name} has no held-out items: give it some, or turn evaluation off")
         if name and name not in self.held_out:
             raise ValueError(f"task {self.name} has no held-out set {name!r}; it has {', '.join(self.held_out)}")
         return self.held_out[name or next(iter(self.held_out))]
 
 
-def _part_played_by(part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, item: Any) -> tuple[Task, Any]:
+def _with_episode(part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, item: Any) -> tuple[Task, Any]:
     task, own_item = part_of(item)
     return task.with_episode(episode), own_item
 
 
 def as_outcome(value: Reward) -> Outcome:
-    """What an episode or a score returned, as plain numbers. Raises TypeError or ValueError if it is something else."""
+    """The return value of an episode or a score, with plain numbers. Raises TypeError or ValueError if it is not a
+    reward."""
     if isinstance(value, Outcome):
         parts = {str(name): _number(part) for name, part in value.parts.items()} if value.parts else {}
         outcome = Outcome(_number(value.reward), parts, value.info)
@@ -351,8 +363,8 @@ def as_outcome(value: Reward) -> Outcome:
             raise TypeError(f"info must be a dictionary, got {value.info!r:.80}")
         if value.info and (size := len(json.dumps(value.info, allow_nan=False))) > MOST_INFO_BYTES:
             raise ValueError(
-                f"info has {size:,} bytes of JSON: at most {MOST_INFO_BYTES:,}, because it travels with the episode. "
-                "Write what is longer to a file, and its name into info"
+                f"info has {size:,} bytes of JSON, and the limit is {MOST_INFO_BYTES:,}, because it is sent with the "
+                "episode. Write longer values to a file, and put its name into info"
             )
     elif isinstance(value, Mapping):
         if not value:
@@ -368,26 +380,30 @@ def as_outcome(value: Reward) -> Outcome:
         raise ValueError(f"parts of a reward must be finite numbers of float32: {', '.join(wrong[:3])}")
     taken = [name for name in outcome.parts if TAKEN_NAMES.fullmatch(name)]
     if taken:
-        raise ValueError(f"no part of a reward can be called {taken[0]!r}, as another metric is: give it another name")
+        raise ValueError(f"a part of a reward is called {taken[0]!r}, the name of another metric: rename it")
     if len(outcome.parts) > MOST_PARTS:
-        raise ValueError(f"a reward has {len(outcome.parts)} parts, each of which is a metric: at most {MOST_PARTS}")
+        raise ValueError(
+            f"a reward has {len(outcome.parts)} parts, and the limit is {MOST_PARTS}, because each is a metric: return "
+            "fewer"
+        )
     return outcome
 
 
 def _is_finite(value: float) -> bool:
-    return abs(value) <= LARGEST_REWARD  # False for NaN, too
+    return abs(value) <= LARGEST_REWARD  # also False for NaN
 
 
 def as_outcomes(values: Any) -> list[Outcome]:
-    """What group rewards returned, as plain numbers. Raises TypeError or ValueError if it is something else."""
+    """The return value of group rewards, with plain numbers. Raises TypeError or ValueError if it is not a list of
+    rewards."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"group rewards must be a list with a reward for each episode, got {values!r:.80}")
+        raise TypeError(f"group rewards must be a list with one reward per episode, got {values!r:.80}")
     return [as_outcome(value) for value in values]
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise ValueError(f"could not convert to a reward: {value!r} is text, return a number")
+        raise ValueError(f"could not convert to a reward: {value!r} is text, not a number")
     if value is None:
         raise TypeError("the reward is None: return a number, named parts, or an Outcome")
     if inspect.iscoroutine(value):
@@ -396,11 +412,11 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-# -- which of the functions that a task is made of are coroutine functions --------------------------------------------
+# -- detection of coroutine functions ---------------------------------------------------------------------------------
 
 
 def is_coroutine_function(function: object) -> bool:
-    """Whether calling it gives a coroutine; that of an object may, and so may a partial of either."""
+    """Whether calling it returns a coroutine; also detects callable objects, and partials of either."""
     while isinstance(function, functools.partial):
         function = function.func
     called = getattr(type(function), "__call__", None)  # noqa: B004

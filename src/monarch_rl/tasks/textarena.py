@@ -1,11 +1,11 @@
-"""Games of textarena (MIT; ``pip install "monarch_rl[textarena]"``): of one player, against a function, or self-play.
+"""Games of textarena (MIT; ``pip install "monarch_rl[textarena]"``): single-player, against a function, or self-play.
 
     TextArena("FrozenLake-v0")
     TextArena("TicTacToe-v0", opponent=random_move)
     TextArena("TicTacToe-v0", players=2)
 
-Each player is told what is new since its last turn, without its own moves, which it knows. The game says what a move
-looks like, ends by its rules, an invalid move included, and rewards its players.
+Each player is shown what is new since its last turn, without its own moves. The game describes the format of moves,
+ends by its own rules, including after an invalid move, and rewards its players.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from monarch_rl.tasks.orders import Seeds
 from monarch_rl.tasks.task import Outcome, Policy, Task
 
 Opponent = Callable[[str, random.Random], str | Awaitable[str]]
-"""``opponent(what it is told, its random numbers) -> its move``; or a coroutine, which may ask another model."""
+"""``opponent(observation, random number generator) -> move``; or a coroutine function, which may ask another model."""
 MOST_MOVES = 200
-"""Of all players in a game, unless the task says how many."""
+"""Default maximum of moves in a game, of all players together."""
 SHOWN = 8
-"""Games that a refusal names."""
+"""Number of games that an error message lists."""
 _MOVE = re.compile(r"'(\[[^\]]+\])'")
-"""How games list the moves that there are."""
+"""Format in which games list the available moves."""
 
 
-def random_move(told: str, draw: random.Random) -> str:
-    """An opponent: one of the moves that it was told last, such as those of TicTacToe and ConnectFour.
+def random_move(observation: str, rng: random.Random) -> str:
+    """An opponent that makes a random move of those listed last, for games such as TicTacToe and ConnectFour.
 
-    Raises ValueError where the game lists none.
+    Raises ValueError if the game lists none.
     """
-    listed = [line for line in told.splitlines() if _MOVE.search(line)]
+    listed = [line for line in observation.splitlines() if _MOVE.search(line)]
     if not listed:
-        raise ValueError(f"the game lists no moves: {told[-200:]!r}")
-    return draw.choice(_MOVE.findall(listed[-1]))
+        raise ValueError(f"the game lists no moves to choose from: {observation[-200:]!r}")
+    return rng.choice(_MOVE.findall(listed[-1]))
 
 
 class TextArena(Task):
-    """Games of textarena, whose rewards are the game's. Items are seeds.
+    """Games of textarena, with the game's own rewards. Items are seeds.
 
-    With an opponent, the policy is player 0, 1, ... in turn. Without one it plays all players, each of several at its
-    own seat, ``player 0`` and so on.
+    With an opponent, the policy is player 0, 1, ... in turn, by the seed. Without one it is all players; with several
+    players, each has its own seat, ``player 0`` and so on.
 
     Args:
-        game: an id of textarena, without the endings for its observations (``-raw``, ``-train``).
-        opponent: plays the other players, each told apart by nothing but what it is told.
-        players: of a game; 0 is one, or two with an opponent.
-        system: the system message; "" is none.
-        most_moves: of all players, at most; then the game is worth 0.
-        held_out: games that are held out.
-        name: for metrics; "" is the game's.
+        game: id of a game, without the suffixes for its observations (``-raw``, ``-train``).
+        opponent: makes the moves of all other players, which it can distinguish only by the observation.
+        players: number of players; 0 means one, or two with an opponent.
+        system: system message; "" for none.
+        most_moves: maximum moves of all players together; after that the reward is 0.
+        held_out: number of held-out games.
+        name: name for metrics; "" means the id of the game.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class TextArena(Task):
         held_out: int = 0,
         name: str = "",
     ) -> None:
-        playing = _Playing(game, opponent, players or (1 if opponent is None else 2), system, most_moves)
+        episode = _GameEpisode(game, opponent, players or (1 if opponent is None else 2), system, most_moves)
         seeds = Seeds()
         sets: dict[str, Sequence[int]] = {"held_out": seeds.held_out(held_out)} if held_out else {}
-        super().__init__(seeds.training, playing.play, sets, name or game, warm_up=playing.warm_up, check=playing.check)
+        super().__init__(seeds.training, episode.run, sets, name or game, warm_up=episode.warm_up, check=episode.check)
 
 
-class _Playing:
-    """How a seed is played."""
+class _GameEpisode:
+    """The episode of a seed."""
 
     def __init__(self, game: str, opponent: Opponent | None, players: int, system: str, most_moves: int) -> None:
         self._game, self._opponent, self._players = game, opponent, players
@@ -89,43 +89,46 @@ class _Playing:
     def check(self) -> list[str]:
         """The first prompts. Raises ValueError saying what to change."""
         if self._opponent is not None and self._players < 2:
-            raise ValueError(f"an opponent, but {self._players} player: leave it out, or give TextArena players=2")
+            raise ValueError(
+                f"there is an opponent, but only {self._players} player: leave the opponent out, or set TextArena "
+                "players=2"
+            )
         if self._game not in _registry():
             raise ValueError(f"textarena has no game {self._game!r}; it has {_alike(self._game)}")
         try:
-            return [_Game(self._game, 0, self._players).told()[1]]
-        except Exception as error:  # games raise what they like
+            return [_Game(self._game, 0, self._players).observe()[1]]
+        except Exception as error:  # games may raise anything
             raise ValueError(
-                f"a game of {self._game} cannot begin with {self._players} players ({type(error).__name__}: {error}). "
-                "If its rules ask for others, give TextArena players= or an opponent"
+                f"{self._game} cannot start with {self._players} players ({type(error).__name__}: {error}). If it "
+                "needs another number of players, set TextArena players= or an opponent"
             ) from error
 
-    async def play(self, seed: int, policy: Policy) -> Outcome | dict[str, Outcome]:
-        """The game of a seed; with several seats, an outcome for each that had a turn."""
-        draw = random.Random(f"opponent {seed}")
+    async def run(self, seed: int, policy: Policy) -> Outcome | dict[str, Outcome]:
+        """Play the game of a seed; with several seats, returns an outcome for each that had a turn."""
+        rng = random.Random(f"opponent {seed}")
         seats = self._seats(seed, policy)
-        played: list[int] = []
+        started: list[int] = []
         game = _Game(self._game, seed, self._players)
         over = False
         while not over and game.moves < self._most_moves:
-            player, told = game.told()
+            player, observation = game.observe()
             if player in seats:
-                if player not in played:
-                    played.append(player)
+                if player not in started:
+                    started.append(player)
                     if self._system:
                         seats[player].read({"role": "system", "content": self._system})
-                move = (await seats[player].reply(told)).text
+                move = (await seats[player].reply(observation)).text
             else:
                 assert self._opponent is not None  # without one, all players have seats
-                move = await _awaited(self._opponent(told, draw))
+                move = await _awaited(self._opponent(observation, rng))
             over = game.play(move)
-        outcomes = {player: game.outcome(player, over) for player in seats if player in played or len(seats) == 1}
+        outcomes = {player: game.outcome(player, over) for player in seats if player in started or len(seats) == 1}
         if len(seats) == 1:
             return next(iter(outcomes.values()))
         return {_seat(player): outcome for player, outcome in outcomes.items()}
 
     def _seats(self, seed: int, policy: Policy) -> dict[int, Policy]:
-        """Who plays, by player, but for the opponent."""
+        """Policies by player, without the opponent's players."""
         if self._opponent is not None or self._players == 1:
             return {seed % self._players: policy}
         return {player: policy.seat(_seat(player)) for player in range(self._players)}
@@ -136,12 +139,15 @@ def _seat(player: int) -> str:
 
 
 async def _awaited(move: str | Awaitable[str]) -> str:
-    return move if isinstance(move, str) else await move  # waits: the player has a deadline for it
+    return move if isinstance(move, str) else await move  # waits: EpisodeRunner has a deadline for it
 
 
 class _Game:
-    """A game that goes on. textarena draws from the one generator of the process's ``random``, which each game has to
-    itself while it computes; so games side by side are those of their seeds, and nobody else's numbers change."""
+    """A game in progress.
+
+    textarena uses the global ``random`` generator. Each game swaps in its own state while it computes, so that
+    concurrent games depend only on their seeds and do not affect other users of the generator.
+    """
 
     def __init__(self, game: str, seed: int, players: int) -> None:
         textarena = _textarena()
@@ -154,22 +160,22 @@ class _Game:
 
     @contextmanager
     def _random(self) -> Iterator[None]:
-        others = random.getstate()
+        outer_state = random.getstate()
         random.setstate(self._state)
         try:
             yield
         finally:
             self._state = random.getstate()
-            random.setstate(others)
+            random.setstate(outer_state)
 
-    def told(self) -> tuple[int, str]:
-        """Whose turn it is, and what is new for that player."""
+    def observe(self) -> tuple[int, str]:
+        """The player whose turn it is, and the messages that are new to that player."""
         with self._random():
-            player, heard = self._game.get_observation()
+            player, messages = self._game.get_observation()
         names = self._game.state.role_mapping
         lines = [
             text if sender < 0 else f"[{names.get(sender, f'Player {sender}')}] {text}"
-            for sender, text, kind in heard
+            for sender, text, kind in messages
             if (sender, kind) != (player, self._own_move)
         ]
         return player, "\n".join(lines)
@@ -182,17 +188,17 @@ class _Game:
         return bool(over)
 
     def outcome(self, player: int, over: bool) -> Outcome:
-        """What the game was worth to a player; 0 if it is not over."""
+        """Outcome of the game for a player; the reward is 0 if the game is not over."""
         info = {"player": player, "moves": self.moves}
         if not over:
             return Outcome(0.0, info=info | {"reason": "most_moves"})
         with self._random():
-            rewards, said = self._game.close()
-        return Outcome(float(rewards[player]), info=info | {"reason": str(said[player].get("reason", ""))})
+            rewards, reports = self._game.close()
+        return Outcome(float(rewards[player]), info=info | {"reason": str(reports[player].get("reason", ""))})
 
 
 def _textarena() -> Any:
-    """The library, which keeps all its games in one registry. Raises ValueError if it cannot be imported."""
+    """The textarena module, which has all games in one registry. Raises ValueError if it cannot be imported."""
     try:
         return importlib.import_module("textarena")
     except ImportError as error:

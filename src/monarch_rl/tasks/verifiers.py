@@ -2,9 +2,10 @@
 
     Verifiers(lambda: vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[right])), held_out=100)
 
-The environment plays and scores as it does with a server: it is handed a client of which ``chat.completions.create`` is
-the policy's turn. So what is trained are the ids that were drawn. 0.1.10 is the newest release that installs beside the
-lock; later ones need a newer openai than SGLang, and have another protocol (docs/tasks.md).
+The environment runs and scores episodes as with a server: it gets a client whose ``chat.completions.create`` generates
+the policy's turn. The trained token ids are therefore those that were sampled. 0.1.10 is the newest release that can be
+installed with the locked dependencies; later ones need a newer openai than SGLang does, and have another protocol
+(docs/tasks.md).
 """
 
 from __future__ import annotations
@@ -22,48 +23,49 @@ from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply, Task
 
 SAMPLED = 16
-"""Prompts that are made before a run, to see whether they fit."""
+"""Number of prompts that are made before a run, to check that they fit."""
 MAKING = threading.Lock()
-"""Held while an environment is made: tasks of a mixture make their items on several threads."""
+"""Held while an environment is created: tasks of a mixture make their items on several threads."""
 NOTHING = " "
-"""Stands for an empty answer, which verifiers takes for the fault of a server and would not score."""
+"""Replaces an empty answer, which verifiers treats as a server error and does not score."""
 
 
 class Verifiers(Task):
-    """Episodes in an environment of verifiers. The reward is the rubric's, and its functions are the parts.
+    """Episodes in an environment of verifiers. The reward is that of the rubric, and the rubric's functions are its
+    parts.
 
-    Training plays the rows of the environment's data set, in another order each time through; evaluations those of its
-    ``eval_dataset``. Reward functions, tools and ``env_response`` run in the worker, on its event loop: what waits must
-    be a coroutine. A reward function that raises counts as 0, and is logged: verifiers has it so. Where there is no
-    room for another turn, the environment ends as with an overlong prompt, and is scored. A rubric that compares the
-    rollouts of a group is refused by verifiers when it scores one of them.
+    Training uses the rows of the environment's data set, in a different order per epoch; evaluations use its
+    ``eval_dataset``. Reward functions, tools and ``env_response`` run in the worker, on its event loop, so functions
+    that wait must be coroutine functions. verifiers counts a reward function that raises as 0, and logs it. If there is
+    no room for another turn, the environment ends as with an overlong prompt, and is scored. verifiers refuses a rubric
+    that compares the rollouts of a group, when it scores one of them.
 
     Args:
-        make: makes the environment, once in each process that plays it.
-        held_out: rows of the ``eval_dataset`` that evaluations play.
-        name: for metrics.
-        seed: of the order.
+        make: creates the environment, once in each process that uses it.
+        held_out: number of rows of the ``eval_dataset`` that evaluations run.
+        name: name for metrics.
+        seed: seed of the order.
     """
 
     def __init__(self, make: Callable[[], Any], *, held_out: int = 0, name: str = "verifiers", seed: int = 0) -> None:
-        playing = _Playing(make, seed, held_out)
-        sets = {"held_out": _HeldOut(playing, held_out)} if held_out else {}
-        super().__init__(playing.item, playing.play, sets, name, check=playing.check)
+        episode = _EnvironmentEpisode(make, seed, held_out)
+        sets = {"held_out": _HeldOut(episode, held_out)} if held_out else {}
+        super().__init__(episode.item, episode.run, sets, name, check=episode.check)
 
 
-class _Playing:
-    """The environment, and how a row of it is played."""
+class _EnvironmentEpisode:
+    """The environment, and the episode of a row."""
 
     def __init__(self, make: Callable[[], Any], seed: int, held_out: int) -> None:
         self._make, self._seed, self._held_out = make, seed, held_out
         self._made: Any = None
 
     def __reduce__(self) -> Any:
-        return _Playing, (self._make, self._seed, self._held_out)
+        return _EnvironmentEpisode, (self._make, self._seed, self._held_out)
 
     @property
     def _environment(self) -> Any:
-        """Made once. Raises ValueError if it cannot be."""
+        """Created on first use. Raises ValueError if that fails."""
         if self._made is None:
             with MAKING:
                 self._made = self._made or _without_handlers(self._make)
@@ -94,19 +96,19 @@ class _Playing:
         return ShuffledOrder(range(len(self._rows)), f"order {self._seed}/")
 
     def check(self) -> list[str]:
-        """First prompts. Raises ValueError saying what to change."""
+        """The first prompts. Raises ValueError saying what to change."""
         if self._environment.message_type != "chat":
-            raise ValueError('an environment of message_type "completion" cannot be played: give it "chat"')
+            raise ValueError('an environment with message_type "completion" is not supported: use "chat"')
         if self._held_out:
             _ = self.held_out
         prompts = [self.item(cursor)["prompt"] for cursor in range(min(SAMPLED, len(self._rows)))]
         return ["".join(str(message["content"]) for message in prompt) for prompt in prompts]
 
-    async def play(self, row: dict[str, Any], policy: Policy) -> Outcome:
-        """The rollout of a row, scored."""
+    async def run(self, row: dict[str, Any], policy: Policy) -> Outcome:
+        """Run and score the rollout of a row."""
         environment, turns = self._environment, _Turns(policy)
         client = SimpleNamespace(chat=SimpleNamespace(completions=turns))
-        # waits: the player has a deadline for it
+        # waits: EpisodeRunner has a deadline for it
         state = await environment.rollout(row, client, "policy", {})
         if turns.error is not None:
             raise turns.error
@@ -115,14 +117,14 @@ class _Playing:
         for reply, step in zip(turns.replies, state["trajectory"], strict=False):
             if step["reward"] is not None:
                 reply.reward = float(step["reward"])
-        await environment.rubric.score_rollout(state)  # waits: the player has a deadline for it
+        await environment.rubric.score_rollout(state)  # waits: EpisodeRunner has a deadline for it
         info = {"stop": str(state["stop_condition"]), "truncated": bool(state["is_truncated"])}
         return Outcome(float(state["reward"]), {name: float(value) for name, value in state["metrics"].items()}, info)
 
 
 def _without_handlers(make: Callable[[], Any]) -> Any:
-    """An environment without its handlers of signals, which would be the process's, and which only the main thread may
-    set. Raises ValueError if verifiers is not there."""
+    """Create an environment without its signal handlers. They would apply to the whole process, and only the main
+    thread may set them. Raises ValueError if verifiers is not installed."""
     try:
         module: Any = importlib.import_module("verifiers.envs.environment")
     except ImportError as error:
@@ -135,10 +137,10 @@ def _without_handlers(make: Callable[[], Any]) -> Any:
 
 
 class _HeldOut:
-    """The rows for evaluations, which are made where they are played."""
+    """The rows for evaluations, which are loaded in the processes that use them."""
 
-    def __init__(self, playing: _Playing, count: int) -> None:
-        self._playing, self._count = playing, count
+    def __init__(self, episode: _EnvironmentEpisode, count: int) -> None:
+        self._playing, self._count = episode, count
 
     def __len__(self) -> int:
         return self._count
@@ -148,23 +150,23 @@ class _HeldOut:
 
 
 class _Turns:
-    """``client.chat.completions`` of one rollout: each call is a turn of the policy."""
+    """``client.chat.completions`` of one rollout: each call generates a turn of the policy."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.replies: list[Reply] = []
         self.error: Exception | None = None
-        """What a turn raised, but for a full context: verifiers would hide it."""
-        self._said: list[Any] = []
-        """All messages of the last call, and the answer's text."""
+        """Exception of a turn, except ContextFull. It is kept here because verifiers would hide it."""
+        self._conversation: list[Any] = []
+        """All messages of the last call, and the text of the answer."""
         self._calls: dict[str, Any] = {}
 
     async def create(
         self, *, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **_: Any
     ) -> Any:
-        """The policy's turn, as an answer of OpenAI's API."""
+        """Generate the policy's turn; returns it as a response of OpenAI's API."""
         try:
-            # waits: the player has a deadline for it
+            # waits: EpisodeRunner has a deadline for it
             reply = await self._policy.reply(self._new(messages), tools=tools or None)
         except ContextFull as error:
             raise _overlong(str(error)) from error
@@ -173,19 +175,19 @@ class _Turns:
             raise
         self.replies.append(reply)
         answer = _answer(reply)
-        self._said = [*messages, answer.choices[0].message.content]
+        self._conversation = [*messages, answer.choices[0].message.content]
         self._calls |= {call.id: call for call in reply.tool_calls}
         return answer
 
     def _new(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """What was said since the policy's last turn. Raises ValueError if what was said before is not as it was."""
-        known = len(self._said)
-        if known and ([*messages[: known - 1]] != self._said[:-1] or messages[known - 1]["content"] != self._said[-1]):
+        """Messages since the policy's last turn. Raises ValueError if earlier messages have changed."""
+        seen, old = len(self._conversation), self._conversation
+        if seen and ([*messages[: seen - 1]] != old[:-1] or messages[seen - 1]["content"] != old[-1]):
             raise ValueError(
-                "the environment shows the policy another conversation than it had: what was said stays as it was, "
-                "so get_prompt_messages may only add to it"
+                "the environment changed earlier messages of the conversation, which is not supported: its "
+                "get_prompt_messages may only append messages"
             )
-        return [self._as_message(message) for message in messages[known:]]
+        return [self._as_message(message) for message in messages[seen:]]
 
     def _as_message(self, message: Mapping[str, Any]) -> Any:
         call = self._calls.get(message.get("tool_call_id", ""))
@@ -195,13 +197,13 @@ class _Turns:
 
 
 def _answer(reply: Reply) -> Any:
-    """A ``ChatCompletion`` of a turn."""
+    """A turn as a ``ChatCompletion``."""
     types = importlib.import_module("openai.types.chat")
     calls = [
         {
             "id": call.id,
             "type": "function",
-            # What cannot be read is no JSON here either, so that the environment answers it.
+            # An unreadable call is passed on as invalid JSON, so that the environment answers it.
             "function": {"name": call.name, "arguments": json.dumps(call.arguments) if call.name else call.error},
         }
         for call in reply.tool_calls
@@ -214,12 +216,12 @@ def _answer(reply: Reply) -> Any:
     )
 
 
-def _overlong(said: str) -> Exception:
-    """What a server answers where a prompt has no room."""
+def _overlong(detail: str) -> Exception:
+    """The error of a server whose context has no room for a prompt."""
     import httpx
 
     openai = importlib.import_module("openai")
-    words = f"maximum context length is reached: {said}"
-    response = httpx.Response(400, text=words, request=httpx.Request("POST", "http://policy"))
-    error: Exception = openai.BadRequestError(words, response=response, body=None)
+    message = f"maximum context length is reached: {detail}"
+    response = httpx.Response(400, text=message, request=httpx.Request("POST", "http://policy"))
+    error: Exception = openai.BadRequestError(message, response=response, body=None)
     return error

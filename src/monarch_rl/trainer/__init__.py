@@ -1,1 +1,1 @@
-"""torchtitan: models, packing, objectives, the update, and what a version of the policy consists of."""
+"""Training with torchtitan: models, packing, objectives, updates, checkpoints and published weights."""

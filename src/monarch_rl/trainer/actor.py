@@ -1,4 +1,4 @@
-"""The trainer mesh: one :class:`Trainer` actor a rank, all in one torch.distributed world of their own."""
+"""The trainer mesh: one :class:`Trainer` actor per rank, all in one torch.distributed world."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Trainer(ResilientActor):
-    """One rank. All ranks get every call; training runs on one thread, checksums on another."""
+    """One trainer rank. Every call goes to all ranks. Training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Buffer) -> None:
         wait_registry.register(f"trainer rank {current_rank().rank}")
@@ -66,17 +66,17 @@ class Trainer(ResilientActor):
         self._functions: LoadedFunctions | None = None
         self._snapshots: Snapshots | None = None
         self._snapshot_plans: dict[int, SnapshotPlan] = {}
-        """By the snapshot's index."""
+        """By index of the snapshot."""
         self._trained: tuple[PackedShard, BatchAdvantages] | None = None
         """This rank's share of the last batch, and the advantages of the whole batch."""
         self._journal: StepJournal | None = None
         self._earlier: EarlierSteps | None = None
         self._rows: SupervisedRows | None = None
-        """What :meth:`supervised` trains on."""
+        """The rows of :meth:`supervised`."""
         self._mixed: SupervisedRows | None = None
-        """What :meth:`update` trains on beside its batches."""
+        """The rows that :meth:`update` mixes into its batches."""
         self._rows_taken = 0
-        """Supervised rows that were trained so far."""
+        """Supervised rows trained so far."""
 
     @property
     def policy(self) -> Policy:
@@ -86,7 +86,7 @@ class Trainer(ResilientActor):
 
     @property
     def functions(self) -> LoadedFunctions:
-        """What it trains with, and what that remembers."""
+        """Advantage and objective, with their state."""
         if self._functions is None:
             raise RuntimeError("setup() must come first")
         return self._functions
@@ -106,7 +106,7 @@ class Trainer(ResilientActor):
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, int]:
-        """Join the world, build and load the model; returns the rank and how many parameters it publishes."""
+        """Join the world, build and load the model. Returns the rank and the number of parameters that it publishes."""
 
         def build() -> Policy:
             import torch
@@ -132,21 +132,22 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
-        """Take this rank's share of the batch for the update from ``version``, and train on it: one optimiser
-        step, or those that ``trainer.epochs`` and ``trainer.minibatches`` make of it.
+        """Take this rank's share of the batch that updates ``version``, and train on it: ``trainer.epochs`` x
+        ``trainer.minibatches`` optimiser steps.
 
         Args:
             version: the version being updated.
             batch_deadline_s: seconds to wait for the batch.
 
         Returns:
-            The metrics of :meth:`Policy.update`, with ``wait_s`` (seconds without a batch: idle) and
-            ``step_s`` (seconds of packing and computing), and those of :func:`batch_metrics`.
+            The metrics of :meth:`Policy.update_batch` and :func:`batch_metrics`, ``wait_s`` (seconds idle, waiting for
+            the batch) and ``step_s`` (seconds packing and computing).
 
         Raises:
-            DeadlineExceeded: no batch came in time; says what is missing.
-            NotFinite: the gradient is not finite; names the step, and why.
-            ValueError: the advantage or the objective returned what cannot be used; names it and its place.
+            DeadlineExceeded: no batch came in time; states what is missing.
+            NotFinite: the gradient is not finite; names the step and the cause.
+            ValueError: the advantage or the objective returned an unusable value; names the function and where it is
+                defined.
         """
         plan, policy = self._plan, self.policy
         started = time.perf_counter()
@@ -172,7 +173,7 @@ class Trainer(ResilientActor):
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
 
     async def _train(self, packed: PackedShard, journal: StepJournal | None) -> dict[str, float]:
-        """Make the next version of a batch, and note it in the journal."""
+        """Train the next version on a batch, and record the step in ``journal``, if any."""
         from monarch_rl.trainer.step import train
 
         version, policy = packed.version, self.policy
@@ -181,10 +182,10 @@ class Trainer(ResilientActor):
             journal.took(packed)
 
         def step() -> tuple[dict[str, float], BatchAdvantages]:
-            made = train(policy, packed, self.functions, self._plan.max_new_tokens)
+            result = train(policy, packed, self.functions, self._plan.max_new_tokens)
             self._rows_taken += rows
             self._note(version + 1)
-            return made
+            return result
 
         metrics, advantages = await self._on(self._compute, step)
         self._trained = packed, advantages
@@ -194,20 +195,22 @@ class Trainer(ResilientActor):
         return metrics
 
     def _note(self, version: int) -> None:
-        """What a checkpoint holds from here on."""
+        """Mark the state of ``version`` as complete: the next checkpoint holds it."""
         from monarch_rl.trainer.checkpoint import ROWS_TAKEN
 
         self.policy.checkpoint.note(version, self.functions.state_dict() | {ROWS_TAKEN: self._rows_taken})
 
-    # -- rows of prompt and answer: docs/algorithms.md -----------------------------------------------------------
+    # -- rows of prompt and answer: docs/algorithms.md ----------------------------------------------------------------
 
     @concurrent_endpoint
     async def use_rows(self, plan: SupervisedPlan) -> int:
-        """From now on mix these rows into each batch; or, if their share is 1, have :meth:`supervised` train on them.
-        Returns how many there are.
+        """Mix these rows into every following batch, or, if their share is 1, use them for :meth:`supervised`.
+
+        Returns:
+            The number of rows.
 
         Raises:
-            ValueError: they cannot be read.
+            ValueError: the rows cannot be read.
         """
         from monarch_rl.trainer.supervised import load_rows
 
@@ -222,14 +225,14 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def supervised(self, version: int) -> dict[str, float]:
-        """Make the version after ``version`` by one optimiser step on rows alone.
+        """Update ``version`` by one optimiser step on supervised rows alone.
 
         Returns:
             The metrics of :meth:`Policy.update_batch`, with ``wait_s`` and ``step_s``.
 
         Raises:
-            NotFinite: the gradient is not finite; names the step, and why.
-            ValueError: a row cannot be trained; names it, and says why.
+            NotFinite: the gradient is not finite; names the step and the cause.
+            ValueError: a row cannot be trained; names the row and the cause.
         """
         if self._rows is None:
             raise RuntimeError("use_rows() must come first")
@@ -243,12 +246,12 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def trained_episodes(self, groups: int, seed: int) -> list[TrainedEpisode]:
-        """This rank's episodes of ``groups`` groups, drawn at random from the batch that was trained last."""
+        """This rank's episodes of ``groups`` random groups of the last trained batch."""
         return [] if self._trained is None else trained_episodes(*self._trained, groups, seed)
 
     @lasting_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
-        """Log-probs of the trainable tokens of each episode under the current weights: float32 arrays.
+        """float32[trainable tokens] of each episode: log-probs under the current weights.
 
         All ranks compute all episodes; nothing is updated.
         """
@@ -267,11 +270,11 @@ class Trainer(ResilientActor):
                     logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
         return logprobs
 
-    # -- publishing: see weights/endpoint.py for the order of calls ------------------------------------------
+    # -- publishing: weights/endpoint.py has the order of calls -------------------------------------------------------
 
     @concurrent_endpoint
     async def owned_runs(self) -> tuple[int, list[NamedShape], list[Run]]:
-        """``(rank, tensors of a version, this rank's runs of them)``, to make the manifest from."""
+        """``(rank, tensors of a version, this rank's spans of them)``, for the manifest."""
         published = self.policy.published
 
         def runs() -> tuple[list[NamedShape], list[Run]]:
@@ -281,7 +284,7 @@ class Trainer(ResilientActor):
 
     @concurrent_endpoint
     async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], np.ndarray]:
-        """The weights that are not trained and this rank's part of their checksums: see
+        """The base weights and this rank's part of their checksums: see
         :meth:`PublishedWeights.frozen_checksums`."""
         import torch
 
@@ -289,7 +292,7 @@ class Trainer(ResilientActor):
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
-        """Make the sending end, with room for snapshots."""
+        """Create the sender, and allocate its snapshots."""
         policy = self.policy
         if self._snapshots is not None:
             await self._snapshots.close()
@@ -299,22 +302,21 @@ class Trainer(ResilientActor):
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:
-        """Prepare a meeting with the receivers; returns ``(rank, address)`` for them."""
+        """Open the sender for connections; returns ``(rank, address)`` for the receivers."""
         return self.policy.rank, await self.sender.open()
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Meet all receivers."""
+        """Connect to all receivers."""
         await self.sender.connect(addresses, receivers)
 
     @lasting_endpoint
     async def ready(self) -> None:
-        """Answer: this rank is alive."""
+        """Liveness check."""
 
     @lasting_endpoint
     async def snapshot(self, version: int, index: int) -> float:
-        """Copy the weights, which are those of ``version``, into the snapshot ``index``; returns the seconds it
-        took."""
+        """Copy the weights, which must be those of ``version``, into snapshot ``index``. Returns the seconds taken."""
         started = time.perf_counter()
         views = self.snapshots.prepare(version, index)
         await self._on(self._compute, self._copy, index, views)
@@ -329,33 +331,33 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def send(self, version: int, snapshot: int) -> np.ndarray:
-        """Send a snapshot, by its index, as part of ``version``; the next update may go on meanwhile.
+        """Send this rank's part of ``version`` from a snapshot, given by index; the next update may run meanwhile.
 
         Returns:
-            The checksum of this rank's part of each tensor of the manifest: int64[tensors].
+            int64[tensors]: the checksum of this rank's part of each tensor of the manifest.
 
         Raises:
-            NotFinite: a tensor of the version holds NaN or infinity; names it.
+            NotFinite: a tensor of the version holds NaN or infinity; names the tensor.
         """
         return await self.snapshots.send(version, snapshot)
 
     @lasting_endpoint
     async def weights_abort(self, why: str) -> None:
-        """End a transfer under way, because a member is lost: ``send`` or ``weights_connect`` fails at once."""
+        """Abort a running transfer because a member is lost: ``send`` or ``weights_connect`` fails at once."""
         if self._snapshots is not None:
             self.sender.abort(why)
 
-    # -- checkpoints: docs/checkpoints.md ---------------------------------------------------------------------
+    # -- checkpoints: docs/checkpoints.md -----------------------------------------------------------------------------
 
     @lasting_endpoint
     async def stage(self, new_group: bool) -> Staged:
-        """Copy to the host's memory what a checkpoint holds, after an update that is under way.
+        """Copy the state for a checkpoint to host memory, after a running update has ended.
 
         Args:
-            new_group: the last write failed, see :meth:`TrainerCheckpoint.stage`.
+            new_group: the last write failed: see :meth:`TrainerCheckpoint.stage`.
 
         Raises:
-            RuntimeError: an update was left half made: the weights are no version.
+            RuntimeError: an update was interrupted, so the weights are not a complete version.
         """
         return await self._on(self._compute, self._stage, new_group)
 
@@ -365,36 +367,38 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def write_checkpoint(self, folder: str) -> list[FileSum]:
-        """Write what was staged last to the folder of a checkpoint, while training goes on; returns this rank's files.
+        """Write the last staged state to a checkpoint folder while training continues. Returns this rank's files.
 
         Raises:
-            CannotWrite: a rank could not; names it.
+            CannotWrite: a rank could not write; names the rank.
         """
         checkpoint = self.policy.checkpoint
         return await self._on(self._disk, checkpoint.write, Path(folder), checkpoint.group)
 
     @concurrent_endpoint
     async def restore(self, folder: str, version: int, optimizer_steps: int) -> None:
-        """Go on from a checkpoint, which holds this version.
+        """Resume from a checkpoint of ``version``.
 
         Raises:
-            ValueError: it is of another model, or of functions that remember other things.
+            ValueError: the checkpoint is of another model, or its advantage and objective have other state.
         """
         from monarch_rl.trainer.checkpoint import ROWS_TAKEN
 
-        remembered = await self._on(self._compute, self.policy.checkpoint.restore, Path(folder), optimizer_steps)
-        self._rows_taken = remembered.pop(ROWS_TAKEN, 0)
-        self.functions.load_state_dict(remembered)
+        state = await self._on(self._compute, self.policy.checkpoint.restore, Path(folder), optimizer_steps)
+        self._rows_taken = state.pop(ROWS_TAKEN, 0)
+        self.functions.load_state_dict(state)
         await self._on(self._compute, self._note, version)
 
     @concurrent_endpoint
     async def journaled(self, generation: int, since: int) -> list[JournalBatch]:
-        """Look into the journal after :meth:`restore`; the batches that this rank can train again from there, one after
-        the other from the restored version on.
+        """Read the journal after :meth:`restore`.
 
         Args:
-            generation: of the run that made the checkpoint.
-            since: what earlier generations have left does not count.
+            generation: generation of the run that wrote the checkpoint.
+            since: first generation whose batches may be replayed.
+
+        Returns:
+            The consecutive batches, from the restored version on, that this rank can replay.
         """
         from monarch_rl.trainer.step_journal import EarlierSteps
 
@@ -402,20 +406,20 @@ class Trainer(ResilientActor):
         if plan.journal is None:
             return []
         version = self.policy.checkpoint.version
-        look = partial(EarlierSteps, plan.journal, plan, self.policy, version, generation, since)
+        read = partial(EarlierSteps, plan.journal, plan, self.policy, version, generation, since)
         try:
-            self._earlier = await self._on(self._compute, look)
-        except Exception as error:  # a journal is an aid, and is not to prevent a resume
-            logger.warning("no step is made again from the journal: %r", error)
+            self._earlier = await self._on(self._compute, read)
+        except Exception as error:  # a run can resume without its journal
+            logger.warning("no step is replayed from the journal: %r", error)
             return []
-        return self._earlier.known
+        return self._earlier.replayable
 
     @lasting_endpoint
     async def make_again(self, version: int, last: bool) -> StepReplay:
-        """Make the version after ``version`` again, of its batch in the journal. All ranks must be asked for it.
+        """Replay the update of ``version`` from its batch in the journal. All ranks must be called.
 
         Args:
-            last: the journal is not asked again.
+            last: this is the last step to replay.
 
         Raises:
             NotFinite, ValueError: as :meth:`update`.
@@ -428,7 +432,7 @@ class Trainer(ResilientActor):
         metrics = await self._train(packed, None)
         metrics |= {"wait_s": 0.0, "step_s": time.perf_counter() - started}
         equal = await self._on(self._compute, earlier.equal, version)
-        if equal is None and self._journal is not None:  # else it would be taken for the step that ended the run
+        if equal is None and self._journal is not None:  # else the next resume takes it for the step that ended the run
             await self._on(self._compute, self._journal.made, version, metrics)
         if last:
             self._earlier = None
@@ -436,12 +440,12 @@ class Trainer(ResilientActor):
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder, and LoRA beside it: see :func:`save_model`."""
+        """Write the model as a Hugging Face folder, and LoRA next to it: see :func:`save_model`."""
         await self._on(self._compute, self.policy.save, Path(folder))
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Leave the worlds that this rank is in."""
+        """Leave all torch.distributed worlds of this rank."""
         if self._snapshots is not None:
             await self._snapshots.close()
         if self._journal is not None:

@@ -1,4 +1,4 @@
-"""The advantages of a batch, computed by every trainer rank for all groups, of which each rank knows the outcomes."""
+"""The advantages of a batch. Every trainer rank has the outcomes of all groups, and computes the advantages of all."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from monarch_rl.episode.shard import BatchOutcomes
 from monarch_rl.trainer.loss_settings import LossSettings
 
 BatchAdvantages = list[list[torch.Tensor]]
-"""For each group and sequence: a scalar, or float32[tokens that it drew]. NaN is not trained."""
+"""For each group and sequence: a scalar, or float32[sampled tokens]. Sequences with NaN are not trained."""
 
 
 def group_views(batch: BatchOutcomes) -> list[GroupView]:
-    """What an advantage sees of each group."""
+    """The input of an advantage function for each group."""
     return [_group_view(batch, number) for number in range(len(batch.rewards))]
 
 
 def _group_view(batch: BatchOutcomes, group: int) -> GroupView:
-    drawn, given = batch.turn_lengths[group], batch.turn_rewards[group]
-    # Copies: an advantage may write into what it was given, and metrics and the critic read the batch afterwards.
+    lengths, rewards = batch.turn_lengths[group], batch.turn_rewards[group]
+    # Copies: an advantage may write into its arguments, and metrics and the critic read the batch afterwards.
     columns = {name: list(map(torch.tensor, by_group[group])) for name, by_group in batch.columns.items()}
     return GroupView(
         rewards=torch.tensor(batch.rewards[group]),
@@ -39,8 +39,8 @@ def _group_view(batch: BatchOutcomes, group: int) -> GroupView:
         seats=list(batch.seats[group]),
         forks=list(batch.forks[group]),
         parts=[dict(parts) for parts in batch.parts[group]],
-        turn_lengths=_by_sequence(drawn, drawn, torch.int32),
-        turn_rewards=_by_sequence([[reward or 0.0 for reward in of_turns] for of_turns in given], drawn, torch.float32),
+        turn_lengths=_by_sequence(lengths, lengths, torch.int32),
+        turn_rewards=_by_sequence([[reward or 0.0 for reward in turns] for turns in rewards], lengths, torch.float32),
         columns=Columns(columns),
         task=batch.tasks[group],
         item=batch.items[group],
@@ -50,14 +50,15 @@ def _group_view(batch: BatchOutcomes, group: int) -> GroupView:
 def _by_sequence(
     values: Sequence[Sequence[float]], turns: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """A tensor of each sequence's turns: parts of one, because making many takes longer than anything else here."""
+    """One tensor per sequence, with a value for each of its turns."""
+    # Views of one tensor: making many tensors would take longer than anything else here.
     joined = torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
     return list(joined.split([len(of_sequence) for of_sequence in turns]))
 
 
 def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
-    """A group whose rewards are lowered for long answers, if ``overlong_limit`` is set. A branch is as long as all that
-    was drawn on its way."""
+    """The group with the rewards of long answers lowered, if ``overlong_limit`` is set. The length of a branch includes
+    the tokens before its fork."""
     if not loss.overlong_limit:
         return group
     lengths = torch.tensor([len(path.tokens) for path in paths(group)], dtype=torch.int32)
@@ -67,11 +68,12 @@ def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
 
 @torch.no_grad()
 def advantages_of(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvantages:
-    """The advantages of a batch. A sequence with a column that is not finite is not shown to the function; its
-    advantage is NaN, by which it is left out of the loss (``finite.py``).
+    """The advantages of a batch. A sequence with a non-finite column is hidden from the function. Its advantage is NaN,
+    which excludes it from the loss (``finite.py``).
 
     Raises:
-        ValueError: the function returned another shape, or what is not finite; names it and where it is defined.
+        ValueError: the function returned a wrong shape or a non-finite value; names the function and where it is
+            defined.
     """
     finite = [_finite_places(group) for group in groups]
     chosen = zip(groups, finite, strict=True)
@@ -87,19 +89,19 @@ def advantages_of(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdv
 
 
 def _finite_places(group: GroupView) -> list[int]:
-    """Sequences whose columns are finite, as are those of what they begin with."""
+    """Indices of sequences whose columns are finite, including those of the sequences that they were forked from."""
     places = range(len(group))
     if all(torch.cat(list(values)).isfinite().all() for values in group.columns.values() if len(values)):
         return list(places)
     finite = [all(bool(values[place].isfinite().all()) for values in group.columns.values()) for place in places]
-    for place, (fork, play) in enumerate(zip(group.forks, group.plays, strict=True)):
+    for place, (fork, rollout) in enumerate(zip(group.forks, group.plays, strict=True)):
         if fork is not None:
-            finite[place] &= finite[int((group.plays == play).nonzero()[fork[0]])]
+            finite[place] &= finite[int((group.plays == rollout).nonzero()[fork[0]])]
     return [place for place in places if finite[place]]
 
 
 def _returned(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvantages:
-    """Of each group that the function is shown; see :func:`advantages_of`."""
+    """The checked advantages of each group; see :func:`advantages_of`."""
     if not groups:
         return []
     call: Callable[[Any], Any] = advantage
@@ -107,13 +109,13 @@ def _returned(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvanta
     if not isinstance(returned, Sequence) or len(returned) != len(groups):
         raise ValueError(
             f"the advantage {place_of(advantage)} returned {_described(returned)} for a batch of {len(groups)} groups: "
-            "return a list with the advantages of each"
+            "return a list with the advantages of each group"
         )
     return [_checked(values, group, advantage) for values, group in zip(returned, groups, strict=True)]
 
 
 def _checked(values: Any, group: GroupView, advantage: Advantage) -> list[torch.Tensor]:
-    """One tensor a sequence: a scalar or float32[length]."""
+    """One tensor per sequence: a scalar or float32[length]."""
     if isinstance(values, torch.Tensor) and values.shape == (len(group),) and values.isfinite().all():
         return _shared(list(values.float().unbind()), group)
     lengths: list[tuple[int, ...]] = [()] * len(group)
@@ -121,38 +123,39 @@ def _checked(values: Any, group: GroupView, advantage: Advantage) -> list[torch.
     if isinstance(values, PerTurn):
         lengths, kind, values = [tuple(turns.shape) for turns in group.turn_lengths], "turn", values.values
     elif isinstance(values, PerToken):
-        lengths, kind, values = [(int(length),) for length in group.lengths], "drawn token", values.values
+        lengths, kind, values = [(int(length),) for length in group.lengths], "sampled token", values.values
     try:
         by_sequence = [torch.as_tensor(of_sequence, dtype=torch.float32) for of_sequence in values]
     except (TypeError, ValueError) as error:
         raise _refused(f"{_described(values)} ({error})", group, advantage) from error
     shapes = [tuple(of_sequence.shape) for of_sequence in by_sequence]
     if shapes != lengths:
-        said = f"shapes {shapes!s:.100}, not {lengths!s:.100}: one value for each {kind}"
-        raise _refused(said, group, advantage)
+        problem = f"shapes {shapes!s:.100}, not {lengths!s:.100}: one value for each {kind}"
+        raise _refused(problem, group, advantage)
     for number, of_sequence in enumerate(by_sequence):
         if not of_sequence.isfinite().all():
-            said = f"{of_sequence.tolist()!s:.100} for sequence {number}, of rewards {group.rewards.tolist()!s:.200}"
-            raise _refused(said, group, advantage)
+            rewards = f"{group.rewards.tolist()!s:.200}"
+            problem = f"{of_sequence.tolist()!s:.100} for sequence {number} of a group with rewards {rewards}"
+            raise _refused(problem, group, advantage)
     if kind == "turn":
         turns = zip(by_sequence, group.turn_lengths, strict=True)
-        return [of_turns.repeat_interleave(drawn.long()) for of_turns, drawn in turns]
-    return by_sequence if kind == "drawn token" else _shared(by_sequence, group)
+        return [of_turns.repeat_interleave(lengths.long()) for of_turns, lengths in turns]
+    return by_sequence if kind == "sampled token" else _shared(by_sequence, group)
 
 
 def _shared(by_sequence: list[torch.Tensor], group: GroupView) -> list[torch.Tensor]:
-    """The same, unless there are branches. Then of each sequence float32[length]: a token that several branches begin
-    with has the mean of theirs."""
+    """The same values if there are no branches. Otherwise float32[length] for each sequence: a token that several
+    branches begin with gets the mean of their values."""
     if not any(group.forks):
         return by_sequence
     found = list(by_sequence)
-    for play in group.plays.unique():
-        places = (group.plays == play).nonzero().flatten().tolist()
+    for rollout in group.plays.unique():
+        places = (group.plays == rollout).nonzero().flatten().tolist()
         turns = [group.turn_lengths[place] for place in places]
         values = torch.stack([by_sequence[place] for place in places])
-        means = branch_means(values, [group.forks[place] for place in places], [len(drawn) for drawn in turns])
-        for place, mean, drawn in zip(places, means, turns, strict=True):
-            found[place] = mean.repeat_interleave(drawn.long())
+        means = branch_means(values, [group.forks[place] for place in places], [len(lengths) for lengths in turns])
+        for place, mean, lengths in zip(places, means, turns, strict=True):
+            found[place] = mean.repeat_interleave(lengths.long())
     return found
 
 
@@ -169,10 +172,10 @@ def _described(value: Any) -> str:
 
 
 def flat(advantages: BatchAdvantages) -> list[np.ndarray]:
-    """For each group, float32[values]: those of all its sequences, one after the other."""
+    """For each group, float32[values]: the advantages of all its sequences, concatenated."""
     return [np.concatenate([values.reshape(-1).numpy() for values in of_group]) for of_group in advantages]
 
 
 def fingerprint(advantages: BatchAdvantages) -> int:
-    """Equal for equal bits; 32 bits."""
+    """A 32-bit checksum of the advantages' bits."""
     return zlib.crc32(b"".join(values.tobytes() for values in flat(advantages)))

@@ -1,4 +1,4 @@
-"""Attention over packed episodes that share prefixes: on GPUs by flash attention, on CPUs by padded SDPA calls.
+"""Attention over packed episodes that share prefixes: flash attention on GPUs, padded SDPA calls on CPUs.
 
 Shapes: B batch (always 1: episodes are packed in one row), L inputs of the row, N heads, H head size.
 """
@@ -23,16 +23,17 @@ logger = logging.getLogger("monarch_rl")
 
 
 def _rows(x_LNH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The rows at some places, [T, N, H]. The gradients of a row that is taken several times add up. As an embedding:
-    its backward pass adds fastest on CPUs, and in a fixed order on GPUs."""
+    """The rows at ``places``, [T, N, H]. The gradients of a row that is taken several times add up."""
+    # As an embedding: its backward pass is the fastest on CPUs, and adds in a fixed order on GPUs.
     return F.embedding(places, x_LNH.flatten(1)).unflatten(1, x_LNH.shape[1:])
 
 
 class PackedAttention(VarlenAttention):
-    """SDPA calls of padded segments, in the dtype of the input: for CPUs, which lack flash attention's varlen kernel,
-    and for float32 on GPUs, which that kernel does not take.
+    """SDPA calls on batches of padded segments, in the dtype of the input: for CPUs, which lack flash attention's
+    varlen kernel, and for float32 on GPUs, which that kernel does not support.
 
-    The episodes of a small model are so short that each call for one alone would cost more than what it computes.
+    Segments are batched because the episodes of a small model are so short that a call for a single one would cost more
+    than what it computes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,9 +64,9 @@ class PackedAttention(VarlenAttention):
 
 
 def _repeats_heads(q: torch.Tensor) -> bool:
-    """Whether SDPA must be given keys for each head of queries. In float32 a GPU's fast kernel is the memory-efficient
-    one, which takes no groups of heads (``sdp_utils.cpp``); with groups torch would compute, and keep, the
-    probabilities of all pairs."""
+    """Whether keys and values must be repeated for each head of queries before SDPA."""
+    # In float32 the fast kernel of a GPU is the memory-efficient one, which does not support grouped heads
+    # (sdp_utils.cpp): with them torch would compute, and keep, the probabilities of all pairs.
     return q.device.type != "cpu"
 
 
@@ -97,9 +98,9 @@ def _padded_attention(
     return _rows(torch.cat(results) if len(results) > 1 else results[0], padded.outputs).unsqueeze(0)
 
 
-# The number and the sizes of the padded calls change with every micro-batch. A compiler that looked into them would
-# compile each anew, so it sees one operator instead, and finds the layout by its number, which is data to it. The
-# backward pass computes the calls again: what autograd keeps inside of an operator is lost.
+# The number and the sizes of the padded calls change with every micro-batch, so a compiler that traced them would
+# recompile for each. It gets one opaque operator instead, which looks up the layout by its number, a tensor. The
+# backward pass recomputes the calls, because what autograd saves inside an operator is lost.
 
 
 @torch.library.custom_op("monarch_rl::packed_attention", mutates_args=())
@@ -137,7 +138,7 @@ def _packed_attention_backward(
     enable_gqa: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inputs = q, k, v = [x.detach().requires_grad_() for x in (q_BLNH, k_BLNH, v_BLNH)]
-    # Inside of an operator autograd does not record; here it has to.
+    # Autograd does not record inside an operator; here it has to.
     record = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with record, torch.enable_grad():
         output = _padded_attention(q, k, v, layout_of(layout), scale, enable_gqa)
@@ -177,11 +178,11 @@ _packed_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 class PrefixVarlenAttention(VarlenAttention):
     """For GPUs: one call of flash attention's varlen kernel, with the keys and values of shared prefixes gathered.
 
-    torchtitan's own passes as many keys as queries. This one passes the ends of both, as ``torch.nn.attention.varlen``
-    documents: flash attention aligns the causal mask at the bottom right of each segment.
+    torchtitan's class passes as many keys as queries. This one passes cumulative lengths of both, as
+    ``torch.nn.attention.varlen`` documents: flash attention aligns the causal mask at the bottom right of each segment.
 
-    torchtitan's own ends in its constructor on Hopper and Blackwell GPUs, for which it asks for FlashAttention 3 or 4,
-    unless these are installed; torch does not bring them. This one then computes by FlashAttention 2, which torch has.
+    On Hopper and Blackwell GPUs the constructor of torchtitan's class fails unless FlashAttention 3 or 4 is installed,
+    which torch does not include. This one falls back to FlashAttention 2, which torch includes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -210,7 +211,7 @@ class PrefixVarlenAttention(VarlenAttention):
         # The kernel takes half precision only.
         q, k, v = (x[0].to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
         value_width = v.shape[-1]
-        if self.fa2:  # takes values only as wide as queries and keys; in multi-head latent attention they are narrower
+        if self.fa2:  # needs values as wide as queries and keys; in multi-head latent attention they are narrower
             v = F.pad(v, (0, q.shape[-1] - value_width))
         if layout.keys is not None:
             k, v = _rows(k, layout.keys), _rows(v, layout.keys)
@@ -225,7 +226,7 @@ class PrefixVarlenAttention(VarlenAttention):
             scale=scale,
             window_size=self.window_size,
             enable_gqa=enable_gqa,
-            # torchtitan does not let FA2 divide keys among blocks either (pytorch issue 179760).
+            # Like torchtitan, do not let FA2 split keys among blocks (pytorch issue 179760).
             num_splits=1 if self.fa2 and torch.version.hip is None else None,
         )
         assert isinstance(result, torch.Tensor)
@@ -233,14 +234,14 @@ class PrefixVarlenAttention(VarlenAttention):
 
 
 _lacking: set[str] = set()
-"""Kernels that this process has asked for and does not have."""
+"""Kernels that this process has tried to activate without success."""
 
 
 def _activate_kernels() -> None:
-    """Have torch compute flash attention by the kernels that torchtitan takes for this GPU, if they are there.
+    """Activate the flash attention kernels that torchtitan chooses for this GPU, if they are installed.
 
-    Without them torch computes by its own, FlashAttention 2. FlashAttention 4 is for compute capability 10; torch
-    refuses it at the first call on 12, for which torchtitan would take it as well.
+    Without them torch uses its own FlashAttention 2. FlashAttention 4 is for compute capability 10. torchtitan would
+    also choose it on 12, where torch refuses it at the first call.
     """
     kernels = utils.get_cuda_flash_attention_impl()
     if kernels is None or kernels in _lacking or current_flash_attention_impl() == kernels:
@@ -250,21 +251,21 @@ def _activate_kernels() -> None:
     try:
         activate_flash_attention_impl(kernels)
     # Not installed (ImportError), without a backward pass (RuntimeError), unknown to this torch (ValueError), or
-    # whatever the compiler raises that FlashAttention 4 brings: none of it is a reason not to train.
+    # anything that FlashAttention 4's own compiler raises: training works without these kernels.
     except Exception as error:
         _lacking.add(kernels)
         if isinstance(error, ImportError):
-            logger.info("attention is computed by torch's FlashAttention 2; %s is not installed: %s", kernels, error)
+            logger.info("attention uses torch's FlashAttention 2: %s is not installed: %s", kernels, error)
         else:
             cause = f"{type(error).__name__}: {error}"
-            logger.warning("attention is computed by torch's FlashAttention 2; %s does not start: %s", kernels, cause)
+            logger.warning("attention uses torch's FlashAttention 2: %s does not start: %s", kernels, cause)
 
 
 def _check_causal(config: VarlenAttention.Config) -> None:
     if config.window_size != (-1, 0):
-        raise ValueError(f"attention is causal over the whole episode here, not window {config.window_size}")
+        raise ValueError(f"only causal attention over whole episodes is supported, not window {config.window_size}")
 
 
 def inner_attention(half_on_gpu: bool) -> VarlenAttention.Config:
-    """The attention of a model that computes on a GPU in half precision, or of any other."""
+    """The config of the attention for this device and precision."""
     return PrefixVarlenAttention.Config() if half_on_gpu else PackedAttention.Config()

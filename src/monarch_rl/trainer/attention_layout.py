@@ -1,10 +1,10 @@
-"""Which keys the queries of a row attend to, for both kinds of machine.
+"""Which keys the queries of a row attend to, on CPUs and GPUs.
 
 No torchtitan in it: see :mod:`monarch_rl.trainer.platform`.
 
-A *segment* is what one episode adds to the row: the inputs that no episode before it has. Its queries attend to the
-keys of the prefix that it shares, wherever they lie in the row, and to its own. So it has more keys than queries, and
-its last query attends to all of them (causal, aligned at the bottom right).
+A *segment* is what one episode adds to the row: its inputs that no earlier episode has. Its queries attend to the keys
+of the prefix that it shares with earlier episodes, wherever they are in the row, and to its own keys. So it has at
+least as many keys as queries, and its last query attends to all of them (causal, aligned at the bottom right).
 
 Shapes: L inputs of the row, T keys of all segments, S segments.
 """
@@ -23,66 +23,67 @@ import torch
 from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
 
 PADDING = Padding(waste=0.25, free_pairs=4096)
-"""Of an SDPA call on a CPU: within a fifth of the best for each load of ``python benchmarks/padding.py``."""
+"""For SDPA calls on a CPU: within a fifth of the best value for each load of ``python benchmarks/padding.py``."""
 
 
 class Segment(NamedTuple):
     """What one episode adds to the row."""
 
     start: int
-    """Place in the row of its first own input; the others follow it."""
+    """Place in the row of its first own input; its other own inputs follow."""
     path: np.ndarray
-    """int64[k]: places of all inputs of the episode, of which the last ones are the segment's own."""
+    """int64[k]: places in the row of all inputs of the episode. The last ``own`` of them are the segment's own."""
     own: int
-    """Inputs of its own, at least 1."""
+    """Number of its own inputs, at least 1."""
 
 
 class PaddedCall(NamedTuple):
-    """Segments that one SDPA call computes: q queries and k keys each, padded at their ends."""
+    """One SDPA call for several segments, each padded at its end to q queries and k keys."""
 
     queries: np.ndarray
-    """int64[S, q]: places in the row. Before the segment's own queries there may be others, whose result is not used,
-    so that it has as many queries as keys."""
+    """int64[S, q]: places in the row. In causal calls, which need as many queries as keys, the queries of the shared
+    prefix come before the segment's own; their results are not used."""
     keys: np.ndarray
     """int64[S, k]: places in the row."""
     mask: torch.Tensor | None
-    """bool[S, 1, q, k]: which keys a query attends to; None is causal, with as many queries as keys."""
+    """bool[S, 1, q, k]: which keys a query attends to. None: causal, with as many queries as keys."""
 
 
 class PaddedCalls(NamedTuple):
-    """All SDPA calls of a row. Queries and keys are gathered once for all of them: the gradient of a gathered row is as
+    """All SDPA calls of a row. Queries and keys are gathered once for all calls, because each gather has a gradient as
     large as the row."""
 
     calls: list[PaddedCall]
     queries: torch.Tensor
-    """int64: those of all calls in turn."""
+    """int64: the queries of all calls, concatenated."""
     keys: torch.Tensor
-    """int64: the same."""
+    """int64: the keys of all calls, concatenated."""
     outputs: torch.Tensor
-    """int64[L]: where the output of each input of the row lies, in those of all calls in turn."""
+    """int64[L]: the place of the output of each input of the row in the concatenated outputs of all calls."""
 
 
 class AttentionLayout:
-    """Which keys the queries of a row attend to. The same object serves all layers of a micro-batch.
-
-    No dataclass and no tuple: FSDP looks through those for tensors, at every layer.
+    """Which keys the queries of a row attend to. All layers of a micro-batch share one object.
 
     Args:
-        segments: in the order of the row.
-        device: of the tensors.
+        segments: segments in the order of the row.
+        device: device of the tensors.
     """
+
+    # Neither a dataclass nor a tuple: FSDP searches those for tensors, at every layer.
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.segments = segments
         self.device = device
         self.number = torch.tensor(next(_numbers))
-        """int64, on the CPU: by which a compiled model finds this layout (:func:`layout_of`) as long as it exists."""
+        """int64, on the CPU: the number by which a compiled model looks up this layout (:func:`layout_of`)."""
         _layouts[int(self.number)] = self
         if device.type == "cuda":
             self.prepare_for_flash()
 
     def prepare_for_flash(self) -> None:
-        """Compute what flash attention asks for. A compiled block then reads it, and does not trace how it is made."""
+        """Compute the inputs of flash attention now, so that a compiled block reads them instead of tracing their
+        code."""
         _ = self.max_queries, self.max_keys, self.query_ends, self.key_ends, self.keys
 
     @cached_property
@@ -95,24 +96,25 @@ class AttentionLayout:
 
     @cached_property
     def query_ends(self) -> torch.Tensor:
-        """int32[S + 1]: where each segment's queries begin in the row, and where the last ones end."""
+        """int32[S + 1]: the start of each segment's queries in the row, and the end of the last (cumulative
+        lengths)."""
         return self._ends([segment.own for segment in self.segments])
 
     @cached_property
     def key_ends(self) -> torch.Tensor:
-        """int32[S + 1]: the same for the keys, in the order of ``keys``."""
+        """int32[S + 1]: the same for the segments' keys in ``keys``."""
         return self._ends([len(segment.path) for segment in self.segments])
 
     @cached_property
     def keys(self) -> torch.Tensor | None:
-        """int64[T]: places in the row of the keys of all segments, one after the other; None is the row itself."""
+        """int64[T]: places in the row of the keys of all segments, concatenated. None: the row itself."""
         if all(len(segment.path) == segment.own for segment in self.segments):
             return None
         return torch.from_numpy(np.concatenate([segment.path for segment in self.segments])).to(self.device)
 
     @cached_property
     def padded_calls(self) -> PaddedCalls:
-        """What computes the row on a CPU."""
+        """The SDPA calls that compute the row on a CPU."""
         calls, outputs, offset = [], np.zeros(sum(segment.own for segment in self.segments), np.int64), 0
         for causal in (True, False):
             chosen = [segment for segment in self.segments if _fits_causal(segment) == causal]
@@ -133,17 +135,17 @@ class AttentionLayout:
 
 _numbers = count()
 _layouts: WeakValueDictionary[int, AttentionLayout] = WeakValueDictionary()
-"""Those of this process, by their number."""
+"""Live layouts of this process, by number."""
 
 
 def layout_of(number: torch.Tensor) -> AttentionLayout:
-    """The layout with this number. Raises KeyError if nothing holds it any longer: its micro-batch must be kept until
-    the backward pass is done."""
+    """The layout with this number. Raises KeyError if it was freed: keep its micro-batch until the backward pass is
+    done."""
     return _layouts[int(number)]
 
 
 def separate_layout(lengths: Sequence[int], device: torch.device) -> AttentionLayout:
-    """Sequences of ``lengths`` inputs one after the other, which share nothing."""
+    """The layout of sequences of ``lengths`` inputs, one after the other, that share nothing."""
     starts = np.cumsum([0, *lengths])[:-1].tolist()
     return AttentionLayout(
         [Segment(start, np.arange(start, start + n), n) for start, n in zip(starts, lengths, strict=True) if n], device
@@ -151,13 +153,13 @@ def separate_layout(lengths: Sequence[int], device: torch.device) -> AttentionLa
 
 
 def _fits_causal(segment: Segment) -> bool:
-    """Whether queries for the shared prefix, too, cost less than a mask: with them there is nothing but the triangle of
-    all keys, without them a rectangle."""
+    """Whether a causal call that also computes the queries of the shared prefix is cheaper than a masked one: the
+    former costs the triangle of all keys, the latter a rectangle of own queries and all keys."""
     return 2 * segment.own >= len(segment.path)
 
 
 def _of_similar_size(segments: Sequence[Segment], causal: bool) -> list[list[Segment]]:
-    """Segments that are computed together: few calls, in which little is padding."""
+    """Segments grouped into few calls with little padding."""
     longest_first = sorted(segments, key=lambda segment: -len(segment.path))
     sizes = [(len(segment.path) if causal else segment.own, len(segment.path)) for segment in longest_first]
     return [[longest_first[place] for place in run] for run in runs_of_similar_size(sizes, PADDING)]
@@ -166,7 +168,7 @@ def _of_similar_size(segments: Sequence[Segment], causal: bool) -> list[list[Seg
 def _padded_call(segments: Sequence[Segment], causal: bool, device: torch.device) -> PaddedCall:
     most_keys = max(len(segment.path) for segment in segments)
     most_queries = most_keys if causal else max(segment.own for segment in segments)
-    # What pads is any place of the row: no query that counts attends to it.
+    # Padding may be any place of the row: no query whose result is used attends to it.
     keys = np.zeros((len(segments), most_keys), np.int64)
     queries = np.zeros((len(segments), most_queries), np.int64)
     reach = np.zeros((len(segments), most_queries), np.int64)

@@ -1,4 +1,4 @@
-"""Episodes as the tensors of a micro-batch: packed one after the other, without padding; shared prefixes occur once."""
+"""Packing episodes into the tensors of a micro-batch: one row without padding, in which shared prefixes occur once."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from monarch_rl.trainer.attention_layout import AttentionLayout, Segment
 
 @dataclass(slots=True)
 class MicroBatch:
-    """L input tokens of packed episodes, behind which N trainable tokens were drawn.
+    """L input tokens of packed episodes, with N trainable (sampled) tokens as targets.
 
-    An episode of n tokens has n - 1 inputs: its last token is only ever a target. What episodes of a group share lies
-    in the row once. Each episode keeps its own N: a token that two of them share counts in both, with the advantage and
-    the weight of each, but its log-prob is computed once. M <= N log-probs are computed.
+    An episode of n tokens has n - 1 inputs: its last token is only ever a target. A prefix that episodes of a group
+    share is in the row once. A trainable token that two episodes share counts in both, with the advantage and weight of
+    each, but its log-prob is computed once: M <= N log-probs are computed.
     """
 
     token_ids: torch.Tensor
     """int64[1, L]."""
     positions: torch.Tensor
-    """int64[1, L]: place in the episode."""
+    """int64[1, L]: position in the episode."""
     attention: AttentionLayout
-    """Which inputs each one attends to."""
+    """Which inputs each input attends to."""
     sampled_after: torch.Tensor
-    """int64[M]: places in the row of the inputs before the tokens. The last input of a shared prefix is there once for
-    each token that followed it."""
+    """int64[M]: places in the row of the inputs that precede the targets. The last input of a shared prefix occurs once
+    for each token that follows it."""
     targets: torch.Tensor
-    """int64[M]: the tokens."""
+    """int64[M]: the sampled tokens."""
     rows: torch.Tensor | None
-    """int64[N]: which of the M each drawn token is; None is each once."""
+    """int64[N]: which of the M each trainable token is. None: N = M, in the same order."""
     behaviour_logprobs: torch.Tensor
-    """float32[N]: the engine's."""
+    """float32[N]: the engine's log-probs."""
     advantages: torch.Tensor
     """float32[N]."""
     weights: torch.Tensor
-    """float32[N]: what each token counts in the loss."""
+    """float32[N]: weight of each token in the loss."""
     lags: torch.Tensor
-    """int64[N]: the version that the update starts from minus the one that drew the token."""
+    """int64[N]: policy lag, the version that the update starts from minus the version that sampled the token."""
     sequences: torch.Tensor
-    """int64[N], ascending: the episode of each token, by its place among those that were packed."""
+    """int64[N], ascending: the episode of each token, as an index into the packed episodes."""
     num_sequences: int
-    """Episodes that were packed, with and without trainable tokens."""
+    """Packed episodes, with and without trainable tokens."""
     columns: Columns[torch.Tensor] = field(default_factory=Columns)
-    """float32[N] by name: what stages or the trainer have filled in. All micro-batches have the same names."""
+    """float32[N] by name: values filled in by stages or the trainer. All micro-batches have the same names."""
     sampling_masks: tuple[torch.Tensor, torch.Tensor] | None = None
-    """``(counts int64[M], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
-    the others off."""
+    """``(counts int64[M], ids int32[sum of counts])``: the ids that each token was sampled from. None: the whole
+    vocabulary."""
     expert_routes: torch.Tensor | None = None
-    """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where episodes have them."""
+    """uint8 or uint16 [1, L, layers, k]: the experts that the engine used for each input. None: not recorded."""
     padding: int = 0
     """Inputs that belong to no episode: 1 on a rank without episodes."""
     separate_tokens: int = 0
-    """Inputs that the episodes would have if they shared none."""
+    """Inputs that the episodes would have if they shared no prefixes."""
     supervised: bool = False
-    """Rows of prompt and answer, which are trained by cross-entropy whatever the objective is."""
+    """Whether these are supervised rows, which are trained by cross-entropy whatever the objective is."""
 
     @property
     def num_tokens(self) -> int:
-        """Inputs that are computed."""
+        """L, the number of inputs that are computed."""
         return self.token_ids.shape[1]
 
 
@@ -85,21 +85,20 @@ def pack(
     """Pack episodes into a micro-batch.
 
     Args:
-        advantages: of each episode: a scalar, or float32[n] of its n drawn tokens, also those that are masked.
-        weights: float32[E], of each trainable token of an episode.
-        version: of the policy being updated.
-        groups: the number of each episode's group: what those of one group share is computed once. None shares
-            nothing.
-        column_names: columns that all episodes have.
+        advantages: one entry per episode: a scalar, or float32[n] for its n sampled tokens, masked ones included.
+        weights: float32[E], weight of every trainable token of each of the E episodes.
+        version: version of the policy being updated.
+        groups: group number of each episode; episodes of a group share prefixes. None: no episodes share.
+        column_names: names of the columns to pack.
 
     Raises:
-        ValueError: some episodes have kept sets or expert routes and others do not, an episode lacks a column, or
-            expert routes or advantages are of another number of tokens.
+        ValueError: only some episodes have sampling masks or expert routes, an episode lacks a column, or expert routes
+            or advantages are for another number of tokens.
     """
     _check_routes(episodes)
     layout = lay_out(episodes, range(len(episodes)) if groups is None else groups)
     rows = SampledRows.of(episodes, layout, column_names)
-    # A rank without inputs still takes part in the collectives, with a token that does not count.
+    # A rank without inputs still takes part in the collectives, with a padding token that has no weight.
     padding = np.zeros(0 if layout.width else 1, np.int64)
 
     def on_device(array: np.ndarray) -> torch.Tensor:
@@ -117,7 +116,7 @@ def pack(
         targets=on_device(rows.targets),
         rows=None if rows.kinds is None else on_device(rows.kinds),
         behaviour_logprobs=on_device(rows.logprobs),
-        advantages=_of_trained(episodes, advantages).to(device),
+        advantages=_trainable_only(episodes, advantages).to(device),
         weights=_per_token(weights, counts, device),
         lags=version - on_device(rows.versions).long(),
         sequences=torch.arange(len(episodes), device=device).repeat_interleave(counts),
@@ -137,8 +136,8 @@ def _check_routes(episodes: Sequence[Episode]) -> None:
     for episode, expert_routes in zip(episodes, present, strict=False):  # none, or one for each episode
         if len(expert_routes) != episode.num_tokens - 1:
             raise ValueError(
-                f"an episode of {episode.num_tokens} tokens has expert routes of {len(expert_routes)}: it needs those "
-                f"of {episode.num_tokens - 1}"
+                f"an episode of {episode.num_tokens} tokens has expert routes for {len(expert_routes)} inputs: it "
+                f"needs routes for {episode.num_tokens - 1}"
             )
 
 
@@ -148,16 +147,16 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
-def _of_trained(episodes: Sequence[Episode], advantages: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """float32[N]: advantages, or what else drawn tokens have, of those that are trained: see :func:`pack`."""
+def _trainable_only(episodes: Sequence[Episode], advantages: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """float32[N]: advantages, or other values of sampled tokens, restricted to the trainable ones: see :func:`pack`."""
     found = [torch.zeros(0)]
     for episode, values in zip(episodes, advantages, strict=True):
         trained = torch.from_numpy(episode.trainable[1:])
         if values.ndim:
-            drawn = torch.from_numpy(episode.trainable | (episode.policy_versions != NO_VERSION))
-            if int(drawn.sum()) != len(values):
-                raise ValueError(f"an episode that drew {int(drawn.sum())} tokens has advantages of {len(values)}")
-            by_token = torch.zeros(len(drawn)).masked_scatter(drawn, values.float())
+            sampled = torch.from_numpy(episode.trainable | (episode.policy_versions != NO_VERSION))
+            if (count := int(sampled.sum())) != len(values):
+                raise ValueError(f"an episode with {count} sampled tokens has advantages for {len(values)} tokens")
+            by_token = torch.zeros(len(sampled)).masked_scatter(sampled, values.float())
             found.append(by_token[1:][trained])
         else:
             found.append(values.float().expand(int(trained.sum())))
@@ -172,14 +171,14 @@ def pack_shard(
     device: torch.device,
     columns: Mapping[str, BatchAdvantages] | None = None,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of one trainer rank, by mini-batch, with the advantages of the whole batch and weights that are
-    divided by the totals of their mini-batch.
+    """The micro-batches of one trainer rank, by mini-batch. Token weights are normalised by the totals of the
+    mini-batch over all ranks.
 
     Args:
-        advantages: of the whole batch: see :func:`monarch_rl.trainer.advantages.advantages_of`.
-        aggregation: how per-token losses become one number.
-        max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
-        columns: by name, further ones of the whole batch: float32[tokens that it drew] of each sequence.
+        advantages: advantages of the whole batch: see :func:`monarch_rl.trainer.advantages.advantages_of`.
+        aggregation: how token losses are normalised.
+        max_new_tokens: most tokens that an episode may generate, the normaliser of the ``constant`` aggregation.
+        columns: further columns of the whole batch by name: float32[sampled tokens] of each sequence.
     """
     return [
         [
@@ -213,51 +212,51 @@ def _pack_microbatch(
         return [values[group][place] for group, place, _ in microbatch]
 
     groups = [group for group, _, _ in microbatch]
-    made = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
+    batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
     for name, values in columns.items():
-        made.columns[name] = _of_trained(episodes, of_episodes(values)).to(device)
-    return made
+        batch.columns[name] = _trainable_only(episodes, of_episodes(values)).to(device)
+    return batch
 
 
-# -- the sampled tokens of a micro-batch, and which of them have log-probs of their own -------------------------------
+# -- the trainable tokens of a micro-batch, and which of them need log-probs of their own ----------------------------
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The N drawn tokens of a micro-batch, episode after episode, and the M that have log-probs of their own."""
+    """The N trainable tokens of a micro-batch, episode after episode, and the M distinct ones among them."""
 
     counts: list[int]
-    """Drawn tokens of each episode."""
+    """Trainable tokens of each episode."""
     logprobs: np.ndarray
-    """float32[N]: the engine's."""
+    """float32[N]: the engine's log-probs."""
     versions: np.ndarray
-    """int32[N]: that drew them."""
+    """int32[N]: the policy versions that sampled them."""
     places: np.ndarray
-    """int64[M]: in the row, of the input before each."""
+    """int64[M]: place in the row of the input before each token."""
     targets: np.ndarray
     """int64[M]: the tokens."""
     sampling_masks: SamplingMasks | None
-    """Of the M, where the sampler cut tokens off."""
+    """Masks of the M tokens. None: all were sampled from the whole vocabulary."""
     kinds: np.ndarray | None
-    """int64[N]: which of the M; None is each once."""
+    """int64[N]: which of the M each token is. None: N = M, in the same order."""
     columns: dict[str, np.ndarray]
-    """float32[N] by name. A token that several episodes share has the value of each."""
+    """float32[N] by name. A token that several episodes share has one value for each of them."""
 
     @classmethod
     def of(cls, episodes: Sequence[Episode], layout: RowLayout, column_names: Sequence[str] = ()) -> SampledRows:
-        """Raises ValueError if some episodes have kept sets and others do not, or lack a column."""
+        """Raises ValueError if only some episodes have sampling masks, or an episode lacks a column."""
         _check_columns(episodes, column_names)
         masks = [episode.trainable[1:] for episode in episodes]
 
-        def drawn(values: list[np.ndarray], dtype: type) -> np.ndarray:
-            """Of one value for each token but the first of each episode, those of the drawn ones."""
+        def trainable(values: list[np.ndarray], dtype: type) -> np.ndarray:
+            """The values of the trainable tokens, given for each episode one value per token except the first."""
             chosen = [of_episode[mask] for of_episode, mask in zip(values, masks, strict=True)]
             return np.concatenate([*chosen, np.zeros(0, dtype)]).astype(dtype, copy=False)
 
-        places = drawn(layout.paths, np.int64)
-        targets = drawn([episode.token_ids[1:] for episode in episodes], np.int64)
+        places = trainable(layout.paths, np.int64)
+        targets = trainable([episode.token_ids[1:] for episode in episodes], np.int64)
         sampling_masks = _sampling_masks(episodes)
         kinds = None
         if any(layout.shared) and (found := _distinct(places, targets, sampling_masks)) is not None:
@@ -266,13 +265,13 @@ class SampledRows:
             sampling_masks = None if sampling_masks is None else sampling_masks[first]
         return cls(
             [int(mask.sum()) for mask in masks],
-            drawn([episode.logprobs[1:] for episode in episodes], np.float32),
-            drawn([episode.policy_versions[1:] for episode in episodes], np.int32),
+            trainable([episode.logprobs[1:] for episode in episodes], np.float32),
+            trainable([episode.policy_versions[1:] for episode in episodes], np.int32),
             places,
             targets,
             sampling_masks,
             kinds,
-            {name: drawn([episode.column(name)[1:] for episode in episodes], np.float32) for name in column_names},
+            {name: trainable([episode.column(name)[1:] for episode in episodes], np.float32) for name in column_names},
         )
 
 
@@ -281,24 +280,22 @@ def _check_columns(episodes: Sequence[Episode], names: Sequence[str]) -> None:
         for turn in episode.turns:
             missing = [name for name in names if name not in turn.columns]
             if missing:
-                raise ValueError(f"an episode has columns {sorted(turn.columns)}, but not {missing[0]}, as others have")
+                raise ValueError(f"an episode has columns {sorted(turn.columns)}, but not {missing[0]}, unlike others")
 
 
 def _distinct(
     places: np.ndarray, targets: np.ndarray, sampling_masks: SamplingMasks | None
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which of N drawn tokens have log-probs of their own.
-
-    Tokens that several episodes share have one log-prob: the same target at the same place, drawn from the same kept
-    set.
+    """Which of N trainable tokens are distinct. Tokens share a log-prob if they have the same target at the same place,
+    sampled with the same sampling mask.
 
     Args:
-        places: int64[N], in the row, of the input before each token.
+        places: int64[N], place in the row of the input before each token.
         targets: int64[N], the tokens.
-        kept_sets: of the tokens.
+        sampling_masks: masks of the N tokens.
 
     Returns:
-        ``(int64[M], int64[N])``: the first token of each kind, ascending, and the kind of each token; None if all
+        ``(int64[M], int64[N])``: the first token of each kind, ascending, and the kind of each token. None if all N
         differ.
     """
     if not len(places):
@@ -308,7 +305,7 @@ def _distinct(
     if len(counts) == len(kinds):
         return None
     if sampling_masks is not None:
-        inverse = inverse * len(kinds) + _set_numbers(sampling_masks, np.flatnonzero(counts[inverse] > 1))
+        inverse = inverse * len(kinds) + _mask_numbers(sampling_masks, np.flatnonzero(counts[inverse] > 1))
     _, first, inverse = np.unique(inverse, return_index=True, return_inverse=True)
     by_place = np.argsort(first)
     rank = np.empty_like(by_place)
@@ -316,56 +313,56 @@ def _distinct(
     return first[by_place], rank[inverse]
 
 
-def _set_numbers(sampling_masks: SamplingMasks, tokens: np.ndarray) -> np.ndarray:
-    """int64[N]: equal for equal sets among ``tokens``; 0 for all other tokens."""
-    numbers, known = np.zeros(len(sampling_masks.counts), np.int64), dict[bytes, int]()
+def _mask_numbers(sampling_masks: SamplingMasks, tokens: np.ndarray) -> np.ndarray:
+    """int64[N]: a number for each distinct mask among ``tokens``; 0 for all other tokens."""
+    numbers, found = np.zeros(len(sampling_masks.counts), np.int64), dict[bytes, int]()
     ends = np.cumsum(sampling_masks.counts)
     for token in tokens.tolist():
         ids = sampling_masks.ids[ends[token] - sampling_masks.counts[token] : ends[token]]
-        numbers[token] = known.setdefault(ids.tobytes(), len(known))
+        numbers[token] = found.setdefault(ids.tobytes(), len(found))
     return numbers
 
 
 def _sampling_masks(episodes: Sequence[Episode]) -> SamplingMasks | None:
-    # A token that is no longer trained keeps its set in the episode, but not here.
+    # The episode also has masks of sampled tokens that are not trained.
     by_episode = [
         None if (sampling_masks := episode.sampling_masks) is None else sampling_masks[episode.trainable]
         for episode in episodes
     ]
-    present = all_or_none(by_episode, "kept sets")
+    present = all_or_none(by_episode, "sampling masks")
     return SamplingMasks.join(present) if present else None
 
 
 def all_or_none(values: Sequence[T | None], what: str) -> list[T]:
-    """Those that are there. Raises ValueError if some are and others are not."""
+    """The values that are not None. Raises ValueError if only some are None."""
     present = [value for value in values if value is not None]
     if len(present) not in (0, len(values)):
-        raise ValueError(f"{len(present)} of {len(values)} episodes have {what}: they cannot be trained together")
+        raise ValueError(f"only {len(present)} of {len(values)} episodes have {what}: they cannot be trained together")
     return present
 
 
-# -- rows: where the inputs of episodes lie, in which a shared prefix lies once ---------------------------------------
+# -- the row: where the inputs of each episode are; a shared prefix is there once -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The places of E episodes in a row."""
+    """Where the inputs of E episodes are in a row."""
 
     order: list[int]
-    """The episodes in the order in which each adds to the row what no one before it has."""
+    """The episodes in the order in which they add their own inputs to the row."""
     shared: list[int]
-    """For each episode, how many of its first inputs lie in the row before its own."""
+    """For each episode, how many of its first inputs earlier episodes have already added."""
     paths: list[np.ndarray]
-    """For each episode, int64[inputs]: the place in the row of each of its inputs."""
+    """For each episode, int64[inputs]: the place of each of its inputs in the row."""
     width: int
-    """Inputs of the row."""
+    """Number of inputs in the row."""
 
     def own_inputs(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of at least one value for each input of each episode, those of the row, in its order."""
+        """The values of the row's inputs, in its order, given at least one value per input for each episode."""
         return [values[e][self.shared[e] : len(self.paths[e])] for e in self.order]
 
     def segments(self) -> list[Segment]:
-        """What each episode adds to the row; nothing if all of it was there before."""
+        """The segment that each episode adds to the row, except episodes whose inputs are all shared."""
         found = []
         for episode in self.order:
             path, shared = self.paths[episode], self.shared[episode]
@@ -375,10 +372,11 @@ class RowLayout:
 
 
 def lay_out(episodes: Sequence[Episode], groups: Sequence[int]) -> RowLayout:
-    """Lay out episodes group by group; what those of one group share (:func:`prefix_tree`) lies in the row once.
+    """Lay out episodes group by group. A prefix that episodes of a group share (:func:`prefix_tree`) is in the row
+    once.
 
     Args:
-        groups: the number of each episode's group.
+        groups: group number of each episode.
     """
     members: dict[int, list[int]] = {}
     for episode, group in enumerate(groups):
@@ -388,11 +386,11 @@ def lay_out(episodes: Sequence[Episode], groups: Sequence[int]) -> RowLayout:
     for of_group in members.values():
         tree = prefix_tree([episodes[episode] for episode in of_group]) if len(of_group) > 1 else ([0], [0])
         path = np.zeros(0, np.int64)
-        for place, known in zip(*tree, strict=True):
+        for place, prefix in zip(*tree, strict=True):
             episode = of_group[place]
-            own = max(episodes[episode].num_tokens - 1 - known, 0)
-            path = np.concatenate([path[:known], np.arange(width, width + own)])
+            own = max(episodes[episode].num_tokens - 1 - prefix, 0)
+            path = np.concatenate([path[:prefix], np.arange(width, width + own)])
             width += own
             order.append(episode)
-            shared[episode], paths[episode] = known, path
+            shared[episode], paths[episode] = prefix, path
     return RowLayout(order, shared, paths, width)

@@ -1,4 +1,4 @@
-"""What a trainer rank puts into a checkpoint, and how it goes on from one."""
+"""The state that a trainer rank writes to a checkpoint, and how it resumes from one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:  # a process that only reads manifests must not import torchti
     from monarch_rl.trainer.model import ShardedModel
 
 REMEMBERED = "functions.{rank}.pt"
-"""The file of each rank with what its advantage and objective remember."""
+"""Each rank's file with the state of its advantage and objective."""
 _MODEL, _OPTIMIZER, _CRITIC, _CRITIC_OPTIMIZER = "model.", "optimizer.", "critic.", "critic_optimizer."
-"""What names of tensors begin with."""
-
+"""Prefixes of tensor names."""
 
 ROWS_TAKEN = "supervised rows"
-"""Among what is remembered: how many were trained."""
+"""Key in that state: how many supervised rows were trained."""
 
 
 class TrainerCheckpoint:
-    """Of one rank: the weights that are trained in fp32, the optimizer's state, the schedule, random states; of a
-    critic its weights and its optimizer's state, too.
+    """The checkpoint of one rank: trained weights in fp32, optimizer state, learning-rate schedule, random states, and
+    a critic's weights and optimizer state.
 
-    With LoRA these are LoRA's weights: the others are those of the model's folder. All ranks make it together.
+    With LoRA only LoRA's weights are stored: the base weights are in the model's folder. All ranks call each method
+    together.
     """
 
     def __init__(
@@ -56,72 +56,74 @@ class TrainerCheckpoint:
         nbytes = 3 * sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
         self._limit_s = disk_limit_s(nbytes)
         self.group = checkpoint_group(self._limit_s)
-        """In which the ranks agree on what they write, until the next :meth:`stage` makes another one."""
+        """Process group for agreeing on writes; :meth:`stage` may replace it."""
         self._staged = StagedTensors(device)
         self._version, self._counted = 0, self._updates()
         self._noted = self._remembered = _saved({})
-        """What is remembered after the last update that was made, and what of that is staged."""
+        """State of the functions after the last complete update, and the staged copy of it."""
         self._random = f"random.{dist.get_rank()}"
 
     @property
     def optimizer_steps(self) -> int:
-        """Made so far."""
+        """Optimizer steps of the policy so far."""
         return int(self._schedulers.state_dict()["last_epoch"])
 
     @property
     def version(self) -> int:
-        """That was noted last."""
+        """The version of the last :meth:`note`."""
         return self._version
 
     def _updates(self) -> tuple[int, int]:
-        """Made so far of the policy, and of the critic."""
+        """Optimizer steps so far of the policy, and of the critic."""
         return self.optimizer_steps, 0 if self._critic is None else self._critic.updates
 
     def note(self, version: int, remembered: Mapping[str, Any]) -> None:
-        """The weights are those of ``version``: every update of its batch is made. What is staged is what is remembered
-        here, also after an update that called the functions and failed before it changed a weight.
+        """Record that the weights are those of ``version``: every update of its batch is done.
+
+        :meth:`stage` copies ``remembered`` as given here, even if a later update has called the functions and failed
+        before it changed a weight.
 
         Args:
-            remembered: by advantage and objective of this rank, from batch to batch.
+            remembered: state of this rank's advantage and objective.
         """
         self._version, self._counted, self._noted = version, self._updates(), _saved(remembered)
 
     def stage(self, new_group: bool = False) -> Staged:
-        """Copy all of it to the host's memory.
+        """Copy the state to host memory.
 
         Args:
-            new_group: the last write failed on some rank: a group in which one rank has waited in vain for another is
-                of no use any more. All ranks give the same.
+            new_group: replace :attr:`group`, because the last write failed on some rank: a group in which one rank has
+                waited in vain for another is unusable. The same on all ranks.
 
         Raises:
-            RuntimeError: an update was left half made: the weights are no version.
+            RuntimeError: an update was interrupted, so the weights are not a complete version.
         """
         started = time.perf_counter()
-        if new_group:  # before anything that only some ranks may raise
+        if new_group:  # before anything that may raise on some ranks only
             self.group = renewed_group(self.group, self._limit_s)
         if self._updates() != self._counted:
             raise RuntimeError(
-                f"the update of version {self._version} was left half made: no checkpoint can be made of it"
+                f"the update of version {self._version} was interrupted: no checkpoint can be made of its weights"
             )
         self._staged.stage(self._trained() | self._random_states())
         self._remembered = self._noted
         return Staged(self._version, self.optimizer_steps, time.perf_counter() - started)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[FileSum]:
-        """Write the copy into the checkpoint's folder; returns this rank's files. All ranks call it together, on a
-        thread of its own.
+        """Write the staged copy to the checkpoint's folder; returns this rank's files. All ranks call it together, on a
+        separate thread.
 
         Args:
-            group: :attr:`group` as it was when the write was asked for, which may have waited for a disk since; None is
-                as it is now.
+            group: the value of :attr:`group` when the write was requested; the write may have waited for a disk since.
+                None: the current value.
 
         Raises:
-            CannotWrite: a rank could not write, or has a weight that is not finite, from which no run could go on. All
-                raise it.
+            CannotWrite: on all ranks, if a rank could not write, or has a non-finite weight, from which no run could
+                resume.
         """
         group = group or self.group
         if group is not self.group:
-            raise CannotWrite(f"{folder} was given up while the disk of trainer rank {dist.get_rank()} stalled")
+            raise CannotWrite(f"writing {folder} was given up while the disk of trainer rank {dist.get_rank()} stalled")
         files = self._staged.write(folder / TRAINER, folder, group, _check_finite)
         path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
         with path.open("wb") as file:
@@ -131,25 +133,27 @@ class TrainerCheckpoint:
         return [*files, file_sum(folder, path)]
 
     def restore(self, folder: Path, optimizer_steps: int) -> dict[str, Any]:
-        """Go on from a checkpoint; returns what this rank ``remembered``, or the first one if this rank was none then.
-        All ranks call it together; there may be more or fewer than those that wrote it.
+        """Resume from a checkpoint. All ranks call it together; their number may differ from when it was written.
+
+        Returns:
+            The state of this rank's advantage and objective (rank 0's, if this rank did not exist then).
 
         Raises:
-            ValueError: it is of another model or optimizer.
+            ValueError: the checkpoint is of another model or optimizer.
         """
         from torchtitan.components.optimizer.utils import init_optim_state
 
         saved = names(folder / TRAINER)
         critic = [] if self._critic is None else list(self._critic.optimizers)
         for optimizers, kind in ((self._optimizers, _OPTIMIZER), (critic, _CRITIC_OPTIMIZER)):
-            if any(name.startswith(kind) for name in saved):  # it has none before its first step
+            if any(name.startswith(kind) for name in saved):  # an optimizer has no state before its first step
                 for optimizer in optimizers:
                     init_optim_state(optimizer)
-        # A rank that none was before, or on another kind of device, keeps the states that it began with.
+        # A rank that did not exist then, or is on another kind of device, keeps its initial random states.
         states = {name: state for name, state in self._random_states().items() if name in saved}
         read(self._trained() | states, folder / TRAINER, self.group)
         self._set_random_states(states)
-        with warnings.catch_warnings():  # torch takes a rate that is asked for, but not for a step, for a mistake
+        with warnings.catch_warnings():  # torch warns about reading a learning rate without making a step
             warnings.simplefilter("ignore")
             self._schedulers.load_state_dict({"last_epoch": optimizer_steps})
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
@@ -158,15 +162,15 @@ class TrainerCheckpoint:
         path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
         if not path.exists():
             path = folder / TRAINER / REMEMBERED.format(rank=0)
-        # Its manifest has the checksum of what this program wrote: no objects from elsewhere are unpickled.
+        # Safe to unpickle: the manifest's checksum shows that this program wrote the file.
         remembered: dict[str, Any] = torch.load(path, weights_only=False)
         return remembered
 
     def restore_weights(self, folder: Path) -> None:
-        """Take the weights of a checkpoint, and nothing else. All ranks call it together.
+        """Load only the weights of a checkpoint. All ranks call it together.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: the checkpoint is of another model.
         """
         read(self._weights(), folder / TRAINER, self.group)
 
@@ -174,7 +178,7 @@ class TrainerCheckpoint:
         return _weights_of(self._model, _MODEL)
 
     def _trained(self) -> dict[str, torch.Tensor]:
-        """All that updates change."""
+        """All tensors that updates change."""
         own = self._weights() | _optimizer_states(self._optimizers, _OPTIMIZER)
         if self._critic is None:
             return own
@@ -198,7 +202,7 @@ class TrainerCheckpoint:
 
 
 def _saved(remembered: Mapping[str, Any]) -> bytes:
-    """A copy: states may hold what the functions go on changing."""
+    """A serialized copy, because the functions continue to change their state."""
     buffer = io.BytesIO()
     torch.save(dict(remembered), buffer)
     return buffer.getvalue()
@@ -209,7 +213,7 @@ def _weights_of(model: ShardedModel, kind: str) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_states(optimizers: OptimizersContainer, kind: str) -> dict[str, torch.Tensor]:
-    """By the parameter's name and that of the state; none before the first step."""
+    """Optimizer state by names of parameter and state; empty before the first step."""
     return {
         f"{kind}{name}.{key}": value
         for optimizer in optimizers

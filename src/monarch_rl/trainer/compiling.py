@@ -1,4 +1,4 @@
-"""What ``torch.compile`` of transformer blocks needs beside torchtitan's own call: rows of any length, first rows."""
+"""Preparing ``torch.compile`` of transformer blocks: dynamic row lengths, and dummy rows to compile with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from monarch_rl.trainer.moe import ReplayRouter
 _LENGTHS = (
     r"L\['x'\]:1",
     r"L\['positions'\]:1",
-    # A block that computes its activations again is called by a wrapper, with nameless arguments.
+    # With activation checkpointing a block is called by a wrapper, with unnamed arguments.
     r"L\['args'\]\[0\]:1",
     r"L\['args'\]\[2\]:1",
     r".*\.routes_BLK$:1",
@@ -25,36 +25,36 @@ _LENGTHS = (
     r".*\.max_queries$",
     r".*\.max_keys$",
 )
-"""Dynamo's names of what a block reads that changes from row to row, and the dimension that does."""
+"""Dynamo's names of a block's inputs that change from row to row, and their dynamic dimension."""
 FIRST_ROW = 64
-"""Tokens of the longest episode that blocks are compiled with."""
+"""Tokens of the episodes that blocks are compiled with."""
 GRAPHS = 64
-"""Most graphs of blocks that are compiled, each for another kind of block or range of lengths. On a CPU inductor takes
-other kernels for sums of more than 4096 terms, which a norm's gradient has from a certain length on."""
+"""Most graphs to compile, one for each kind of block and range of lengths. On a CPU inductor uses other kernels for
+sums of more than 4096 terms, which a norm's gradient has for long rows."""
 
 
 def prepare_to_compile() -> None:
-    """Have what is compiled next take rows of any length, in any folder. Without this the first row would be compiled
-    for its own length, and the second one again."""
+    """Make later compilations accept rows of any length, and work in folders whose names contain spaces. Otherwise the
+    first row would be compiled for its own length, and the second one again."""
     allow_spaces()
     torch.compiler.config.dynamic_sources = ",".join(_LENGTHS)
     torch._dynamo.config.recompile_limit = GRAPHS
 
 
 def first_rows(longest: int, routers: Sequence[ReplayRouter], device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of made-up tokens to compile with: two episodes that share one half, and the same ones apart, for
-    which flash attention gathers no keys.
+    """Micro-batches of dummy tokens to compile with: two episodes that share their first half, and the same episodes
+    without sharing, where flash attention gathers no keys.
 
     Args:
-        longest: tokens of an episode that the model takes.
-        routers: those that are to replay expert routes.
+        longest: most tokens of an episode that the model accepts.
+        routers: routers that replay or compare expert routes; empty if there are none.
     """
     length = min(FIRST_ROW, longest)
-    drawn = np.arange(length) >= length // 2
+    sampled = np.arange(length) >= length // 2
     episodes = []
     for last in (0, 1):
-        token_ids = np.where(drawn, last, 0).astype(np.int32)
-        turn = Turn(token_ids, np.zeros(length, np.float32), np.where(drawn, 0, -1).astype(np.int32), drawn)
+        token_ids = np.where(sampled, last, 0).astype(np.int32)
+        turn = Turn(token_ids, np.zeros(length, np.float32), np.where(sampled, 0, -1).astype(np.int32), sampled)
         episodes.append(Episode([turn], 0.0, "stop"))
     if routers:
         by_layer = np.stack([np.arange(router.top_k) for router in routers])

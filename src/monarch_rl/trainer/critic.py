@@ -1,7 +1,7 @@
-"""The critic of PPO on the trainer's ranks: a model of its own that estimates each token's return before it is sampled.
+"""PPO's critic on the trainer's ranks: a separate model that estimates the return before each sampled token.
 
-It begins as the policy does, with a head of one number instead of the LM head, is sharded like it, and has an optimiser
-of its own. Every method is called by all ranks together, on the thread that computes.
+It starts from the policy's initial weights, with a head of one output instead of the LM head, is sharded like the
+policy, and has its own optimiser. Every method is called by all ranks together, on the thread that computes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Critic:
 
     Args:
         folder: the Hugging Face folder that the policy starts from.
-        settings: of the trainer. The critic is trained whole, also where the policy has LoRA; its routers choose
-            experts by themselves.
+        settings: settings of the trainer. The critic is fully trained even if the policy uses LoRA, is not compiled,
+            and replays no expert routes.
     """
 
     def __init__(self, folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device) -> None:
@@ -53,43 +53,45 @@ class Critic:
 
     @property
     def updates(self) -> int:
-        """Made so far."""
-        # A checkpoint before the first one leaves empty states.
+        """Optimiser steps so far."""
+        # Resuming from a checkpoint before the first step leaves empty states.
         states = (state for optimizer in self.optimizers for state in optimizer.state.values() if state)
         return int(next(states, {"step": 0})["step"])
 
     @property
     def warming_up(self) -> bool:
-        """Whether it still learns alone: it has made fewer updates than its first batches give."""
+        """Whether the batches that train only the critic are not yet over."""
         return self.updates < self.settings.warmup * self._trainer.updates_per_batch
 
     def values(self, batch: MicroBatch) -> torch.Tensor:
-        """float32[N], with gradient: before each drawn token of a micro-batch."""
+        """float32[N], with gradient: the values before each sampled token of a micro-batch."""
         self._module.lm_head.positions = batch.sampled_after
         with tensor_float32(self._computes_in_half):
-            found: torch.Tensor = self._module(
+            values: torch.Tensor = self._module(
                 batch.token_ids, positions=batch.positions, attention_masks=batch.attention
             )
-        return found if batch.rows is None else found[batch.rows]
+        return values if batch.rows is None else values[batch.rows]
 
     @torch.no_grad()
     def with_values(self, packed: PackedShard) -> PackedShard:
-        """The same batch with the column ``value`` of all its groups, of whose tokens each rank computes its share.
+        """The batch with the column ``value`` for all its groups. Each rank computes the values of its share of the
+        tokens.
 
         Raises:
             NotFinite: a value is not finite.
         """
         values = torch.zeros(int(sum(of_group.sum() for of_group in packed.lengths)), device=self._device)
         column = _by_group(values, packed.lengths)
-        shard = replace(packed, oldest=None).unpack()  # what is masked for its lag lies between what is trained
-        none = [[torch.zeros(()) for _ in of_group] for of_group in packed.lengths]
-        minibatches = pack_shard(shard, none, "constant", 1, self._device)
+        shard = replace(packed, oldest=None).unpack()  # tokens masked for their lag need values, too
+        no_advantages = [[torch.zeros(()) for _ in of_group] for of_group in packed.lengths]
+        minibatches = pack_shard(shard, no_advantages, "constant", 1, self._device)
         for batch, places in zip(chain(*minibatches), shard.microbatches, strict=True):
             with device_work.piece("a pass for values", batch.token_ids.numel()):
                 own = [column[group][place] for group, place, _ in places]
-                for kept, found in zip(own, self.values(batch).split([len(kept) for kept in own]), strict=True):
-                    kept.copy_(found)
-        dist.all_reduce(values)  # each is one rank's, and 0 elsewhere
+                computed = self.values(batch).split([len(target) for target in own])
+                for target, of_sequence in zip(own, computed, strict=True):
+                    target.copy_(of_sequence)
+        dist.all_reduce(values)  # each value was computed on one rank, and is 0 on the others
         if not values.isfinite().all():
             raise NotFinite(
                 "a value of the critic is not finite: an earlier update of it was too large. Lower trainer.critic.lr"
@@ -100,16 +102,16 @@ class Critic:
         return replace(packed, columns=packed.columns | {VALUE: arrays})
 
     def update_batch(self, minibatches: Sequence[Sequence[MicroBatch]], epochs: int = 1) -> dict[str, float]:
-        """One optimiser step over each mini-batch in turn, ``epochs`` times over: as :meth:`Policy.update_batch`.
+        """One optimiser step per mini-batch, ``epochs`` times over, like :meth:`Policy.update_batch`.
 
         Returns:
-            Metrics by their whole names, equal on all ranks.
+            Metrics by their full names, equal on all ranks.
 
         Raises:
-            NotFinite: the gradient is not finite; this step and those after it were not made.
+            NotFinite: the gradient is not finite; this step and the following ones were not made.
         """
-        drawn = [float(sum(len(batch.advantages) for batch in microbatches)) for microbatches in minibatches]
-        tokens = torch.tensor(drawn, device=self._device)
+        counts = [float(sum(len(batch.advantages) for batch in microbatches)) for microbatches in minibatches]
+        tokens = torch.tensor(counts, device=self._device)
         dist.all_reduce(tokens)
         sums, norms = torch.zeros(2, device=self._device), list[float]()
         for _ in range(epochs):
@@ -121,22 +123,28 @@ class Critic:
         return {"critic/loss": loss, "critic/clipped": clipped, "critic/grad_norm": sum(norms) / len(norms)}
 
     def _add_gradients(self, microbatches: Sequence[MicroBatch], tokens: float) -> torch.Tensor:
-        """Forward and backward passes of a mini-batch of so many tokens on all ranks; float32[2]: the sums over this
-        rank's tokens of the loss, and of those that the clip limits."""
+        """Forward and backward passes of a mini-batch.
+
+        Args:
+            tokens: tokens of the mini-batch on all ranks.
+
+        Returns:
+            float32[2]: the sum of the loss over this rank's tokens, and the number of clipped tokens.
+        """
         self.optimizers.zero_grad()
         sums = torch.zeros(2, device=self._device)
         for batch in microbatches:
             with device_work.piece("a micro-batch of the critic", batch.token_ids.numel()):
-                found = clipped_value_loss(
+                result = clipped_value_loss(
                     self.values(batch), batch.columns[VALUE], batch.columns[RETURNS], self.settings.clip
                 )
                 with tensor_float32(self._computes_in_half):
-                    (found.loss.sum() / tokens).backward()
-                sums += torch.stack([found.loss.detach().sum(), found.limited.sum().float()])
+                    (result.loss.sum() / tokens).backward()
+                sums += torch.stack([result.loss.detach().sum(), result.limited.sum().float()])
         return sums
 
     def _step(self, inputs: int) -> float:
-        """Clip the gradient and apply it; its norm before."""
+        """Clip the gradient and apply it; returns its norm before clipping."""
         with device_work.piece("an optimizer step of the critic", inputs):
             norm = dist_utils.clip_grad_norm_(
                 list(self._module.parameters()),
@@ -146,7 +154,7 @@ class Critic:
             )
             if not torch.isfinite(norm):
                 raise NotFinite(
-                    f"the norm of the critic's gradient is {float(norm)}, so no update of it was made: look at the "
+                    f"the norm of the critic's gradient is {float(norm)}, so the critic was not updated: check the "
                     "rewards, or lower trainer.critic.lr"
                 )
             self.optimizers.step()
@@ -154,6 +162,6 @@ class Critic:
 
 
 def _by_group(values: torch.Tensor, lengths: Sequence[np.ndarray]) -> BatchAdvantages:
-    """Views of ``values``, float32[drawn tokens of the batch]."""
+    """Views of ``values``, float32[sampled tokens of the batch], for each group and sequence."""
     views = iter(values.split([int(length) for of_group in lengths for length in of_group]))
     return [[next(views) for _ in of_group] for of_group in lengths]

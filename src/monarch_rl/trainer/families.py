@@ -1,4 +1,5 @@
-"""What torchtitan builds each family of models from: the layers, and a record for each of ``model/architecture.py``."""
+"""How torchtitan builds each model family: its layers, and an entry for each architecture of
+``model/architecture.py``."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from monarch_rl.trainer.attention import inner_attention
 from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PairRotaryEmbedding
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, moe_config, replaying
 
-# -- the layers of Qwens, Llamas and Mistrals: grouped-query attention, and an MLP or experts -------------------------
+# -- Qwen, Llama and Mistral layers: grouped-query attention, and an MLP or experts -----------------------------------
 
 
 def gqa_layers(
@@ -47,9 +48,9 @@ def gqa_layers(
     """The blocks of a model with grouped-query attention, for its ``config.json``.
 
     Args:
-        longest: tokens of the longest episode.
-        half_on_gpu: they compute on a GPU in half precision.
-        block: torchtitan's class of them.
+        longest: most tokens of an episode.
+        half_on_gpu: the model computes in half precision on a GPU.
+        block: torchtitan's class of the blocks.
     """
     dim = hf["hidden_size"]
     return [
@@ -75,7 +76,7 @@ def _attention(hf: dict[str, Any], longest: int, half_on_gpu: bool) -> GQAttenti
         wo_param_init=LOADED,
         inner_attention=inner_attention(half_on_gpu),
         rope=_half_rotary(hf, head_dim, longest),
-        # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
+        # Unfused, so that every Hugging Face tensor is one parameter, sharded by rows.
         fuse_qkv=False,
         qk_norm=norm_config(hf, head_dim) if architecture.normed_heads else None,
     )
@@ -87,7 +88,7 @@ def _attention(hf: dict[str, Any], longest: int, half_on_gpu: bool) -> GQAttenti
 
 
 def norm_config(hf: dict[str, Any], size: int) -> RMSNorm.Config:
-    """A norm over ``size`` elements."""
+    """Config of an RMSNorm over ``size`` elements."""
     return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=LOADED)
 
 
@@ -119,13 +120,13 @@ def _half_rotary(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryE
 def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> list[TransformerBlock.Config]:
     """The blocks of a DeepSeek-V3, for its ``config.json``.
 
-    The router is Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their scores,
-    divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded: torchtitan
-    changes it, to balance the load, only by a hook of the optimiser that is not registered here.
+    The router computes as Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their
+    scores, divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded:
+    torchtitan changes it for load balancing only by an optimiser hook, which is not registered here.
 
     Args:
-        longest: tokens of the longest episode.
-        half_on_gpu: they compute on a GPU in half precision.
+        longest: most tokens of an episode.
+        half_on_gpu: the model computes in half precision on a GPU.
     """
     rope = _pair_rotary(hf, longest)
     layers = build_mla_moe_layers(
@@ -164,7 +165,7 @@ def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> l
 
 
 def _adjust(layer: TransformerBlock.Config, *, half_on_gpu: bool) -> None:
-    """Put this package's modules in the place of torchtitan's, and Hugging Face's eps in all norms."""
+    """Replace torchtitan's modules by this package's, and set Hugging Face's eps in all norms."""
     attention: Any = layer.attention
     for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
         norm.eps = NORM_EPS
@@ -193,7 +194,7 @@ def _pair_rotary(hf: dict[str, Any], longest: int) -> PairRotaryEmbedding.Config
 
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):
-    """torchtitan's Llama names, without its permutation: see :class:`HalfRotaryEmbedding`."""
+    """torchtitan's Llama names without its permutation of rows: see :class:`HalfRotaryEmbedding`."""
 
     def _permute(self, w: torch.Tensor, *_shape: int) -> torch.Tensor:
         return w
@@ -206,7 +207,7 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
 
 
 class Qwen2StateDictAdapter(LlamaStateDictAdapter):
-    """A Llama's names, and those of the biases of queries, keys and values."""
+    """Llama's names, and the names of the biases of queries, keys and values."""
 
     def __init__(self, model_config: Llama3Model.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
@@ -217,15 +218,15 @@ class Qwen2StateDictAdapter(LlamaStateDictAdapter):
 
 @dataclass(frozen=True)
 class TitanFamily:
-    """torchtitan's classes and functions for a family."""
+    """torchtitan's classes and functions for a model family."""
 
     model: type[Decoder]
     layers: Callable[..., list[TransformerBlock.Config]]
     """``(config.json, longest=..., half_on_gpu=...) -> blocks``; the config has passed ``model/features.py``."""
     parallelize: Callable[..., Decoder]
-    """Shards the model over the ranks."""
+    """Function that shards the model over the ranks."""
     state_dict_adapter: type[StateDictAdapter]
-    """Between the model's names of tensors and Hugging Face's."""
+    """Maps between torchtitan's and Hugging Face's tensor names."""
 
 
 _QWEN3 = TitanFamily(

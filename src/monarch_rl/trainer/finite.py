@@ -1,4 +1,4 @@
-"""Values that are not finite: an episode with one is not trained, a gradient with one ends the run with a cause."""
+"""Non-finite values: episodes that have one are not trained; a gradient that has one ends the run, with the cause."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Episodes of a micro-batch that are not trained."""
+    """Episodes of a micro-batch that are excluded from training."""
 
     tokens: int
+    """Trainable tokens of these episodes."""
     causes: dict[int, str]
-    """By the place of an episode in its micro-batch: what of it is not finite."""
+    """What is not finite, by index of the episode in its micro-batch."""
 
 
 NOTHING = LeftOut(0, {})
 
 
 def finite_only(output: TokenLogprobs, batch: MicroBatch) -> tuple[TokenLogprobs, MicroBatch, LeftOut]:
-    """The tokens of episodes all of whose log-probs, columns and advantages are finite.
+    """Drop the tokens of episodes that have a non-finite log-prob, column or advantage, which then get no gradient.
 
-    What was computed for the others has no gradient then. A forward pass that went wrong in the layers below would
-    still spoil the gradient of all (0 x NaN), and end the update (``NotFinite``).
+    A non-finite value in the layers below would still make the gradient of all tokens NaN (0 x NaN), and end the update
+    (``NotFinite``).
     """
     named = {"log-prob of the trainer": output.logprobs.detach(), "log-prob of the engine": batch.behaviour_logprobs}
     named |= {f"column {name!r}": values for name, values in batch.columns.items()}
-    # NaN where a column that it reads was not finite: of a token that is not trained, or of what a branch begins with.
+    # An advantage is NaN if a column was not finite at a token that is not trained, or before the fork of a branch.
     named["advantage"] = batch.advantages
     if finite_tokens(*named.values()).all():
         return output, batch, NOTHING
@@ -56,31 +57,31 @@ def finite_only(output: TokenLogprobs, batch: MicroBatch) -> tuple[TokenLogprobs
     return output.each(lambda values: values[keep]), chosen, LeftOut(int((~keep).sum()), causes)
 
 
-# -- why a gradient is not finite, for the message that ends the run --------------------------------------------------
+# -- the cause of a non-finite gradient, for the message that ends the run --------------------------------------------
 
-LOOK_AT = "look at the objective, the advantages and the rewards"
+LOOK_AT = "check the objective, the advantages and the rewards"
 
 
 def why_not_finite(model: ShardedModel, loss: torch.Tensor) -> str:
-    """A sentence on the cause of a gradient that is not finite: a weight, the loss, or neither. All ranks call it
-    together, and get the same.
+    """A sentence on the cause of a non-finite gradient: a weight, the loss, or neither. All ranks call it together, and
+    get the same answer.
 
     Args:
         loss: scalar, the sum over this rank's micro-batches; 0 on a rank that does not count its tokens.
     """
-    said: list[tuple[str | None, float]] = [(None, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(said, (_wrong_weight(model), float(loss)))
-    weight = next((weight for weight, _ in said if weight), None)
+    gathered: list[tuple[str | None, float]] = [(None, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (_wrong_weight(model), float(loss)))
+    weight = next((weight for weight, _ in gathered if weight), None)
     if weight is not None:
         return f"{weight}: an earlier update was too large. Lower trainer.lr"
-    total = sum(loss for _, loss in said)
+    total = sum(loss for _, loss in gathered)
     if not torch.isfinite(torch.tensor(total)):
-        return f"The weights are finite, and the loss is {total}: {LOOK_AT}"
+        return f"The weights are finite, but the loss is {total}: {LOOK_AT}"
     return f"The weights are finite, and so is the loss ({total:g}), but its derivative is not: {LOOK_AT}"
 
 
 def _wrong_weight(model: ShardedModel) -> str | None:
-    """The first of this rank's weights that holds a value that is not finite, and where."""
+    """The first of this rank's weights with a non-finite value, and where the value is; None if there is none."""
     for name, value in (model.hf_state() | model.lora_state()).items():
         problem = not_finite_part(value.detach())
         if problem:

@@ -1,4 +1,4 @@
-"""The functions that a run trains with, on their way from the recipe to the trainer ranks."""
+"""Advantage and objective of a run: sending them from the recipe to the trainer ranks, and checking their columns."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSett
 from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
 
 FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}
-"""Columns that the trainer fills itself, for objectives, and what they hold."""
-FILLED_BY_ENGINE: Mapping[str, str] = {BEHAVIOUR: "log-probs of the policy that drew each token"}
-"""Columns that every group has, for advantages. Objectives have ``batch.behaviour_logprobs``."""
+"""Columns that the trainer always fills, for objectives, and their contents."""
+FILLED_BY_ENGINE: Mapping[str, str] = {BEHAVIOUR: "log-probs of the policy that sampled each token"}
+"""Columns that every group has, for advantages. Objectives use ``batch.behaviour_logprobs``."""
 REFERENCE_MODEL = {REFERENCE: "log-probs of the model that training started from"}
-"""The same, with ``trainer.reference``."""
+"""Columns that the trainer fills with ``trainer.reference``, for objectives."""
 CRITIC = {
-    VALUE: "what the critic expects, before each drawn token, that the sequence will still get",
-    RETURNS: "what it learns that this should have been",
+    VALUE: "the critic's estimate, before each sampled token, of the return of the rest of the sequence",
+    RETURNS: "the target of that estimate",
 }
-"""The same, with ``trainer.critic``; advantages have the first one, too."""
+"""Columns that the trainer fills with ``trainer.critic``: both for objectives, the first also for advantages."""
 
 BEYOND_THE_GROUP = ("reinforce_pp", "seat_baselines", "gae")
-"""Advantages that do not compare a group's rewards with each other alone, so that equal ones teach."""
+"""Advantages that also compare with rewards of other groups or a critic, so that groups of equal rewards teach."""
 WITHOUT_REWARDS = {"advantage": ("distillation",), "objective": ("distillation", "supervised")}
-"""Advantages and objectives that teach the same whatever the rewards are; ``sequence_distillation`` is a partial of the
-first."""
+"""Advantages and objectives that read no rewards; ``sequence_distillation`` is a partial of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingFunctions:
-    """What a run trains with. Functions travel by cloudpickle, so one of a script, a closure or a ``functools.partial``
-    will do."""
+    """The functions that a run trains with. They are sent by cloudpickle, so functions of a script, closures and
+    ``functools.partial`` objects work."""
 
     advantage: ByValue[Advantage]
     objective: ByValue[Objective]
     advantage_columns: tuple[str, ...] = ()
-    """Those that the advantage reads: every rank gets them of all episodes of a batch."""
+    """Columns that the advantage reads: every rank gets them for all episodes of a batch."""
 
     @classmethod
     def of(
@@ -52,23 +51,23 @@ class TrainingFunctions:
         loss: LossSettings,
         critic: CriticSettings = NO_CRITIC,
     ) -> TrainingFunctions:
-        """Functions, or the names of some (``ADVANTAGES``, ``OBJECTIVES``).
+        """Functions given as such, or by name (``ADVANTAGES``, ``OBJECTIVES``).
 
         Args:
-            loss: for objectives that are named.
-            critic: fills the column ``value``, if there is one, and tells ``gae`` how to discount.
+            loss: settings of objectives given by name.
+            critic: settings of the critic. If enabled, it fills the column ``value``, and ``gae`` uses its discounts.
 
         Raises:
-            ValueError: there is no function of this name, or the settings do not go with it, or name another
-                advantage; or a ``functools.partial`` of ``gae`` discounts in another way than the critic.
-            TypeError: a function cannot be sent to other processes; says why.
+            ValueError: no function has this name; the settings do not fit the functions, or name another advantage; or
+                a ``functools.partial`` of ``gae`` has other discounts than the critic.
+            TypeError: a function cannot be sent to other processes; states why.
         """
         name = advantage if isinstance(advantage, str) else name_of(advantage)
         _check_advantage(name or place_of(advantage), loss)
         if isinstance(advantage, str):
             advantage = named(ADVANTAGES, advantage, "advantage")()
         if name:
-            loss = replace(loss, advantage=name)  # refuses what does not go with it
+            loss = replace(loss, advantage=name)  # raises if the other settings do not fit it
         advantage = _discounted(advantage, critic)
         if isinstance(objective, str):
             if objective == "supervised":
@@ -77,7 +76,7 @@ class TrainingFunctions:
         if loss.teacher_top and not other_token_columns(objective):
             raise ValueError(
                 f"trainer.loss.teacher-top {loss.teacher_top}: the objective {place_of(objective)} reads log-probs of "
-                "no token but the drawn one. Give the objective distillation, or leave it out"
+                "the sampled tokens only. Give the objective distillation, or leave the flag out"
             )
         return cls(
             ByValue(advantage, f"the advantage {place_of(advantage)}"),
@@ -87,37 +86,37 @@ class TrainingFunctions:
 
     @classmethod
     def of_settings(cls, loss: LossSettings, critic: CriticSettings = NO_CRITIC) -> TrainingFunctions:
-        """What the settings name."""
+        """The functions that the settings name."""
         return cls.of(loss.advantage, "reinforcement", loss, critic)
 
     def load(self) -> LoadedFunctions:
-        """On a trainer rank: the functions themselves."""
+        """Unpickle the functions, on a trainer rank."""
         return LoadedFunctions(self.advantage.load(), self.objective.load(), self.advantage_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFunctions:
-    """The functions of one trainer rank. What an advantage remembers is the same on all ranks; an objective sees the
-    micro-batches of its own rank alone."""
+    """The functions of one trainer rank. The state of an advantage is the same on all ranks; an objective sees only the
+    micro-batches of its own rank."""
 
     advantage: Advantage
     objective: Objective
     advantage_columns: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What functions keep from batch to batch (:class:`Remembers`), by kind; empty if they keep nothing."""
+        """State of the functions (:class:`Remembers`), by kind; empty if they have none."""
         return {kind: function.state_dict() for kind, function in self._remembering().items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Go on from :meth:`state_dict`. Raises ValueError if other functions remembered something then."""
-        remembering = self._remembering()
-        if remembering.keys() != state.keys():
-            here = {kind: place_of(function) for kind, function in remembering.items()}
+        """Restore a :meth:`state_dict`. Raises ValueError if it is the state of other functions."""
+        functions = self._remembering()
+        if functions.keys() != state.keys():
+            here = {kind: place_of(function) for kind, function in functions.items()}
             raise ValueError(
-                f"the saved run remembers something of its {sorted(state)}, this one of {here}: resume with the "
-                "functions that it was started with"
+                f"the checkpoint holds state of {sorted(state)}, but the functions with state are {here}: resume with "
+                "the functions that the run was started with"
             )
-        for kind, function in remembering.items():
+        for kind, function in functions.items():
             function.load_state_dict(state[kind])
 
     def _remembering(self) -> dict[str, Remembers]:
@@ -127,7 +126,7 @@ class LoadedFunctions:
 
 
 def name_of(advantage: Advantage) -> str:
-    """The name of a function that is in ``ADVANTAGES``, also of a partial of one; "" of one's own."""
+    """The name in ``ADVANTAGES`` of an advantage or a partial of one; "" for a recipe's own function."""
     function, given = unwrapped(advantage)
     found = {}
     for name, make in ADVANTAGES.items():
@@ -138,7 +137,7 @@ def name_of(advantage: Advantage) -> str:
 
 
 def unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
-    """What partials call, and with which arguments by name."""
+    """The function that nested partials call, and the keyword arguments that they give it."""
     given: dict[str, Any] = {}
     while isinstance(function, partial):
         function, given = function.func, function.keywords | given
@@ -146,37 +145,41 @@ def unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
 
 
 def _check_advantage(given: str, loss: LossSettings) -> None:
-    """Refuse an advantage of the settings that is not the one which the recipe gives, by name or place."""
+    """Refuse settings that name another advantage than ``given``, the name or place of the recipe's."""
     if loss.advantage not in (LossSettings().advantage, given):
         raise ValueError(
             f"trainer.loss.advantage {loss.advantage}: the recipe gives run.start() the advantage {given}. Leave the "
-            "flag out, or have the recipe give s.trainer.loss.advantage"
+            "flag out, or pass s.trainer.loss.advantage to run.start() in the recipe"
         )
 
 
 def _check_supervised(loss: LossSettings) -> None:
-    """Refuse what the objective ``supervised`` does not read."""
+    """Refuse settings that the objective ``supervised`` does not read."""
     defaults = LossSettings()
     names = [field.name for field in fields(loss) if field.name not in ("advantage", "aggregation", "max_tokens")]
-    for name in names:  # in their order: of several the same one is named each time
+    for name in names:  # in the order of the fields, so that the message is always the same
         if getattr(loss, name) != getattr(defaults, name):
             raise ValueError(
-                f"{loss.flag(name)}: the objective supervised is the cross-entropy of what was drawn, and reads of "
-                "trainer.loss only aggregation and max-tokens. Leave it out, or take another objective"
+                f"{loss.flag(name)}: the objective supervised is the cross-entropy of the tokens, and reads only "
+                "aggregation and max-tokens of trainer.loss. Leave the flag out, or use another objective"
             )
 
 
 def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
-    """``gae`` discounts as the critic does, because that learns the sum of advantage and value; others stay as they
-    are. Raises ValueError if a partial has values of its own, other ones."""
+    """``gae`` with the critic's discounts; other advantages unchanged.
+
+    Raises:
+        ValueError: a partial of ``gae`` has other discounts than the critic.
+    """
+    # The critic learns the sum of advantage and value, so both must use the same discounts.
     function, given = unwrapped(advantage)
     if function is not cast(Advantage, gae) or (given and not critic.enabled):
         return advantage
     for name in ("gamma", "lam"):
         if name in given and given[name] != getattr(critic, name):
             raise ValueError(
-                f"the advantage gae has {name} {given[name]:g}, and the critic learns with trainer.critic.{name} "
-                f"{getattr(critic, name):g}: give trainer.critic.{name} {given[name]:g}, and gae without it"
+                f"the advantage gae has {name} {given[name]:g}, but the critic learns with trainer.critic.{name} "
+                f"{getattr(critic, name):g}: give trainer.critic.{name} {given[name]:g}, and no {name} to gae"
             )
     return cast(Advantage, partial(gae, **({"gamma": critic.gamma, "lam": critic.lam} | given)))
 
@@ -184,16 +187,16 @@ def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
 def check_columns(
     functions: TrainingFunctions, filled: Mapping[str, str], reference: bool = False, critic: bool = False
 ) -> None:
-    """Refuse functions that read columns which nobody fills, a critic and a reference that nobody asks, and columns
-    that both a stage and the trainer fill.
+    """Refuse columns that are read but not filled, or filled by both a stage and the trainer, and a critic or reference
+    model that no function reads.
 
     Args:
-        filled: columns, and the stages that fill them.
-        reference: the trainer fills the column ``reference``.
-        critic: the trainer fills those of :data:`CRITIC`.
+        filled: stage that fills each column, by column name.
+        reference: whether the trainer fills the column ``reference``.
+        critic: whether the trainer fills the columns of :data:`CRITIC`.
 
     Raises:
-        ValueError: names function, file and line, and the column.
+        ValueError: names the column, and the function with its file and line.
     """
     if reference and REFERENCE in filled:
         raise ValueError(
@@ -205,58 +208,63 @@ def check_columns(
         raise ValueError(
             f"trainer.reference: the objective {place_of(kinds['objective'])} does not read the column {REFERENCE!r}, "
             "for which a whole copy of the model would be kept. Give trainer.loss.kl-coefficient, such as 0.001, or "
-            "leave the reference out"
+            "leave the flag out"
         )
     if critic:
         _check_critic(kinds, filled)
     for kind, function in kinds.items():
-        known = {*filled, *(FILLED_BY_TRAINER if kind == "objective" else FILLED_BY_ENGINE)}
-        known |= {VALUE} if critic else set()
-        known |= REFERENCE_MODEL.keys() if reference and kind == "objective" else set()
-        known |= CRITIC.keys() if critic and kind == "objective" else set()
+        available = {*filled, *(FILLED_BY_TRAINER if kind == "objective" else FILLED_BY_ENGINE)}
+        available |= {VALUE} if critic else set()
+        available |= REFERENCE_MODEL.keys() if reference and kind == "objective" else set()
+        available |= CRITIC.keys() if critic and kind == "objective" else set()
         for name in needed_columns(function):
-            if name not in known:
+            if name not in available:
                 flag = "--trainer.reference, or " if name == REFERENCE and kind == "objective" else ""
                 flag = "--trainer.critic.lr, such as 1e-5, or " if name == VALUE else flag
-                made = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
+                stage = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
                 raise ValueError(
-                    f"the {kind} {place_of(function)} needs the column {name!r}, which nobody fills (filled are "
-                    f"{', '.join(sorted(known))}): give {flag}run.start() a stage that does, stages=[{made}]"
+                    f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
+                    f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
                 )
 
 
 def equal_rewards_warning(functions: TrainingFunctions) -> str:
-    """What is said of ``buffer.drop_equal_rewards`` where the groups that it drops would teach; empty where they would
-    not, or where the advantage is a recipe's own, of which that is not known.
+    """The warning about ``buffer.drop_equal_rewards`` if groups that it drops would have non-zero advantages; empty if
+    not, or if the advantage is a recipe's own, for which this is not known.
 
     Raises:
-        ValueError: by these functions no reward teaches anything, so that none is a reason to drop a group.
+        ValueError: the functions read no rewards, so groups of equal rewards teach like all others.
     """
     flag = "buffer.drop-equal-rewards"
     kinds: dict[str, ByValue[Any]] = {"objective": functions.objective, "advantage": functions.advantage}
-    made: dict[str, dict[str, object]] = {
+    by_name: dict[str, dict[str, object]] = {
         "objective": {name: make(LossSettings()) for name, make in OBJECTIVES.items()},
         "advantage": {name: make() for name, make in ADVANTAGES.items()},
     }
     name = ""
     for kind, function in kinds.items():
-        names = {place_of(made[kind][name]): name for name in reversed(made[kind])}  # a partial has the first's place
+        # Reversed, because a partial, which follows its function, has the same place.
+        names = {place_of(by_name[kind][name]): name for name in reversed(by_name[kind])}
         name = names.get(place_of(function.load()), "")
         if name in WITHOUT_REWARDS[kind]:
             raise ValueError(
-                f"{flag}: the {kind} {name} reads no rewards, so all groups teach alike, and those of equal rewards "
-                "would be dropped. Leave it out"
+                f"{flag}: the {kind} {name} reads no rewards, so groups of equal rewards teach as much as others, and "
+                "would be dropped. Leave the flag out"
             )
     if name not in BEYOND_THE_GROUP:
         return ""
     return (
-        f"{flag}: the advantage {name} does not compare within the group alone, so the groups that are dropped would "
-        "teach. Leave it out, or take the advantage dr_grpo, grpo, rloo or max_rl"
+        f"{flag}: the advantage {name} does not compare rewards within a group only, so the dropped groups would have "
+        "taught something. Leave the flag out, or use the advantage dr_grpo, grpo, rloo or max_rl"
     )
 
 
 def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[str]) -> None:
-    """Refuse columns, which a model would be asked for, that neither function reads. Raises ValueError."""
+    """Refuse columns that a model computes but neither function reads.
+
+    Raises:
+        ValueError: names the column, and what to change.
+    """
     read = {*needed_columns(functions.advantage.load()), *needed_columns(functions.objective.load())}
     for name in columns:
         if name not in read:
@@ -265,7 +273,7 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
             instead = "the objective or the advantage distillation" if name == TEACHER else instead
             raise ValueError(
                 f"a stage fills the column {name!r}, which neither the advantage nor the objective reads, so a model "
-                f"would compute it for nothing. Give {instead}, decorate a function of yours that reads it with "
+                f"would compute it for nothing. Give {instead}, decorate your function that reads it with "
                 f"@needs({name!r}), or leave the stage out"
             )
 
@@ -273,11 +281,11 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
 def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:
     for name in CRITIC.keys() & filled.keys():
         raise ValueError(
-            f"the column {name!r} is filled by the stage {filled[name]}, and by the trainer's critic: leave out the "
+            f"the column {name!r} is filled by the stage {filled[name]} and by the trainer's critic: leave out the "
             "stage, or trainer.critic.lr"
         )
     if not any(CRITIC.keys() & set(needed_columns(function)) for function in functions.values()):
         raise ValueError(
-            "trainer.critic.lr: neither the advantage nor the objective reads what the critic estimates. Give "
-            "trainer.loss.advantage gae, or leave the critic out"
+            "trainer.critic.lr: neither the advantage nor the objective reads a column of the critic. Give "
+            "trainer.loss.advantage gae, or leave the flag out"
         )

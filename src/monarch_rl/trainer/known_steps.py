@@ -1,7 +1,7 @@
-"""What a trainer rank reports of the steps in its journal.
+"""What a trainer rank reports to the controller about the steps in its journal.
 
-Apart from the journal itself: the controller reads it, and must not import what trains, which takes it 80 MiB and some
-seconds in the middle of a resume.
+Separate from ``step_journal.py``, because the controller must not import the training code, which would take 80 MiB and
+some seconds in the middle of a resume.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class StepReplay:
-    """A step that a rank has made again from the journal."""
+    """A step that a rank has replayed from the journal."""
 
     metrics: dict[str, float]
-    """Of the update, as the trainer's ``update`` returns them."""
+    """Metrics of the update, as the trainer's ``update`` returns them."""
     group_ids: list[int]
-    """Of the whole batch."""
+    """Ids of the groups of the whole batch."""
     lag_counts: np.ndarray
-    """int64[L]: tokens of the whole batch by lag."""
+    """int64[L]: tokens of the whole batch, by policy lag."""
     equal: bool | None
-    """Whether this rank's weights are those that it had then, bit for bit; None if the run did not get to say."""
+    """Whether this rank's weights are bit-identical to those of the original step; None if that was not recorded."""
 
 
 class JournalBatch(NamedTuple):
-    """A batch of the journal that a rank could train again; equal on all ranks if it is the same batch."""
+    """A batch of the journal that a rank can replay. Equal on all ranks if it is the same batch."""
 
     version: int
     generation: int
-    """Of the run that took it."""
+    """Generation of the run that trained on it."""
     sum: int
-    """CRC-32 of what all ranks know of it: its groups, and how many tokens and rows."""
+    """CRC-32 of what all ranks have in common: its groups, and its numbers of tokens, episodes and rows."""

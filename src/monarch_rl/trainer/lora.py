@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) on the projections of a torchtitan model: added, initialised, merged, saved.
+"""Low-rank adapters (LoRA) on the projections of a torchtitan model: adding, initialising, merging and saving them.
 
-torchtitan's converter builds them, except those of experts (``trainer/moe.py``). Their parameters are like others,
-sharded by rows, or by experts, and held in fp32; all else is frozen.
+torchtitan's converter builds them, except for experts (``trainer/moe.py``). Their parameters are sharded like others,
+by rows or by experts, and held in fp32. All other parameters are frozen.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CONFIGS = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
-"""The field of torchtitan's config that builds each projection."""
+"""The field of torchtitan's config for each projection."""
 MERGED_BYTES = 64 << 20
-"""Bytes of experts that are merged at a time, unless a single one has more."""
+"""Bytes of experts to merge at a time, unless a single expert is larger."""
 
 
 def add_lora(config: Decoder.Config, lora: LoraSettings) -> Decoder.Config:
-    """The config of the model with LoRA on the targets, and the rest frozen; do not use ``config`` afterwards."""
+    """The model's config with LoRA on the targets, and everything else frozen. Consumes ``config``."""
     dense = any(layer.moe is None for layer in config.layers)
     names = sorted({_CONFIGS[target] for target in lora.targets if dense or target not in MLP_TARGETS})
     converted = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=names).build().convert(config)
@@ -52,8 +52,8 @@ def add_lora(config: Decoder.Config, lora: LoraSettings) -> Decoder.Config:
 
 
 def add_lora_names(state_dict_adapter: StateDictAdapter) -> None:
-    """Add peft's names of LoRA to torchtitan's table of names: ``experts.{}.gate_proj.lora_A`` for each expert. Their
-    stacked parameters torchtitan then cuts like those of the weights."""
+    """Add peft's names of LoRA to torchtitan's table of names, with ``experts.{}.gate_proj.lora_A`` for each expert, so
+    that torchtitan splits the stacked parameters of experts' LoRA like those of their weights."""
     for weight, parameter in list(state_dict_adapter.from_hf_map.items()):
         module, _, leaf = (parameter or "").rpartition(".")
         if leaf in EXPERT_TARGETS.values():
@@ -66,9 +66,9 @@ def add_lora_names(state_dict_adapter: StateDictAdapter) -> None:
 
 
 def remove_untargeted_lora(module: Decoder, lora: LoraSettings) -> None:
-    """Take LoRA off k or v where only the other one is a target: one config built both.
+    """Remove LoRA from k or v if only the other one is a target: a single config builds both.
 
-    Call before the model is sharded, on the device that it was built on.
+    Call it before the model is sharded, on the device that it was built on.
     """
     for target, name in (("k_proj", "wk"), ("v_proj", "wv")):
         for layer in module.layers.values():
@@ -87,13 +87,13 @@ def remove_untargeted_lora(module: Decoder, lora: LoraSettings) -> None:
 
 
 def initialise_lora(shards: Mapping[str, torch.Tensor], tensors: Sequence[NamedShape], seed: int) -> None:
-    """Set A as peft does (Kaiming uniform with a = sqrt(5): within 1 / sqrt(in)) and B to zero.
+    """Initialise A as peft does (Kaiming uniform with a = sqrt(5): within 1 / sqrt(in)), and B to zero.
 
-    Every rank draws whole tensors, one after the other, and keeps what it holds: the values are the same however they
-    are sharded, and on GPUs as on CPUs.
+    Every rank generates whole tensors, one after the other, and keeps its shards, so the values do not depend on the
+    sharding or the device.
 
     Args:
-        shards: this rank's, of LoRA, fp32, by peft's names.
+        shards: this rank's shards of LoRA, fp32, by peft's names.
         tensors: names and shapes of all tensors of LoRA, in the same order on all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +110,7 @@ def initialise_lora(shards: Mapping[str, torch.Tensor], tensors: Sequence[NamedS
 def merged_shards(
     weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's shards of the weights that have LoRA, with it added, one by one: see :func:`merged_runs`."""
+    """This rank's shards of the weights that have LoRA, merged, one by one: see :func:`merged_runs`."""
     for names, merged in merged_runs(weights, lora, scaling):
         yield from zip(names, merged, strict=True)
 
@@ -118,14 +118,16 @@ def merged_shards(
 def merged_runs(
     weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """This rank's shards of the weights that have LoRA, with it added: ``W + scaling * B A``, fp32[n, rows, columns].
-    At a time n experts of a layer, or one other weight.
+    """This rank's shards of the weights that have LoRA, merged: ``W + scaling * B A``.
 
-    All ranks iterate together: each A is gathered in turn, except those of experts, which lie where the expert does.
+    All ranks iterate together: each A is gathered in turn, except for experts, whose A is on the same rank.
 
     Args:
         weights: fp32 weights by Hugging Face names, sharded like ``lora``; they are not changed.
         lora: A and B by peft's names.
+
+    Yields:
+        Names, and fp32[n, rows, columns], of n experts of a layer, or of one other weight.
     """
     named = [(name, lora_names(name)) for name in weights]
     adapted = [_Adapted(name, weights[name], lora[a], lora[b]) for name, (a, b) in named if a in lora]
@@ -147,7 +149,7 @@ class _Adapted(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What members of a run have in common. An A that is gathered makes a run of its own."""
+        """Equal for the members of a span. A weight whose A must be gathered is a span of its own."""
         return self.name if isinstance(self.a, DTensor) else tuple(map(memory_kind, self._held))
 
     @property
@@ -156,7 +158,7 @@ class _Adapted(NamedTuple):
 
     @property
     def _held(self) -> list[torch.Tensor]:
-        """What this rank has of the three."""
+        """This rank's shards of the three."""
         return [_local(value) for value in (self.weight, self.a, self.b)]
 
 
@@ -177,15 +179,16 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 def save_lora(
     folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], lora: LoraSettings, base: Path, write: bool
 ) -> None:
-    """Write a folder that peft loads as an adapter: A and B in fp32, and their config.
+    """Write a folder that peft can load as an adapter: A and B in fp32, and their config.
 
     Args:
-        folder: made by the rank that writes.
-        tensors: whole ones, by peft's names.
+        folder: the adapter's folder, created by the rank that writes.
+        tensors: whole tensors by peft's names.
         base: the folder of the model that the adapter belongs to.
-        write: on one rank; all call it together, because each tensor is gathered.
+        write: true on one rank. All ranks call it together, because each tensor is gathered.
 
-    Raises OSError, with the file's name, after all have been.
+    Raises:
+        OSError: names the file; raised after all tensors were gathered.
     """
     whole = {name: value.cpu().clone() for name, value in tensors}
     if write:

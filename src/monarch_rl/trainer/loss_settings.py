@@ -1,4 +1,4 @@
-"""What a user sets about the policy loss and the critic. docs/algorithms.md has the formulas, and when to use what."""
+"""Settings of the policy loss and the critic. docs/algorithms.md has the formulas, and when to use which."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monarch_rl.algorithms.losses import (
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 WIDE_FOR_SEQUENCES = 0.01
-"""A clip of gspo above this is a token's."""
+"""A clip of `gspo` above this is meant for ratios of tokens, not of sequences."""
 
 
 @dataclass(frozen=True)
@@ -26,121 +26,125 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     """The policy-gradient loss: advantage x policy loss x corrections, then aggregation (docs/algorithms.md)."""
 
     advantage: AdvantageName = "dr_grpo"
-    """`dr_grpo`: R - mean of the group (arXiv:2503.20783); `grpo`: (R - mean) / std (arXiv:2402.03300); `rloo`: R -
-    mean of the others (arXiv:2402.14740); `max_rl`: (R - mean) / mean, for rewards of at least 0 (arXiv:2602.02710);
-    `reinforce_pp`: (R - mean) / std of the whole batch (arXiv:2501.03262); `seat_baselines`: R - running mean of the
-    seat, for games (arXiv:2506.24119); `gae`: of the values in the column `value` (arXiv:1506.02438), which a critic
-    (`trainer.critic.lr`) or a stage of the recipe fills; for distillation, `distillation`: log teacher - log policy of
-    the token, from the column `teacher`, `sequence_distillation`: the same, summed to the end (arXiv:2306.08543). One
-    whose column nobody fills is refused."""
+    """How rewards R become advantages. Over the group: `dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std
+    (arXiv:2402.03300); `rloo`: R - mean of the other episodes (arXiv:2402.14740); `max_rl`: (R - mean) / mean, for
+    rewards of at least 0 (arXiv:2602.02710). Over the batch: `reinforce_pp`: (R - mean) / std (arXiv:2501.03262). For
+    games: `seat_baselines`: R - running mean of the seat (arXiv:2506.24119). Per token: `gae`: from the column `value`
+    (arXiv:1506.02438), which a critic (`trainer.critic.lr`) or a stage of the recipe fills. For distillation, from the
+    column `teacher` instead of rewards: `distillation`: log teacher - log policy of the token, and
+    `sequence_distillation`: the same, summed to the end of the sequence (arXiv:2306.08543). An advantage whose column
+    nothing fills is refused."""
     policy_loss: PolicyLossName = "ppo_clip"
     """`pg`: A log pi; `ppo_clip`: clipped ratio (PPO, DAPO); `cispo`: clipped weight (arXiv:2506.13585); `gspo`:
     clipped ratio of the sequence (arXiv:2507.18071); `sapo`: smooth gate (arXiv:2511.20347); `dppo_tv`: bound on the
-    change of a token's probability (arXiv:2602.04879); `decoupled`: clip around the trainer's policy, weight of the
-    policy that drew (arXiv:2505.24298). With one update a batch and `ratio_to trainer` the ratio is 1, and all are the
-    policy gradient, `decoupled` with that weight."""
+    change of a token's probability (arXiv:2602.04879); `decoupled`: clip around the trainer's policy, weighted by
+    pi_trainer / pi_engine (arXiv:2505.24298). With one update per batch and `ratio_to trainer` the ratio is 1, and all
+    of them are the policy gradient (`decoupled`: with its weight)."""
     ratio_to: Literal["trainer", "behaviour"] = "trainer"
-    """The denominator of the ratio: the trainer's own policy when the batch was formed (then a correction weighs stale
-    tokens), or the policy that drew the token (then the clip bounds staleness)."""
+    """Denominator of the ratio. `trainer`: the trainer's policy at the start of the batch; `corrections` then weight
+    stale tokens. `behaviour`: the policy that sampled the token; the clip then bounds staleness."""
     clip_low: Annotated[float | None, Range(0, 1)] = None
-    """Ratio floor is 1 - clip_low. None is the policy loss's own: 0.2 for `ppo_clip` (PPO, arXiv:1707.06347) and
-    `decoupled`, 1 for `cispo` (no floor), 0.0003 for `gspo`. It matters where the ratio is not 1: with `ratio_to
-    behaviour`, or several updates a batch."""
+    """The ratio is clipped below at 1 - clip_low. None: the policy loss's own default, 0.2 for `ppo_clip` (PPO,
+    arXiv:1707.06347) and `decoupled`, 1 for `cispo` (no floor), 0.0003 for `gspo`. Has an effect only where the ratio
+    is not 1: with `ratio_to behaviour`, or several updates per batch."""
     clip_high: Annotated[float | None, Range(0, 1000)] = None
-    """Ratio ceiling is 1 + clip_high. None is the policy loss's own: 0.28 for `ppo_clip` (DAPO, arXiv:2503.14476), 0.2
-    for `decoupled`, 3 for `cispo` (arXiv:2510.13786), 0.0004 for `gspo`. It matters where the floor does."""
+    """The ratio is clipped above at 1 + clip_high. None: the policy loss's own default, 0.28 for `ppo_clip` (DAPO,
+    arXiv:2503.14476), 0.2 for `decoupled`, 3 for `cispo` (arXiv:2510.13786), 0.0004 for `gspo`. Has an effect only
+    where `clip_low` has."""
     dual_clip: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
-    """With `ppo_clip`: tokens of negative advantage lose at most dual_clip x |A|; 3 is usual (arXiv:1912.09729). 0 is
-    off."""
+    """With `ppo_clip`: bounds the loss of a token of negative advantage to dual_clip x |A|; 3 is usual
+    (arXiv:1912.09729). 0 is off."""
     tau_positive: Annotated[float, Range(0.001, 1000)] = 1.0
-    """With `sapo`: how steeply its gate closes where A > 0 (arXiv:2511.20347). Larger stays nearer to the old
-    policy."""
+    """With `sapo`: how steeply the gate closes for tokens with A > 0 (arXiv:2511.20347). Larger values stay nearer to
+    the old policy."""
     tau_negative: Annotated[float, Range(0.001, 1000)] = 1.05
-    """With `sapo`: the same where A <= 0."""
+    """With `sapo`: how steeply the gate closes for tokens with A <= 0."""
     max_change: Annotated[float, Range(1e-6, 1)] = 0.2
-    """With `dppo_tv`: how far a token's probability may move in the direction of its advantage (arXiv:2602.04879)."""
+    """With `dppo_tv`: largest change of a token's probability in the direction of its advantage (arXiv:2602.04879)."""
     behaviour_cap: Annotated[float, Range(0.001, 1_000_000)] = 5.0
-    """With `decoupled`: tokens with pi_trainer / pi_engine above this are dropped (arXiv:2505.24298)."""
+    """With `decoupled`: drops tokens whose pi_trainer / pi_engine is above this (arXiv:2505.24298)."""
     corrections: tuple[CorrectionName, ...] | None = None
-    """What is done about tokens that another policy drew, any of `tis` (weights capped at `importance_cap`), `icepop`
-    (weights, and 0 outside `icepop_range`), `sequence_mask` (drops sequences whose mean ratio is outside
-    `sequence_range`) and `opsm` (drops worse sequences that are further than `opsm_kl`). None is `tis` where neither
-    the ratio nor the policy loss has such a weight."""
+    """Off-policy corrections of tokens that another policy sampled. `tis`: weight by pi_trainer / pi_engine, capped at
+    `importance_cap`; `icepop`: weight by it, and drop tokens outside `icepop_range`; `sequence_mask`: drop sequences
+    whose mean ratio is outside `sequence_range`; `opsm`: drop sequences of negative advantage whose divergence is above
+    `opsm_kl`. At most one of `tis` and `icepop`. None: `tis`, unless the ratio or the policy loss already weights by
+    the policy that sampled."""
     importance_cap: Annotated[float, Range(0.001, 1_000_000)] = 2.0
-    """With `tis`: tokens weigh min(pi_trainer / pi_engine, cap). Larger is less biased and noisier."""
+    """With `tis`: a token's weight is min(pi_trainer / pi_engine, importance_cap). Larger: less bias, more variance."""
     icepop_range: Annotated[tuple[float, float], Range(0, 1_000_000)] = (0.5, 2.0)
-    """With `icepop`: lowest and highest pi_trainer / pi_engine of a token that is trained (arXiv:2510.18855)."""
+    """With `icepop`: lowest and highest pi_trainer / pi_engine of the tokens that are trained (arXiv:2510.18855)."""
     sequence_range: Annotated[tuple[float, float], Range(0, 1_000_000)] = (0.99, 1.01)
-    """With `sequence_mask`: lowest and highest geometric mean of pi_trainer / pi_engine of a sequence that is
+    """With `sequence_mask`: lowest and highest geometric mean of pi_trainer / pi_engine of the sequences that are
     trained."""
     opsm_kl: Annotated[float, Range(0, 1_000_000)] = 1e-4
-    """With `opsm`: nats by which log pi_engine may exceed log pi, in the mean over a sequence of negative advantage
+    """With `opsm`: largest mean of log(pi_engine / pi), in nats, over a sequence of negative advantage that is trained
     (arXiv:2512.02556)."""
     lag_discount: Annotated[float, Range(0, 1, "1 is off")] = 1.0
-    """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. A smaller value trusts stale tokens less, and learns
-    less from them."""
+    """Multiplies each token's weight by lag_discount ** lag (a heuristic); 1 is off. Smaller values trust stale tokens
+    less, and learn less from them."""
     positives_only: bool = False
-    """Train on tokens of positive advantage only (arXiv:2304.06767)."""
+    """Train only on tokens of positive advantage (arXiv:2304.06767)."""
     kl_coefficient: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
-    """Weight of the KL divergence from a reference model, whose log-probs the column `reference` holds; 0 is off, as in
-    TRL, verl and slime."""
+    """Coefficient of the KL divergence from a reference model, whose log-probs are in the column `reference` (filled by
+    `trainer.reference` or a stage of the recipe); 0 is off, as in TRL, verl and slime."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the estimate is a part of the loss, or is taken from the token's advantage."""
+    """`loss`: add the KL estimate to the loss. `reward`: subtract it from the token's advantage."""
     kl_estimate: EstimateName | None = None
-    """How it is estimated at each token. None is `k3` in the loss, as in GRPO, and `k1` in the reward. In the loss `k2`
-    has the gradient of KL(pi, reference), in the reward `k1` (arXiv:2506.09477)."""
+    """Estimator of the KL at each token. None: `k3` in the loss, as in GRPO, and `k1` in the reward. The gradient of
+    KL(pi, reference) is that of `k2` in the loss, and of `k1` in the reward (arXiv:2506.09477)."""
     entropy_coefficient: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
-    """Weight of the entropy of the policy, which the loss then raises; 0 is off. It takes a few tensors of a chunk's
-    logits more (trainer.logprob-chunk)."""
-    teacher_top: Annotated[int, Range(0, 1000, "0 is the drawn token alone")] = 0
-    """With the objective `distillation`: of how many of the teacher's most likely tokens the divergence is computed.
-    Each takes 8 bytes for each drawn token, on its way. It is an expectation over what may be drawn, which no weight of
-    who drew multiplies; 0 estimates it from the drawn token alone."""
+    """Coefficient of an entropy bonus, which raises the policy's entropy; 0 is off. Takes a few more tensors of the
+    size of a chunk's logits (trainer.logprob-chunk)."""
+    teacher_top: Annotated[int, Range(0, 1000, "0 is the sampled token alone")] = 0
+    """With the objective `distillation`: compute the divergence over this many of the teacher's most likely tokens,
+    each of which adds 8 bytes per sampled token to what is transferred. The divergence is then an expectation over the
+    next token, to which no importance weight applies. 0 estimates it from the sampled token alone."""
     teacher_divergence: Literal["reverse", "forward"] = "reverse"
-    """With `teacher_top`: `reverse` is KL(pi, teacher): say what the teacher would; `forward` is KL(teacher, pi): leave
-    out nothing that the teacher might say (GKD, arXiv:2306.13649)."""
+    """With `teacher_top`: `reverse` is KL(pi, teacher), mode-seeking: generate only what the teacher would. `forward`
+    is KL(teacher, pi), mode-covering: miss nothing that the teacher might generate (GKD, arXiv:2306.13649)."""
     overlong_limit: Annotated[int, Range(0, 2**31 - 1, "0 is off")] = 0
-    """Drawn tokens at which an episode loses the whole `overlong_penalty` of its reward, such as rollout.max-new-tokens
-    (DAPO's soft overlong punishment, arXiv:2503.14476); 0 is off."""
+    """Sampled tokens at which an episode loses the full `overlong_penalty`, such as rollout.max-new-tokens (DAPO's soft
+    overlong punishment, arXiv:2503.14476); 0 is off."""
     overlong_buffer: Annotated[int, Range(0, 2**31 - 1, "0 is a fifth of the limit")] = 0
-    """Tokens below that limit over which the penalty grows from nothing; 0 is a fifth of the limit (DAPO has 4,096 of
-    20,480)."""
+    """Tokens below `overlong_limit` over which the penalty grows linearly from 0; 0 is a fifth of the limit (DAPO:
+    4,096 of 20,480)."""
     overlong_penalty: Annotated[float, Range(0, 1000)] = 1.0
-    """Reward that an episode of the limit's length loses. More makes answers shorter, and at some point worse."""
+    """Reward that an episode of `overlong_limit` tokens loses. Larger makes answers shorter, and at some point
+    worse."""
     aggregation: Aggregation = "constant"
-    """`constant` divides by episodes x `max_tokens` (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
-    episode's tokens and then by episodes (GRPO)."""
+    """Normaliser of the sum of token losses. `constant`: episodes x `max_tokens` (Dr.GRPO); `token_mean`: tokens
+    (DAPO); `sequence_mean`: the tokens of each episode, then episodes (GRPO)."""
     max_tokens: Annotated[int, Range(0, 2**31 - 1, "0 is the episode limit")] = 0
-    """What `constant` divides by. 0 is the most tokens that an episode may have, which is the smallest of
-    `trainer.tokens-per-microbatch` and the limits of context and KV cache. Give a number to keep the scale of the
-    gradient where those change."""
+    """With `constant`: tokens per episode in the normaliser. 0 is the most tokens that an episode may have, the
+    smallest of `trainer.tokens-per-microbatch` and the limits of context and KV cache. Give a number to keep the
+    gradient's scale when those change."""
 
     @property
     def penalised_tokens(self) -> int:
-        """Over which the overlong penalty grows."""
+        """Tokens over which the overlong penalty grows."""
         return self.overlong_buffer or max(self.overlong_limit // 5, 1)
 
     @property
     def clip(self) -> tuple[float, float]:
-        """``(clip_low, clip_high)``, by default those of the policy loss; zeros if it does not clip."""
+        """``(clip_low, clip_high)``, each by default the policy loss's; zeros if it does not clip."""
         low, high = self._policy_loss.clip or (0.0, 0.0)
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     @property
     def applied_corrections(self) -> tuple[CorrectionName, ...]:
-        """Those given, or those by default."""
+        """The given corrections, or the default ones."""
         if self.corrections is not None:
             return self.corrections
         return () if self.weighs_behaviour else ("tis",)
 
     @property
     def estimates_kl_by(self) -> EstimateName:
-        """The estimate given, or that by default."""
+        """The given KL estimator, or the default one."""
         return self.kl_estimate or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def takes_kl_from_reward(self) -> bool:
-        """Whether each token's advantage is lowered by its KL to the reference."""
+        """Whether each token's KL estimate is subtracted from its advantage."""
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     @property
@@ -149,19 +153,19 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
 
     @property
     def weighs_behaviour(self) -> bool:
-        """Whether the policy loss itself divides by the policy that drew."""
+        """Whether the policy loss itself divides by the policy that sampled."""
         return self.ratio_to == "behaviour" or self._policy_loss.weighs_behaviour
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """Columns that the loss reads beside ``old``, which there always is: ``reference``."""
+        """Columns that the loss reads besides ``old``, which always exists: ``reference``, or none."""
         return ("reference",) * bool(self.kl_coefficient)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_parameters()
         self._check_corrections()
-        _check_that_all_is_read(self)
+        _check_for_unread_values(self)
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
             raise ValueError(
                 "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
@@ -169,10 +173,10 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             )
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that the policy loss does not read, and those that contradict each other."""
+        """Refuse parameters that the policy loss does not read, and parameters that contradict each other."""
         name, rule = self.policy_loss, self._policy_loss
         if self.ratio_to == "behaviour" and (rule.weighs_behaviour or not rule.has_ratio):
-            has = "has both ratios already" if rule.weighs_behaviour else "has no ratio"
+            has = "already has both ratios" if rule.weighs_behaviour else "has no ratio"
             raise ValueError(f"trainer.loss.ratio-to behaviour: the policy loss {name} {has}. Leave it out")
         for bound in ("clip_low", "clip_high"):
             if getattr(self, bound) is not None and rule.clip is None:
@@ -182,7 +186,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         if 0 < self.dual_clip <= 1 + self.clip[1]:
             raise ValueError(
                 f"trainer.loss.dual-clip {self.dual_clip:g} must be above the clip's ceiling, {1 + self.clip[1]:g}, or "
-                "it would end the gradient of tokens within: 3 is usual"
+                "it would remove the gradient of tokens within the clip: 3 is usual"
             )
         if self.overlong_buffer > self.overlong_limit:
             raise ValueError(
@@ -191,18 +195,18 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             )
         if self.advantage in ("distillation", "sequence_distillation") and self.overlong_limit:
             raise ValueError(
-                f"trainer.loss.overlong-limit {self.overlong_limit} takes some from the reward of a long answer, and "
-                f"the advantage {self.advantage} reads no rewards. Leave it out"
+                f"trainer.loss.overlong-limit {self.overlong_limit} lowers the rewards of long answers, and the "
+                f"advantage {self.advantage} reads no rewards. Leave it out"
             )
         if self.advantage == "max_rl" and self.overlong_limit:
             raise ValueError(
                 f"trainer.loss.advantage max_rl needs rewards of at least 0, and trainer.loss.overlong-limit "
-                f"{self.overlong_limit} takes some from the reward of a long answer: leave one of them out"
+                f"{self.overlong_limit} lowers the rewards of long answers: leave one of them out"
             )
         if self.teacher_divergence == "forward" and not self.teacher_top:
             raise ValueError(
-                "trainer.loss.teacher-divergence forward is an expectation over what the teacher would say, which the "
-                "drawn token alone does not tell: give trainer.loss.teacher-top, such as 8"
+                "trainer.loss.teacher-divergence forward is an expectation over the teacher's tokens, which cannot be "
+                "estimated from the sampled token alone: give trainer.loss.teacher-top, such as 8"
             )
         for bounds in ("icepop_range", "sequence_range"):
             low, high = getattr(self, bounds)
@@ -219,26 +223,26 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         weights = [name for name in given if CORRECTIONS[name].weighs_behaviour]
         if len(set(given)) < len(given) or len(weights) > 1:
             raise ValueError(
-                f"trainer.loss.corrections {' '.join(given)}: at most one of tis and icepop, and each once"
+                f"trainer.loss.corrections {' '.join(given)}: give each at most once, and at most one of tis and icepop"
             )
         if weights and self.weighs_behaviour:
-            by = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
+            other = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
             raise ValueError(
-                f"trainer.loss.corrections {weights[0]} weighs by pi_trainer / pi_engine, and so does {by}: "
+                f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: "
                 "leave one of them out"
             )
 
 
-def _check_that_all_is_read(settings: LossSettings) -> None:
-    """Refuse values that change nothing."""
+def _check_for_unread_values(settings: LossSettings) -> None:
+    """Refuse values that have no effect."""
     applied = settings.applied_corrections
     corrects = f"the corrections are {' '.join(applied) or 'none'}"
     capped = "tis" in applied or (
         settings.kl_coefficient > 0 and settings.kl_in == "loss" and settings.weighs_behaviour
     )
     loss = f"the policy loss is {settings.policy_loss}"
-    positives = "trainer.loss.positives-only leaves out tokens of negative advantage"
-    for names, reads, instead in (
+    positives = "trainer.loss.positives-only drops tokens of negative advantage"
+    for names, is_read, reason in (
         (("tau_positive", "tau_negative"), settings.policy_loss == "sapo", loss),
         (("dual_clip", "tau_negative"), not settings.positives_only, positives),
         (("max_change",), settings.policy_loss == "dppo_tv", loss),
@@ -252,43 +256,44 @@ def _check_that_all_is_read(settings: LossSettings) -> None:
         (("max_tokens",), settings.aggregation == "constant", f"the aggregation is {settings.aggregation}"),
     ):
         for name in names:
-            if not reads and getattr(settings, name) != LossSettings.__dataclass_fields__[name].default:
-                raise ValueError(f"{settings.flag(name)}: nothing reads it, because {instead}. Leave it out")
+            if not is_read and getattr(settings, name) != LossSettings.__dataclass_fields__[name].default:
+                raise ValueError(f"{settings.flag(name)}: no effect, because {reason}. Leave it out")
 
 
 def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
-    """Sentences on settings of the objective ``reinforcement`` that work, but hardly as they were meant."""
-    said = []
+    """Warnings, a sentence each, about settings of the objective ``reinforcement`` that work, but hardly as
+    intended."""
+    warnings = []
     clips = loss.clip_low is not None or loss.clip_high is not None or bool(loss.dual_clip)
     if updates_per_batch == 1 and loss.ratio_to == "trainer" and (loss.policy_loss not in ("pg", "ppo_clip") or clips):
-        left = (
-            "nothing is limited, and this is the policy gradient. Give trainer.loss.ratio-to behaviour, or more updates"
+        effect = (
+            "nothing is clipped, and this is the policy gradient. Give trainer.loss.ratio-to behaviour, or more updates"
         )
         if loss.policy_loss == "decoupled":
-            left = (
-                "its clip limits nothing, and this is the policy gradient, weighted by pi_trainer / pi_engine and "
-                f"without tokens where that is above behaviour-cap {loss.behaviour_cap:g}. Give more updates"
+            effect = (
+                "its clip has no effect, and this is the policy gradient, weighted by pi_trainer / pi_engine, without "
+                f"tokens where that is above behaviour-cap {loss.behaviour_cap:g}. Give more updates"
             )
-        said.append(
-            f"trainer.loss.policy-loss {loss.policy_loss}: with one update a batch (trainer.epochs 1, "
-            f"trainer.minibatches 1) the ratio to the trainer's own policy is 1 by construction, so {left}"
+        warnings.append(
+            f"trainer.loss.policy-loss {loss.policy_loss}: with one update per batch (trainer.epochs 1, "
+            f"trainer.minibatches 1) the ratio to the trainer's own policy is 1 by construction, so {effect}"
         )
     if updates_per_batch > 1 and loss.policy_loss == "pg":
-        said.append(
-            f"trainer.loss.policy-loss pg with {updates_per_batch} updates a batch: from the second on tokens are not "
-            "weighed by what the first has changed, and nothing bounds it. Give ppo_clip, or one update"
+        warnings.append(
+            f"trainer.loss.policy-loss pg with {updates_per_batch} updates per batch: it neither weights nor clips "
+            "tokens for what the earlier updates of the batch have changed. Give ppo_clip, or one update"
         )
     if loss.takes_kl_from_reward and loss.estimates_kl_by != "k1":
-        said.append(
+        warnings.append(
             f"trainer.loss.kl-estimate {loss.estimates_kl_by} with kl-in reward: its gradient is not that of "
             "KL(pi, reference). Give k1, or kl-in loss"
         )
     if loss.policy_loss == "gspo" and max(loss.clip) > WIDE_FOR_SEQUENCES:
-        said.append(
+        warnings.append(
             f"trainer.loss.clip-low {loss.clip[0]:g} and clip-high {loss.clip[1]:g} with gspo: ratios of whole "
-            "sequences hardly leave 1, so this limits nothing. The paper has 0.0003 and 0.0004"
+            "sequences stay so close to 1 that nothing is clipped. The paper uses 0.0003 and 0.0004"
         )
-    return said
+    return warnings
 
 
 # -- the critic -------------------------------------------------------------------------------------------------------
@@ -296,25 +301,25 @@ def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
 
 @dataclass(frozen=True)
 class CriticSettings(CheckedSettings, flags="trainer.critic"):
-    """A critic on the trainer's devices, which estimates what a sequence will still get: what the advantage `gae` reads
+    """A critic on the trainer's devices, which estimates the return of the rest of a sequence for the advantage `gae`
     (PPO, arXiv:1707.06347; GAE, arXiv:1506.02438)."""
 
     lr: Annotated[float, Range(0, 1, "0 is no critic")] = 0.0
-    """AdamW's learning rate of the critic, a model of its own that begins as the policy does; 0 is no critic. 1e-5 is
-    verl's, ten times that of the policy. It takes 16 bytes a parameter, shared among the ranks, and two forward passes
-    and a backward pass a batch."""
+    """AdamW's learning rate of the critic, a separate model that starts from the policy's initial weights; 0 is no
+    critic. 1e-5 is verl's default, ten times the policy's. Takes 16 bytes per parameter, sharded over the ranks, and
+    two forward passes and a backward pass per batch."""
     gamma: Annotated[float, Range(0, 1)] = 1.0
-    """With `trainer.loss.advantage gae`: a reward counts gamma times less with each token before it. 1, which counts
-    all alike, is the default of TRL and verl."""
+    """With `trainer.loss.advantage gae`: discount of rewards per token. 1, no discount, is the default of TRL and
+    verl."""
     lam: Annotated[float, Range(0, 1)] = 1.0
-    """With the same: how far an advantage looks beyond the critic's next value. 1, verl's, takes what was given and
-    subtracts the value: no bias; less is less noisy, and as biased as the critic (TRL has 0.95)."""
+    """With `trainer.loss.advantage gae`: GAE's lambda. 1, verl's default, is the return minus the critic's value: no
+    bias. Smaller values have less variance, and the bias of the critic (TRL: 0.95)."""
     clip: Annotated[float, Range(0, 1_000_000, "0 is off")] = 0.2
-    """How far an update may move the value of a token from the value at the start of the batch, in units of the reward
-    (0.2 in TRL, as in OpenAI's PPO; verl has 0.5); 0 is off. It matters with several updates a batch."""
+    """How far a token's value may move from its value at the start of the batch, in units of the reward (0.2 in TRL, as
+    in OpenAI's PPO; verl: 0.5); 0 is off. Has an effect only with several updates per batch."""
     warmup: Annotated[int, Range(0, 10**9)] = 0
-    """First batches from which only the critic learns, and the policy stays as it is: a critic that knows
-    nothing yet adds noise (arXiv:2503.01491). 0 is verl's."""
+    """Batches at the start of the run that train the critic only, not the policy, because an untrained critic adds
+    noise (arXiv:2503.01491). 0 is verl's default."""
 
     @property
     def enabled(self) -> bool:

@@ -1,6 +1,6 @@
-"""The memory of a trainer rank, planned: bytes by purpose, from a model's sizes and the settings (docs/memory.md).
+"""Memory plan of a trainer rank: bytes by purpose, from a model's sizes and the settings (docs/memory.md).
 
-Arithmetic only: nothing is allocated, and no torch is needed.
+Arithmetic only: it allocates nothing, and does not need torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 
 MASTER = 4
-"""Bytes of a master weight, and of its gradient and its optimiser states: float32."""
+"""Bytes of a float32 master weight, of its gradient, and of each of its optimiser states."""
 LOGITS = 5
-"""Arrays of a chunk's logits at one time: they, their probabilities, what entropy is made of, and gradients."""
+"""Tensors of the size of a chunk's logits at a time: logits, probabilities, entropy terms, and gradients."""
 LOGITS_OF_PARTS = 4
-"""The same where tensor-parallel ranks divide the vocabulary: they keep exponentials, not logits, and most are there
-in the forward pass, before the chunk's own gradients."""
+"""The same if tensor-parallel ranks divide the vocabulary: they keep exponentials instead of logits, and the peak is in
+the forward pass, before the chunk's own gradients."""
 
 
 def trainer_memory(
@@ -29,16 +29,17 @@ def trainer_memory(
     served: int,
     keys: int = KEYS_PER_TOKEN,
 ) -> dict[str, int]:
-    """Bytes by purpose at the peak of the trainer rank that takes most, rank 0, in a step of several micro-batches of
+    """Bytes by purpose at the peak of rank 0, the trainer rank that needs most, in a step of several micro-batches of
     ``tokens_per_microbatch``.
 
     Args:
-        model: what is trained.
-        settings: of the trainer.
-        weights: how versions travel.
-        on_gpu: whether it computes on a GPU.
-        served: bytes of a weight as it is sent.
-        keys: that are gathered for each token: as many as a micro-batch may, or 1 where episodes share no prefixes.
+        model: sizes of the trained model.
+        settings: settings of the trainer.
+        weights: settings of the weight transfer.
+        on_gpu: whether the trainer computes on a GPU.
+        served: bytes per weight as it is sent to generators.
+        keys: keys that attention gathers per token: the most that a micro-batch may gather, or 1 if episodes share no
+            prefixes.
     """
     sizes, ranks = model.sizes, settings.ranks
     item = 2 if settings.computes_in(on_gpu) == "bfloat16" else 4
@@ -52,13 +53,13 @@ def trainer_memory(
         "rotary cache": rotary_bytes(model, settings),
         "snapshots": snapshot_bytes(-(-model.version // ranks) * served, model.version * served, weights),
     }
-    kept, again = _activations(sizes, settings, item, on_gpu, keys)
+    saved, recomputed = _activations(sizes, settings, item, on_gpu, keys)
     at_the_head, in_a_block = _at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item)
-    # The peak is at the head or in the last block, when all activations are there.
-    if sum(at_the_head.values()) > again + sum(in_a_block.values()):
-        needed |= {"activations": kept} | at_the_head
+    # The peak is at the head or in the last block, when all activations are in memory.
+    if sum(at_the_head.values()) > recomputed + sum(in_a_block.values()):
+        needed |= {"activations": saved} | at_the_head
     else:
-        needed |= {"activations": kept + again} | in_a_block
+        needed |= {"activations": saved + recomputed} | in_a_block
     if on_gpu:
         needed["CUDA context"] = GPU_CONTEXT
         groups = NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
@@ -67,64 +68,66 @@ def trainer_memory(
 
 
 def checkpoint_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
-    """Bytes in a host's memory, for each trainer rank on it, of the copy that a checkpoint is written from: weights and
-    the optimizer's two moments in float32, of LoRA alone with LoRA; and those of a critic. Pinned where it computes on
-    a GPU. They are taken with the first checkpoint and kept for the next one."""
+    """Bytes of host memory, per trainer rank, for the copy that a checkpoint is written from: weights and the
+    optimizer's two moments in float32 (with LoRA, of LoRA only), and those of a critic. The memory is pinned if the
+    trainer computes on a GPU. It is allocated with the first checkpoint and kept for the next ones."""
     critic = critic_elements(model.sizes) if settings.critic.enabled else 0
     return 3 * MASTER * -(-((model.lora or model.sizes.elements) + critic) // settings.ranks)
 
 
 def critic_elements(sizes: ModelSizes) -> int:
-    """Weights of a critic, which has a head of one row instead of an LM head; as many again are its gradients, and
-    twice as many its optimiser states."""
+    """Number of weights of a critic, which has a head of one row instead of an LM head. It has as many gradients, and
+    twice as many optimiser states."""
     return sizes.elements - sizes.lm_head + sizes.width
 
 
 def snapshot_bytes(shards: int, version: int, weights: TransferSettings) -> int:
-    """Bytes that rank 0 keeps of versions to send.
+    """Bytes of the snapshots of versions that rank 0 keeps for sending.
 
     Args:
         shards: bytes of a rank's part of a version.
-        version: bytes of all of it.
-        weights: how versions travel. ``shared_memory`` keeps them whole in rank 0's memory, which engines read.
+        version: bytes of a whole version.
+        weights: settings of the weight transfer. With ``shared_memory`` rank 0 keeps whole versions, which engines
+            read.
     """
     sent = version if weights.way == "shared_memory" else shards
     if weights.way == "auto":
-        sent = max(shards, version)  # while it is measured
+        sent = max(shards, version)  # the transports are measured first, shared_memory among them
     kept = SNAPSHOTS * sent
     return kept + (SNAPSHOTS + 1) * shards if weights.delta else kept
 
 
 def rotary_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
-    """Bytes of the rotary cache that all layers share: sine and cosine of each position and element, float32."""
+    """Bytes of the rotary cache that all layers share: float32 sine and cosine of each position and element."""
     return min(settings.tokens_per_microbatch, model.positions) * 2 * model.sizes.head * MASTER
 
 
 def saved_bytes(
     sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool, tokens: int, keys: int, tp: int = 1
 ) -> int:
-    """Bytes of a token that a block keeps for its backward pass, without checkpointing.
+    """Bytes per token that a block saves for its backward pass, without activation checkpointing.
 
     Args:
-        sizes: of the model.
-        item: bytes of an element that is computed.
-        on_gpu: norms are one kernel there, and flash attention, which takes half precision, writes its result once.
-        sparse: the block has experts.
-        tokens: of the micro-batch.
-        keys: that are gathered for each token, with as many values. Attention keeps them. Above 1 episodes share
-            prefixes.
-        tp: ranks that divide heads, rows and, beside attention and MLP, tokens. Each has what both take of all tokens.
+        sizes: sizes of the model.
+        item: bytes of an element of the compute dtype.
+        on_gpu: whether the trainer computes on a GPU: a norm is a single kernel there, and flash attention, which needs
+            half precision, writes its result once.
+        sparse: whether the block has experts.
+        tokens: tokens of the micro-batch.
+        keys: keys, and as many values, that attention gathers and keeps per token. Above 1 episodes share prefixes.
+        tp: tensor-parallel ranks. They divide heads and rows, and outside attention and MLP also tokens; the inputs of
+            attention and MLP are of all tokens on each rank.
     """
     query, key, width, flash = sizes.query, sizes.key, sizes.width, on_gpu and item < MASTER
     normed = 2 * width + (query + key if sizes.normed_heads else 0)
-    # In float32 on a GPU each head of queries gets keys of its own (``trainer/attention.py``).
+    # In float32 on a GPU keys are repeated for each head of queries (``trainer/attention.py``).
     inputs = (2 if flash else 3) * query + 2 * keys * (query if on_gpu and not flash else key)
     if sparse:
         inputs += 4 * sizes.expert_hidden + 2 * sizes.chosen * width
     else:
         inputs += 4 * sizes.hidden
     norms = normed * item if on_gpu else 2 * normed * MASTER
-    # What answers add to a prompt has, together, at most half of the row's tokens as queries and as other keys.
+    # Masks: queries of answers x keys of their prompt, most if each of both is half of the row's tokens.
     masks = 0 if flash or keys == 1 else tokens * item // 4
     return 2 * width * item + 2 * sizes.head * MASTER + masks + (inputs * item + norms) // tp
 
@@ -132,47 +135,47 @@ def saved_bytes(
 def _saved_bytes(
     sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, *, sparse: bool, keys: int
 ) -> int:
-    """Bytes of a token that a block keeps until its backward pass, as ``trainer.activation_checkpoint`` says."""
+    """Bytes per token that a block saves until its backward pass, given ``trainer.activation_checkpoint``."""
     tp, width = settings.tp, sizes.width
     if settings.activation_checkpoint == "none":
         tokens = settings.tokens_per_microbatch
         return saved_bytes(sizes, item, on_gpu, sparse=sparse, tokens=tokens, keys=keys, tp=tp)
     if settings.activation_checkpoint == "full":
         return width * item // tp
-    # torchtitan's choice: every second product of matrices but those of experts, and on GPUs attention's result.
-    kept = width + (2 if on_gpu else 1) * sizes.query + sizes.key
+    # torchtitan's policy: every second matrix product except those of experts, and on GPUs attention's result.
+    saved = width + (2 if on_gpu else 1) * sizes.query + sizes.key
     if sparse:
-        return kept * item
-    # With several ranks the second width is a sum's part, of all tokens; and what sums are divided into is kept.
+        return saved * item
+    # With several ranks the second width is a partial sum over all tokens, and the scattered sums are saved, too.
     sums = 2 * width if tp > 1 else 0
-    return (width + (kept + sizes.hidden + sums) // tp) * item
+    return (width + (saved + sizes.hidden + sums) // tp) * item
 
 
 def _activations(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, keys: int) -> tuple[int, int]:
-    """Bytes that all blocks keep, and what one block computes again for its backward pass."""
+    """Bytes that all blocks save, and bytes that one block recomputes for its backward pass."""
     tokens, kinds = settings.tokens_per_microbatch, {True: sizes.sparse, False: sizes.layers - sizes.sparse}
-    kept = {
+    saved = {
         sparse: _saved_bytes(sizes, settings, item, on_gpu, sparse=sparse, keys=keys)
         for sparse, n in kinds.items()
         if n
     }
     whole = {
         sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse, tokens=tokens, keys=keys, tp=settings.tp)
-        for sparse in kept
+        for sparse in saved
     }
-    # Beside the blocks: the embeddings' output, and what the last norm takes and gives.
+    # Outside the blocks: the embeddings' output, and input and output of the last norm.
     ends = (item + (item + (item if on_gpu else 2 * MASTER)) // settings.tp) * sizes.width
-    again = max(whole[sparse] - kept[sparse] for sparse in kept)
-    return tokens * (ends + sum(kept[sparse] * kinds[sparse] for sparse in kept)), tokens * again
+    recomputed = max(whole[sparse] - saved[sparse] for sparse in saved)
+    return tokens * (ends + sum(saved[sparse] * kinds[sparse] for sparse in saved)), tokens * recomputed
 
 
 def _at_the_head(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dict[str, int]:
-    """Bytes that the LM head takes while it makes its gradient, beside what is kept all the time."""
+    """Bytes that the LM head needs while it computes its gradient, besides what is always in memory."""
     # Tensor-parallel ranks divide the vocabulary.
     embeddings, vocabulary = sizes.embeddings // settings.tp, sizes.vocabulary // settings.tp
     weight = MASTER * embeddings
     chunk = min(settings.logprob_chunk, settings.tokens_per_microbatch)
-    # The sum so far, and a chunk's.
+    # The accumulated gradient, and a chunk's.
     gradients = 2 if settings.tokens_per_microbatch > chunk and settings.tp == 1 else 1
     arrays = LOGITS if settings.tp == 1 else LOGITS_OF_PARTS
     return {
@@ -183,14 +186,14 @@ def _at_the_head(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dic
 
 
 def _in_a_block(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dict[str, int]:
-    """Bytes that the backward pass of a block takes, beside what is kept all the time."""
+    """Bytes that the backward pass of a block needs, besides what is always in memory."""
     block = sizes.largest_layer // settings.tp + sizes.layer_experts // settings.expert_parallel
-    gradients = 0 if settings.lora.rank else item + MASTER  # as they are computed, and as they are reduced
+    gradients = 0 if settings.lora.rank else item + MASTER  # in the compute dtype, and reduced in fp32
     hidden = max(sizes.hidden if sizes.sparse < sizes.layers else 0, sizes.expert_hidden)
     tokens = settings.tokens_per_microbatch
-    # The gradients are the MLP's. Attention's, of gathered keys too, come when what the MLP kept has gone, which is
-    # more in every published shape that GPUs can serve here.
+    # The peak is in the MLP. Attention's gradients, including those of gathered keys, are computed after the
+    # activations of the MLP were freed, which are larger in every published shape that GPUs can serve here.
     return {
-        "unsharded weights": 2 * item * block + gradients * block,  # of this block and of the next one
+        "unsharded weights": 2 * item * block + gradients * block,  # this block and the prefetched next one
         "gradients of activations": tokens * item * 2 * (hidden // settings.tp + sizes.width),
     }

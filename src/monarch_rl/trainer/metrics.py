@@ -1,4 +1,4 @@
-"""Metrics of a batch: what its groups tell about learning, and the sums of all ranks over its tokens."""
+"""Metrics of a batch: statistics of its groups, and sums over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.objective import Sums
 
 FULL_REWARD, NO_REWARD = 1.0, 0.0
-"""From the first one up an answer is right, from the second one down it is wrong."""
+"""An answer counts as right from the first reward upwards, and as wrong from the second one downwards."""
 
 
 def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dict[str, float]:
-    """The metrics of a batch by the names of ``observe/registry.py``; equal on all ranks.
+    """Metrics of a batch, by their names in ``observe/registry.py``; equal on all ranks.
 
     Args:
-        shard: of any rank: its ``rewards``, ``lengths``, ``cut``, ``tasks`` and ``parts`` are of the whole batch.
-        advantages: one float array per group of the batch: of its episodes, or of their drawn tokens; NaN is left
-            out.
+        shard: any rank's shard: its ``rewards``, ``lengths``, ``cut``, ``tasks`` and ``parts`` are of the whole batch.
+        advantages: one float array per group of the batch, with a value per episode or per sampled token; NaN is
+            ignored.
     """
     lags, computed = shard.lag_counts, np.concatenate(advantages)
     trained = computed[np.isfinite(computed)]
@@ -46,15 +46,15 @@ def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dic
 
 
 def _replay_metrics(shard: BatchOutcomes) -> dict[str, float]:
-    """Only where groups may be trained again."""
+    """The share of replayed groups; nothing if groups are not replayed."""
     return {"buffer/replayed_share": float(np.mean([uses > 0 for uses in shard.uses]))} if shard.uses else {}
 
 
 def _task_metrics(shard: BatchOutcomes) -> dict[str, float]:
-    """Mean reward and length of each task, and mean of each part of its reward over the episodes that have it; of each
-    of its seats, too."""
+    """Mean reward and length of each task and of each of its seats, and the mean of each reward component over the
+    episodes that have it."""
     episodes: dict[str, list[tuple[float, dict[str, float], int]]] = {}
-    """Reward, parts and length, by task, and by task and seat."""
+    """Reward, reward components and length of each episode, by task, and by task and seat."""
     of_groups = zip(shard.tasks, shard.seats, shard.rewards, shard.parts, shard.lengths, strict=True)
     for task, seats, rewards, parts, lengths in of_groups:
         for seat, reward, of_episode, length in zip(seats, rewards, parts, lengths, strict=True):
@@ -69,37 +69,36 @@ def _task_metrics(shard: BatchOutcomes) -> dict[str, float]:
 
 
 def _names(task: str, seat: str) -> tuple[str, ...]:
-    """Under which an episode is counted."""
+    """The names under which an episode is counted."""
     return () if not task else (task, f"{task}/{seat}") if seat else (task,)
 
 
 def _turn_metrics(shard: BatchOutcomes) -> dict[str, float]:
-    """Mean of what turns alone were given, by task, and by task and seat. A turn that several branches have counts
-    once."""
-    given: dict[str, list[float]] = {}
+    """Mean reward of single turns, by task, and by task and seat. A turn that several branches share counts once."""
+    found: dict[str, list[float]] = {}
     for task, seats, forks, turns in zip(shard.tasks, shard.seats, shard.forks, shard.turn_rewards, strict=True):
         for seat, fork, of_episode in zip(seats, forks, turns, strict=True):
             own = of_episode[0 if fork is None else fork.turns :]
             rewards = [reward for reward in own if reward is not None]
             for name in _names(task, seat) if rewards else ():
-                given.setdefault(name, []).extend(rewards)
-    return {f"turn_reward/{name}": float(np.mean(rewards)) for name, rewards in given.items()}
+                found.setdefault(name, []).extend(rewards)
+    return {f"turn_reward/{name}": float(np.mean(rewards)) for name, rewards in found.items()}
 
 
 # -- sums over the tokens of all ranks. All ranks call these functions together ---------------------------------------
-# Tensor-parallel ranks compute the same tokens, which one of them counts.
+# Tensor-parallel ranks compute the same tokens: only one of them counts them.
 
 
 def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) -> dict[str, float]:
-    """Add up the sums of all ranks, and divide by the number of tokens (of their own kind).
+    """Add up the sums of all ranks, and divide each by the number of tokens that it covers.
 
     Args:
-        totals: of this rank, by metric name; the same names on all ranks.
+        totals: this rank's sums by metric name; the same names on all ranks.
         sparse_layers: the model's layers that have experts.
-        counts: this rank counts its tokens.
+        counts: whether this rank counts its tokens.
 
     Raises:
-        ValueError: other ranks have sums of other names.
+        ValueError: other ranks have sums with other names.
     """
     names = sorted(totals)
     device = totals[names[0]].device
@@ -107,7 +106,7 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
         zlib.crc32(repr([(name, totals[name].numel()) for name in names]).encode()),
         device,
         f"trainer ranks have sums of different names; this one has {names}. The objective must return the same names "
-        "for every micro-batch, also for one without tokens",
+        "for every micro-batch, even for one without tokens",
     )
     values = torch.cat([totals[name].to(torch.float32).reshape(-1) for name in names])
     dist.all_reduce(values if counts else values.zero_())
@@ -134,7 +133,7 @@ def summed(value: float, device: torch.device) -> float:
 
 
 def check_agreement(value: int, device: torch.device, complaint: str) -> None:
-    """Raise ValueError with ``complaint`` on all ranks if they have not called this with the same value."""
+    """Raise ValueError with ``complaint`` on all ranks unless all pass the same value."""
     bounds = torch.tensor([value, -value], device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     most, least = bounds.tolist()
@@ -143,7 +142,7 @@ def check_agreement(value: int, device: torch.device, complaint: str) -> None:
 
 
 def _expert_route_metrics(reduced: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:
-    """Takes its sums out of ``reduced``."""
+    """Removes the sums of expert routes from ``reduced``."""
     if "routes_differ" not in reduced:
         return {}
     choices = max(float(reduced.pop("choices_of_a_layer")), 1.0)
@@ -153,17 +152,21 @@ def _expert_route_metrics(reduced: Sums, sparse_layers: Sequence[int]) -> dict[s
 
 
 def _difference_metrics(reduced: Sums) -> dict[str, float]:
-    """Takes its histogram out of ``reduced``."""
+    """Removes the histogram of log-prob differences from ``reduced``."""
     if "logprob_difference" not in reduced:
         return {}
     counts = reduced.pop("logprob_difference")
-    if not counts.sum():  # no token of the version that is updated
+    if not counts.sum():  # no token was sampled by the version being updated
         return {}
     return {f"logprob_difference_{name}": quantile(counts, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
 
 
 def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device, counts: bool) -> dict[str, float]:
-    """``padding``, ``imbalance`` and ``computed_share``: see :meth:`Policy.update`; ``counts``: this rank counts."""
+    """``padding``, ``imbalance`` and ``computed_share`` (see :meth:`Policy.update_batch`).
+
+    Args:
+        counts: whether this rank counts its tokens.
+    """
     largest = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=device)
     padding = float(sum(batch.padding for batch in microbatches))
     separate = float(sum(batch.separate_tokens for batch in microbatches))

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded torchtitan model, and its tensors by their Hugging Face names."""
+"""Loading a Hugging Face folder into a sharded torchtitan model, and accessing its tensors by Hugging Face names."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_te
 from monarch_rl.trainer.shards import NamedShape, not_finite_part
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
-"""In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
+"""Matches the module's names of LoRA's parameters, of projections and of stacked experts. No model folder has them."""
 HEAD = "lm_head.weight"
-"""torchtitan's name of the head's weight, and Hugging Face's."""
+"""Name of the head's weight in both torchtitan and Hugging Face."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In Hugging Face's name of an expert's tensor."""
+"""Matches Hugging Face's names of experts' tensors."""
 
 
 class ShardedModel:
     """A torchtitan model with the weights of a Hugging Face folder, sharded by FSDP2 over all ranks.
 
-    With LoRA (``settings.lora``) those weights are frozen, and LoRA alone is trained.
+    With LoRA (``settings.lora``) these weights are frozen, and only LoRA is trained.
 
-    Needs an initialised torch.distributed world; every method is called by all ranks together.
+    Needs an initialised torch.distributed world. Every method is called by all ranks together.
 
     Args:
-        values: the model has a head of its own that gives one number (``ValueHead``), instead of the folder's LM head.
+        values: replace the folder's LM head by a new head with one output (``ValueHead``).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ShardedModel:
         initialise_lora(self.lora_state(), self.lora_tensors(), self.lora.seed)
 
     def _load(self, own: set[str]) -> None:
-        """``own``: parameters that are not the folder's."""
+        """Load the folder's weights, except parameters in ``own``, which the folder does not have."""
         state = {name: value for name, value in self.hf_state().items() if name not in own}
         dcp.load(state, storage_reader=self._state_dict_adapter.get_hf_storage_reader(str(self.folder)))
         _check_finite(state, self.folder)
@@ -84,36 +84,34 @@ class ShardedModel:
             )
 
     def hf_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of the model's own weights under their Hugging Face names, without LoRA.
-
-        The storage stays the same across steps.
-        """
+        """This rank's shards of the weights without LoRA, by Hugging Face name. The storage stays the same across
+        steps."""
         return self._state_dict_adapter.to_hf(self._parameters(lora=False))
 
     def hf_tensors(self) -> list[NamedShape]:
-        """All of the model's own tensors, the same on all ranks.
+        """Names and shapes of all weights without LoRA, the same on all ranks.
 
-        Not all of them are in :meth:`hf_state` of each rank: experts are whole tensors of one rank where there are
-        enough for all ranks.
+        Not all of them are in each rank's :meth:`hf_state`: experts are whole tensors on one rank if there are at least
+        as many experts as ranks.
         """
         return self._named_shapes(self._parameters(lora=False))
 
     def trained_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what is trained, and of buffers, under the module's own names: LoRA's alone with it.
-        The storage stays the same across steps."""
+        """This rank's shards of trained parameters and buffers, by the module's names; with LoRA, LoRA's parameters
+        only. The storage stays the same across steps."""
         return self._parameters(lora=self.lora.rank > 0)
 
     def lora_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of LoRA under peft's names; empty without. The storage stays the same across steps."""
+        """This rank's shards of LoRA by peft's names; empty without LoRA. The storage stays the same across steps."""
         return self._state_dict_adapter.to_hf(self._parameters(lora=True))
 
     def lora_tensors(self) -> list[NamedShape]:
-        """All tensors of LoRA, the same on all ranks; of experts, like :meth:`hf_tensors`."""
+        """Names and shapes of all tensors of LoRA, the same on all ranks; see :meth:`hf_tensors` for experts."""
         return self._named_shapes(self._parameters(lora=True))
 
     def whole_lora(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of LoRA, each gathered in turn, those of all experts of a layer together. All ranks iterate
-        together."""
+        """Whole tensors of LoRA by peft's names, gathered one parameter at a time (all experts of a layer at once). All
+        ranks iterate together."""
         for key, value in self._parameters(lora=True).items():
             assert isinstance(value, DTensor)
             names = [name for name, _ in self._named_shapes({key: value})]
@@ -121,11 +119,11 @@ class ShardedModel:
             yield from zip(names, whole if EXPERT.search(names[0]) else [whole], strict=True)
 
     def _parameters(self, *, lora: bool) -> dict[str, torch.Tensor]:
-        """LoRA's, or all others, under the module's own names."""
+        """LoRA's parameters, or all others, by the module's names."""
         return {key: value for key, value in self.module.state_dict().items() if bool(_LORA.search(key)) == lora}
 
     def _named_shapes(self, state: dict[str, torch.Tensor]) -> list[NamedShape]:
-        """Of the Hugging Face tensors that ``state``, under the module's names, holds; each expert's is one."""
+        """Names and shapes of the Hugging Face tensors in ``state`` (by the module's names), one tensor per expert."""
         tensors: list[NamedShape] = []
         for key, value in state.items():
             names = list(self._state_dict_adapter.to_hf({key: value}))
@@ -138,24 +136,24 @@ class ShardedModel:
 
 
 def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Refuse weights that hold NaN or infinity, which every later version would hold as well.
+    """Refuse weights that hold NaN or infinity, which every later version would inherit.
 
     Raises:
-        ValueError: names the tensor, and the first place in what this rank holds of it.
+        ValueError: names the tensor, and the first such place in this rank's shard.
     """
     for name, value in state.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         if local.numel() and not all(bound.isfinite() for bound in torch.aminmax(local)):
             raise ValueError(
-                f"{folder}: {name} {not_finite_part(value)}: it cannot be "
-                "trained. Copy or download the weights again, or take an earlier checkpoint"
+                f"{folder}: {name} {not_finite_part(value)}: it cannot be trained. Copy or download the weights again, "
+                "or use an earlier checkpoint"
             )
 
 
 def _build(
     config: Decoder.Config, family: TitanFamily, settings: TrainerSettings, dims: ParallelDims, device: torch.device
 ) -> Decoder:
-    """The model sharded and on ``device``, its weights not loaded; ``config`` gets its sharding."""
+    """Build the sharded model on ``device``, without loading its weights. Adds the sharding to ``config``."""
     parallelism = parallelism_config(settings)
     config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"):

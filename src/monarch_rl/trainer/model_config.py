@@ -1,4 +1,4 @@
-"""torchtitan's configs of a model and of its parallelism, from a Hugging Face ``config.json`` and the settings."""
+"""torchtitan's configs of a model and its parallelism, from a Hugging Face ``config.json`` and the settings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SPMD_BACKEND = "partial_dtensor"
 
 
 def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
-    """Tensor parallelism over ``tp`` neighbouring ranks, and FSDP2 over those that hold the same part; experts over
-    ``expert_parallel`` ranks, and FSDP2 over those that hold the same ones."""
+    """Tensor parallelism over ``tp`` neighbouring ranks, and FSDP2 over ranks that hold the same tensor-parallel part;
+    expert parallelism over ``expert_parallel`` ranks, and FSDP2 over ranks that hold the same experts."""
     return ParallelismConfig(
         spmd_backend=SPMD_BACKEND,
         tensor_parallel_degree=settings.tp,
@@ -34,10 +34,10 @@ def model_config(
     """torchtitan's model config for a Hugging Face ``config.json``.
 
     Args:
-        logprob_chunk: tokens whose logits exist at one time.
-        longest: tokens of the longest episode, to which rotary embeddings are prepared.
-        half_on_gpu: it computes on a GPU in half precision.
-        values: it has a head that gives one number, which begins with zeros, instead of the LM head.
+        logprob_chunk: tokens whose logits are in memory at a time.
+        longest: most tokens of an episode, the length of the rotary cache.
+        half_on_gpu: the model computes in half precision on a GPU.
+        values: replace the LM head by a zero-initialised head with one output.
 
     Raises:
         ValueError: the model has a feature that is not supported.

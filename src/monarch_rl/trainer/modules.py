@@ -1,4 +1,4 @@
-"""Modules that stand in torchtitan's model config tree in place of its own.
+"""Modules that replace torchtitan's own in its tree of model configs.
 
 Shapes: B batch (always 1: episodes are packed in one row), L tokens, H head size, D width, V vocabulary.
 """
@@ -24,20 +24,20 @@ from torchtitan.protocols.module import Module
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs, VocabularyPart, joined, logprobs_of
 
 LOADED = {"weight": skip_param_init}
-"""Weights come from the model's folder: nothing is drawn at random."""
+"""No initialisation: weights are loaded from the model's folder."""
 ZEROS = {"weight": nn.init.zeros_}
-"""For what no folder has: the same on however many ranks."""
+"""For weights that no folder has: independent of the number of ranks."""
 
 
 _rotary_caches: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDictionary()
-"""The rotary caches of this process's models, by what they are computed from."""
+"""Rotary caches of this process's models, by class, device and config."""
 
 
 def _shared_cache(rope: RoPE, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The rotary cache of a layer: one tensor for all layers. torchtitan computes one for each, which for the 32 layers
-    of a Llama-3.1-8B at its full length takes 4 GiB."""
+    """The rotary cache of a layer, one tensor for all layers. torchtitan computes one per layer, which takes 4 GiB for
+    the 32 layers of a Llama-3.1-8B at full length."""
     device = torch.get_default_device()
-    if device.type == "meta":  # nothing to share, and it takes no memory
+    if device.type == "meta":  # takes no memory
         return compute()
     values = [getattr(rope.config, field.name) for field in fields(rope.config) if field.name not in _OF_MODULES]
     key = (type(rope), device, *values)
@@ -48,7 +48,7 @@ def _shared_cache(rope: RoPE, compute: Callable[[], torch.Tensor]) -> torch.Tens
 
 
 _OF_MODULES = {field.name for field in fields(Module.Config)}
-"""Fields of every module's config, on which a rotary cache does not depend."""
+"""Config fields that all modules have: a rotary cache does not depend on them."""
 
 
 class PairRotaryEmbedding(ComplexRoPE):
@@ -65,8 +65,8 @@ class PairRotaryEmbedding(ComplexRoPE):
 class HalfRotaryEmbedding(CosSinRoPE):
     """Rotary embedding in Hugging Face's layout (first half with second half), Llama 3's scaling included.
 
-    torchtitan's Llama pairs neighbouring elements instead and permutes the rows of wq and wk on load; with
-    this layout a Hugging Face tensor is the parameter itself, and its shards are plain runs of rows.
+    torchtitan's Llama pairs neighbouring elements instead, and permutes the rows of wq and wk on load. With this layout
+    a parameter equals the Hugging Face tensor, and its shards are contiguous rows.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -82,12 +82,12 @@ class HalfRotaryEmbedding(CosSinRoPE):
 
 
 class LogprobHead(Linear):
-    """The LM head. Given the tokens that were drawn, it returns their :class:`TokenLogprobs` instead of logits.
+    """The LM head. Given the sampled tokens, it returns their :class:`TokenLogprobs` instead of logits.
 
-    Only the M positions that are asked for are projected, each once for every target behind it. Log-probs are computed
-    in fp32, chunk by chunk, and the logits of every chunk but the last are computed again in the backward pass, which
-    begins with the last: never more than ``chunk`` x V logits exist, in at most six tensors of this size.
-    Tensor-parallel ranks have a part of the vocabulary each (``trainer/token_logprobs.py``).
+    Only the M requested positions are projected, each once per target. Log-probs are computed in fp32, chunk by chunk.
+    The logits of every chunk but the last are recomputed in the backward pass, which starts with the last, so never
+    more than ``chunk`` x V logits are in memory, in at most six tensors of this size. Each tensor-parallel rank has a
+    part of the vocabulary (``trainer/token_logprobs.py``).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -97,8 +97,8 @@ class LogprobHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.chunk = config.chunk
-        self.drawn_tokens: SampledTokens | None = None
-        """For the next forward pass, which takes it away; None returns logits."""
+        self.sampled_tokens: SampledTokens | None = None
+        """Input of the next forward pass, which resets it. None: the forward pass returns logits."""
         self._part: VocabularyPart | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -109,30 +109,30 @@ class LogprobHead(Linear):
         super().parallelize(parallel_dims)
 
     def forward(self, hidden_BLD: torch.Tensor) -> Any:
-        if self.drawn_tokens is None:
+        if self.sampled_tokens is None:
             return super().forward(hidden_BLD)
-        drawn, self.drawn_tokens = self.drawn_tokens, None
+        sampled, self.sampled_tokens = self.sampled_tokens, None
         weight = _local(self.weight).float()
-        hidden_MD = F.embedding(drawn.positions, _local(hidden_BLD)[0])
+        hidden_MD = F.embedding(sampled.positions, _local(hidden_BLD)[0])
         if self._part is not None:
             hidden_MD = self._part.share(hidden_MD)
         hidden = hidden_MD.split(self.chunk)
-        parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
+        inputs = list(zip(hidden, sampled.split(self.chunk), strict=True))
         compute = partial(
             _chunk_logprobs,
-            temperature=drawn.temperature,
+            temperature=sampled.temperature,
             part=self._part,
-            entropy_gradient=drawn.entropy_gradient,
+            entropy_gradient=sampled.entropy_gradient,
         )
-        chunks = [checkpoint(compute, hidden, weight, *asked, use_reentrant=False) for hidden, asked in parts[:-1]]
-        hidden_TD, asked = parts[-1]
-        computed = joined([*chunks, compute(hidden_TD, weight, *asked)])
-        rows = drawn.rows
+        chunks = [checkpoint(compute, hidden, weight, *ids, use_reentrant=False) for hidden, ids in inputs[:-1]]
+        hidden_TD, ids = inputs[-1]
+        computed = joined([*chunks, compute(hidden_TD, weight, *ids)])
+        rows = sampled.rows
         return computed if rows is None else computed.each(lambda values: values[rows])
 
 
 class ValueHead(Linear):
-    """In place of the LM head, in a critic: a number for each position that it is asked for, in fp32."""
+    """The head of a critic, in place of the LM head: one value per requested position, in fp32."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -141,7 +141,7 @@ class ValueHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.positions: torch.Tensor | None = None
-        """int64[M]: places in the row, for the next forward pass, which takes them away; None is all."""
+        """int64[M]: places in the row, input of the next forward pass, which resets it. None: all places."""
 
     def forward(self, hidden_BLD: torch.Tensor) -> torch.Tensor:
         positions, self.positions = self.positions, None
@@ -150,7 +150,7 @@ class ValueHead(Linear):
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor-parallel value."""
+    """This rank's shard of a tensor-parallel tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

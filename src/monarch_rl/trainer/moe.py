@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers in torchtitan's classes: experts, with LoRA and without, and the router.
+"""Mixture-of-experts layers as torchtitan modules: experts, with LoRA and without, and the router.
 
-Shapes: R tokens that reach this rank's experts (each once for every expert that it goes to), D width, F width of an
-expert, E experts of this rank; for one projection, I width in and O width out, r rank of its LoRA.
+Shapes: R tokens routed to this rank's experts (each once per expert), D width, F width of an expert, E experts of this
+rank; for one projection, I width in and O width out, r rank of its LoRA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExactExperts(GroupedExperts):
         return self._project("w2_EDF", gate_RF * self._project("w3_EFD", x_RD, ends_E), ends_E)
 
     def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Each row by its own expert's weight of that name."""
+        """Multiply each row by the weight ``name`` of its expert."""
         return self._product(x_RI, self._local(name), ends_E)
 
     def _product(self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class ExactExperts(GroupedExperts):
 
 
 LOADED_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
-"""Experts get their weights from the model's folder: nothing is drawn at random."""
+"""No initialisation: experts' weights are loaded from the model's folder."""
 
 
 def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
@@ -60,14 +60,14 @@ def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """The arguments that a config was made with, to make a config of a derived class."""
+    """The init arguments of a config, for a config of a derived class."""
     return {field.name: getattr(config, field.name) for field in fields(config) if field.init}
 
 
 EXPERT_TARGETS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
-"""The parameter that stacks the experts' weights of each projection."""
+"""The parameter that stacks all experts' weights, by projection."""
 GROUPED_ROW_BYTES = 16
-"""``torch._grouped_mm`` takes only rows that are a multiple of this."""
+"""``torch._grouped_mm`` needs row sizes that are a multiple of this."""
 
 
 def lora_parameters(weight: str) -> tuple[str, str]:
@@ -77,9 +77,9 @@ def lora_parameters(weight: str) -> tuple[str, str]:
 
 
 class LoraExperts(ExactExperts):
-    """Experts each with LoRA on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
+    """Experts with LoRA on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
 
-    A ``[E, r, I]`` and B ``[E, O, r]`` are stacked, divided among ranks and sharded like the weights.
+    A ``[E, r, I]`` and B ``[E, O, r]`` are stacked over experts, and sharded like the weights.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class LoraExperts(ExactExperts):
         if name not in self._targets:
             return projected_RO
         a_ErI, b_EOr = (self._local(parameter) for parameter in lora_parameters(name))
-        # Zeros fill up the rank to what grouped_mm takes.
+        # Pad the rank with zeros to a size that grouped_mm supports.
         padding = -a_ErI.shape[1] % (GROUPED_ROW_BYTES // a_ErI.element_size())
         a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
         added_RO = self._product(self._product(x_RI, a_ErI, ends_E), b_EOr, ends_E)
@@ -121,7 +121,7 @@ class LoraExperts(ExactExperts):
 
 
 def expert_lora_config(experts: GroupedExperts.Config, lora: LoraSettings) -> LoraExperts.Config:
-    """The same experts with LoRA on the settings' targets; one of these must be a projection of experts."""
+    """The same experts with LoRA on the targets of the settings, at least one of which is a projection of experts."""
     targets = tuple(EXPERT_TARGETS[target] for target in lora.targets if target in EXPERT_TARGETS)
     arguments = _given(experts)
     added = [parameter for name in targets for parameter in lora_parameters(name)]
@@ -132,9 +132,9 @@ def expert_lora_config(experts: GroupedExperts.Config, lora: LoraSettings) -> Lo
 class ReplayRouter(TokenChoiceTopKRouter):
     """torchtitan's router, which can replay the experts that the engine chose.
 
-    It weights them by its own scores: so the router learns, and each token is computed by the experts that drew it
-    (Keep Routing, DeepSeek-V3.2, arXiv:2512.02556; Rollout Routing Replay, arXiv:2510.11370). Shapes: B 1, L tokens,
-    K experts of a token.
+    It weights the replayed experts by its own scores, so that the router learns while each token is computed by the
+    experts that the engine used to sample it (Keep Routing, DeepSeek-V3.2, arXiv:2512.02556; Rollout Routing Replay,
+    arXiv:2510.11370). Shapes: B 1, L tokens, K experts of a token.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -144,12 +144,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.routes_BLK: torch.Tensor | None = None
-        """The engine's choices, integers; with None the router chooses. Stays until it is changed, because a backward
-        pass may compute the layer again."""
+        """The engine's choices, integers. None: the router chooses. Kept after the forward pass, because the backward
+        pass may recompute the layer."""
         self.replay = False
-        """Whether to replay them, or only to compare."""
+        """Whether to replay the engine's choices, or only to compare them."""
         self.differing_BL = torch.zeros(1, 0, dtype=torch.int64)
-        """How many of the engine's experts of a token the router would not have chosen, in the last forward pass."""
+        """For each token of the last forward pass, how many of the engine's experts the router would not have
+        chosen."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -176,8 +177,8 @@ def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
 def moe_config(hf: dict[str, Any]) -> MoE.Config:
     """The experts and the router of one layer of a Qwen3-MoE.
 
-    The router is Hugging Face's: softmax over all experts in fp32 (on a CPU in the compute dtype), the k largest,
-    divided by their sum with ``norm_topk_prob``. torchtitan's own load balancing is off: it changes a bias of the
+    The router computes as Hugging Face's: softmax over all experts in fp32 (on a CPU in the compute dtype), the k
+    largest, divided by their sum with ``norm_topk_prob``. torchtitan's load balancing is off: it changes a bias of the
     router that Hugging Face's model, and so the generator's, does not have.
     """
     dim, experts, top_k = hf["hidden_size"], num_experts(hf), hf["num_experts_per_tok"]
@@ -200,20 +201,20 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
                 num_experts=experts,
                 param_init=LOADED_EXPERTS,
             ),
-            # all_to_all among expert-parallel ranks; without them, within the rank.
+            # all_to_all among expert-parallel ranks; without expert parallelism, within the rank.
             token_dispatcher=make_token_dispatcher_config(num_experts=experts, top_k=top_k, comm_backend="standard"),
         ),
     )
 
 
-# -- products of rows with the weight of their own expert, in any dtype, for the compiler -----------------------------
-# torch tells the compiler about these products in bfloat16 alone, and computes them in other dtypes, too.
+# -- grouped matrix products in any dtype, for the compiler -----------------------------------------------------------
+# torch.compile supports torch._grouped_mm in bfloat16 only, although torch computes it in other dtypes, too.
 # Shapes: R rows, E experts, I width in, O width out.
 
 
 @torch.library.custom_op("monarch_rl::grouped_mm", mutates_args=())
 def opaque_grouped_mm(x_RI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Each row times the weight of its expert: the rows of expert e end before ``ends_E[e]`` (int32)."""
+    """Multiply each row by its expert's weight: the rows of expert e end before ``ends_E[e]`` (int32)."""
     return torch._grouped_mm(x_RI, weight_EIO, offs=ends_E)
 
 
@@ -236,6 +237,12 @@ def _grouped_mm_backward(
 
 
 @_grouped_mm_backward.register_fake
+def _(
+    _grad: torch.Tensor, x_RI: torch.Tensor, weight_EIO: torch.Tensor, _ends_E: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_RI.new_empty(x_RI.shape), weight_EIO.new_empty(weight_EIO.shape)
+
+
 def _backward(ctx: Any, grad_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     x_RI, weight_EIO, ends_E = ctx.saved_tensors
     grad_x_RI, grad_weight_EIO = torch.ops.monarch_rl.grouped_mm_backward(

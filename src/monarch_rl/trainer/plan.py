@@ -1,4 +1,4 @@
-"""What a trainer rank is made from. A module of its own: the controller makes plans and does not import what trains."""
+"""The plan that a trainer rank is created from; separate, because the controller does not import the training code."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """What a trainer rank needs to know beside its settings."""
+    """Everything that a trainer rank is created from."""
 
     model: Path
     """The Hugging Face folder to start from."""
     settings: TrainerSettings
     total_steps: int
-    """Optimiser steps of the run, for the learning-rate schedule: several a batch, if there are several updates."""
+    """Optimiser steps of the run, for the learning-rate schedule: batches x updates per batch."""
     temperature: float
-    """Of the sampling distribution."""
+    """Sampling temperature, at which log-probs are computed."""
     max_new_tokens: int
-    """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
+    """Most tokens that an episode may generate: the normaliser of the ``constant`` aggregation."""
     functions: TrainingFunctions | None = None
-    """Advantage and objective; None are those that ``settings.loss`` names. With an objective of one's own, only the
-    aggregation of these settings acts, as ``MicroBatch.weights``."""
+    """Advantage and objective. None: those that ``settings.loss`` names. With a custom objective only the aggregation
+    of these settings has an effect, through ``MicroBatch.weights``."""
     journal: Path | None = None
-    """Folder in which each rank keeps its batches; None keeps none."""
+    """Folder in which each rank records its batches; None: no journal."""
     journal_bytes: int = 0
-    """That a rank keeps, at most."""
+    """Most bytes of the journal of a rank."""
     generation: int = 0
-    """How often the run was resumed."""
+    """How many times the run has been resumed."""

@@ -4,8 +4,8 @@
      "max_new_tokens": ..., "generation": ..., "functions": null, or
         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 
-A FUNCTION of this package is its name and arguments, so that a later version can read it, which may have it in another
-module. A recipe's own function travels by value (cloudpickle, base64), and can run code when it is read.
+A FUNCTION of this package is stored as name and arguments, so that a later version can read it even if it has moved to
+another module. A recipe's own function is stored by value (cloudpickle, base64), and can run code when it is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT = 1
 
 
 def write_plan(folder: Path, plan: TrainerPlan) -> None:
-    """Write what trainer ranks are made from to ``journal/`` of the run, by the plan's generation. Raises OSError."""
+    """Write the plan to the run's ``journal/`` folder, named by its generation. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "format": FORMAT,
@@ -52,10 +52,11 @@ def write_plan(folder: Path, plan: TrainerPlan) -> None:
 
 
 def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
-    """The plan that :func:`write_plan` wrote, without its journal. A recipe's own function can run code when it is
-    read: read plans of your own runs.
+    """The plan that :func:`write_plan` wrote, without its journal. Reading a recipe's own function can run code: read
+    only plans of your own runs.
 
-    Raises ValueError if there is none, or if another version of this package is needed to read it, with that version.
+    Raises:
+        ValueError: there is no plan, or another version of this package is needed to read it; names that version.
     """
     path, old = folder / PLAN.format(generation=generation), folder / PLAN_OF_0_1.format(generation=generation)
     if not path.is_file():
@@ -64,7 +65,7 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
                 f"{old} was written by monarch_rl 0.1, and only that version reads it: replay the run with it"
             )
         raise ValueError(
-            f"there is no {path}: for a journal start the run with --journal.mib 1024, on a disk with room for it"
+            f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
         )
     values = json.loads(path.read_text())
     writer = values["monarch_rl"]
@@ -83,8 +84,8 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
 
 
 def trained_as(plan: TrainerPlan) -> str:
-    """A digest of what decides how a batch is trained: settings, and of each function its code and its name and
-    arguments, or where it stands if it is a recipe's own."""
+    """A digest of everything that determines how a batch is trained: settings, and for each function its code, and its
+    name and arguments, or, for a recipe's own, its file and line."""
     functions: list[Any] = []
     if plan.functions is not None:
         loaded = plan.functions.load()
@@ -124,14 +125,14 @@ def _training_functions(values: dict[str, Any]) -> TrainingFunctions:
 
 
 def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
-    """Its name and what a partial gives it; None for a recipe's own, and for arguments that are no JSON values."""
+    """Name and arguments of a partial; None for a recipe's own function, and for arguments that JSON cannot hold."""
     name = name_of(advantage)
     if not name:
         return None
     function, arguments = unwrapped(advantage)
     fresh, own = unwrapped(ADVANTAGES[name]())
     given = {key: value for key, value in arguments.items() if key not in own}
-    if function is not fresh and vars(function) != vars(fresh):  # an object that was made with other values
+    if function is not fresh and vars(function) != vars(fresh):  # an object with non-default arguments
         return None
     if not all(value is None or isinstance(value, bool | int | float | str) for value in given.values()):
         return None
@@ -139,7 +140,7 @@ def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
 
 
 def _named_objective(objective: Objective) -> dict[str, Any] | None:
-    """Its name and settings; None for a recipe's own."""
+    """Name and settings; None for a recipe's own."""
     made = made_with(objective)
     return None if made is None else {"name": made[0], "loss": to_plain(made[1])}
 
@@ -150,5 +151,5 @@ def _pickled(function: ByValue[Any]) -> dict[str, Any]:
 
 def _unpickled(values: dict[str, Any]) -> ByValue[Any]:
     function: ByValue[Any] = ByValue.of_bytes(base64.b64decode(values["cloudpickle"]))
-    function.load()  # what it refers to may have moved, which is to show here
+    function.load()  # raises here if what it refers to has moved
     return function

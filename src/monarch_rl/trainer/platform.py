@@ -1,14 +1,14 @@
-"""Lets torchtitan 0.3.0 run where there is no GPU; does next to nothing where there is one.
+"""Makes torchtitan 0.3.0 run on machines without a GPU, and makes trainer ranks deterministic.
 
-:func:`prepare` must run before anything else of torchtitan is imported. It works around two things:
+:func:`prepare` must run before any other import of torchtitan. It works around two things:
 
-- ``torchtitan.tools.utils`` reports "cuda" on a machine without an accelerator, and other modules copy that
-  value when they are imported: it is set to the CPU first.
-- ``torchtitan.distributed.minimal_async_ep.kernels`` imports triton, which CPU builds of torch lack; every
-  decoder imports it. Without triton the module is replaced by one whose functions raise when called.
+- ``torchtitan.tools.utils`` reports "cuda" on a machine without an accelerator, and other modules copy that value when
+  they are imported: it is set to the CPU first.
+- ``torchtitan.distributed.minimal_async_ep.kernels``, which every decoder imports, needs triton, which CPU builds of
+  torch lack: without triton the module is replaced by one whose functions raise when called.
 
-:func:`force_sum_reduction` is needed after the model is sharded: FSDP2 scales gradients with a reduction that
-gloo does not have.
+:func:`force_sum_reduction` must run after the model is sharded: FSDP2 scales gradients with a reduction that gloo does
+not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from monarch_rl.runtime.network import fix_nccl_order
 
 TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-"""With it torch begins with TF32 on (``aten/src/ATen/Context.h``); some images set it."""
+"""Makes torch start with TF32 enabled (``aten/src/ATen/Context.h``); some images set it."""
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
@@ -47,12 +47,12 @@ def prepare() -> torch.device:
     if torch.cuda.is_available():
         if os.environ.get(TF32_OVERRIDE) == "1":
             warnings.warn(
-                f"{TF32_OVERRIDE} is set: what is to be multiplied in float32 outside of this project's own passes is "
-                "multiplied in TF32, with 10 bits. Unset it",
+                f"{TF32_OVERRIDE} is set: float32 products outside of this project's own passes are computed in TF32, "
+                "with 10 bits. Unset it",
                 stacklevel=2,
             )
         return torch.device("cuda", torch.cuda.current_device())
-    # The router asks for fp32 by autocast, which CPUs have only for half precision: there it uses the compute dtype.
+    # The router requests fp32 by autocast, which CPUs support only for half precision: it uses the compute dtype there.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_KERNELS, _NoKernels(_KERNELS))
@@ -64,11 +64,11 @@ def prepare() -> torch.device:
 
 @contextmanager
 def tensor_float32(enabled: bool) -> Iterator[None]:
-    """Have a GPU multiply float32 matrices in TF32 during the block, where ``enabled``, and else in float32.
+    """Multiply float32 matrices in TF32 on a GPU within the block if ``enabled``, else in float32.
 
-    TF32 keeps 10 bits behind the leading one. It is meant for operands that are bfloat16 values, which have 7: their
-    products are the same, and are added in float32 too. So it is with the LM head, which is several times faster then,
-    and with routers. Gradients of logits are rounded, but those of the parameters are rounded to bfloat16 next.
+    Enable it for operands whose values are bfloat16, as in the LM head, which is then several times faster, and in
+    routers. TF32 keeps 10 bits after the leading one, bfloat16 only 7: products are exact, and are added in float32 in
+    both cases. Gradients of logits are rounded, but those of the parameters are rounded to bfloat16 afterwards anyway.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if enabled else "highest")
@@ -79,10 +79,10 @@ def tensor_float32(enabled: bool) -> Iterator[None]:
 
 
 def force_sum_reduction(model: nn.Module) -> None:
-    """Reduce gradients with a plain sum where gloo is used.
+    """Reduce gradients with a plain sum if gloo is used.
 
-    torchtitan sets the gradient divide factor to 1, which FSDP2 turns into ``PREMUL_SUM``; gloo has only
-    ``SUM``, and with a factor of 1 the two are equal.
+    torchtitan sets the gradient divide factor to 1, which FSDP2 turns into ``PREMUL_SUM``. gloo has only ``SUM``, which
+    is the same for a factor of 1.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -93,20 +93,20 @@ def force_sum_reduction(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-# -- a trainer rank whose updates can be made again bit for bit on a GPU: docs/journal.md -----------------------------
+# -- deterministic trainer ranks, whose updates can be replayed bit for bit on a GPU: docs/journal.md -----------------
 
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Streams that share a workspace choose other split sums. One of the two values that torch takes beside its switch."""
+"""Streams that share a workspace may choose other split sums. One of the two values that torch accepts."""
 
 
 def make_deterministic() -> None:
-    """Have this process compute the same bits from the same tensors; operations that cannot raise RuntimeError.
+    """Make this process compute the same bits from the same tensors. Operations that cannot then raise RuntimeError.
 
-    It comes before the first handle of cuBLAS and the first communicator of NCCL, which read the environment.
+    Call it before the first cuBLAS handle and NCCL communicator are created, because they read the environment.
     """
     os.environ.update(CUBLAS_WORKSPACE)
     fix_nccl_order()
     torch.use_deterministic_algorithms(True)
-    # Else every torch.empty() is filled, also what is written whole right after.
+    # Otherwise every torch.empty() is filled, even if it is overwritten right after.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

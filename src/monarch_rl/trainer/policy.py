@@ -1,6 +1,6 @@
-"""The policy under training on one rank: model, optimiser, schedule, and the update. No Monarch in it.
+"""The policy under training on one rank: model, optimiser, schedule, and the update. Does not use Monarch.
 
-Every method is called by all ranks of the torch.distributed world together, on one and the same thread.
+Every method is called by all ranks of the torch.distributed world together, always on the same thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Policy:
     Args:
         folder: the Hugging Face folder to start from.
         total_steps: optimiser steps of the whole run, for the schedule.
-        temperature: of the sampling distribution that the log-probs are taken of.
+        temperature: sampling temperature, at which log-probs are computed.
         collective_timeout_s: seconds after which a collective of the trainer's world fails.
     """
 
@@ -78,9 +78,9 @@ class Policy:
         self.temperature = temperature
         if settings.deterministic:
             make_deterministic()
-        # Ranks that compile wait for the slowest one at the next layer.
+        # At each layer ranks wait for the slowest one to compile.
         self.device = _join_world(timedelta(seconds=collective_timeout_s + settings.compile_limit_s))
-        self._computes_in_half = settings.in_half_on_gpu(self.device.type == "cuda")  # LoRA's matrices, too
+        self._computes_in_half = settings.in_half_on_gpu(self.device.type == "cuda")  # including LoRA's matrices
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size != settings.ranks:
             raise ValueError(f"trainer.ranks is {settings.ranks}, but the world has {self.world_size}")
@@ -88,10 +88,11 @@ class Policy:
         dist_utils.set_spmd_backend(SPMD_BACKEND)
         dims.build_mesh()
         self.data_rank = self.rank // settings.tp
-        """The part of a batch that this rank computes, together with its tensor-parallel neighbours."""
+        """Index of the share of a batch that this rank and its tensor-parallel neighbours compute."""
         self._counts = self.rank % settings.tp == 0
         self.left_out: dict[int, dict[int, str]] = {}
-        """By the ``id`` of a micro-batch of the last update: places of its episodes that were not trained, and why."""
+        """Episodes that the last update did not train: by ``id`` of the micro-batch, the cause by index of the
+        episode."""
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.published = PublishedWeights(self.model, self.device)
         self.module = self.model.module.train()
@@ -99,7 +100,7 @@ class Policy:
         if settings.reference:
             self._reference = ReferenceModel(folder, settings, dims, self.device, self.module)
         self.critic = Critic(folder, settings, dims, self.device) if settings.critic.enabled else None
-        """Learns beside the policy, from the same batches."""
+        """Trained from the same batches as the policy."""
         self._routers = routers_of(self.module)
         self._sparse_layers = sparse_layers(self.model.hf_config)
         self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
@@ -115,19 +116,19 @@ class Policy:
 
         if settings.compile:
             self._compile()
-        else:  # hooks would be compiled
+        else:  # with compilation, hooks would be compiled, too
             for block in self.module.layers.values():
                 block.register_forward_hook(_mark_progress)
 
     def _compile(self) -> None:
-        """Compile all blocks with made-up rows, at the start and not in the first step: forward and backward, and the
-        passes without gradients that a step has, for each of which they are compiled anew."""
+        """Compile all blocks with dummy rows now instead of in the first step: forward and backward passes, and the
+        passes without gradients that a step has, which need separate compilations."""
         replayed = self._routers if self.settings.router_replay != "off" else []
         rows = first_rows(self.settings.tokens_per_microbatch, replayed, self.device)
         for row in rows:
             self.token_logprobs(row).logprobs.sum().backward()
         self.optimizers.zero_grad()
-        if self._reference and self.settings.lora.rank:  # else it is a model of its own, which is not compiled
+        if self._reference and self.settings.lora.rank:  # without LoRA it is a separate model, which is not compiled
             for row in rows:
                 self._reference.logprobs(row, self._compute)
         if self.settings.minibatches > 1:
@@ -143,56 +144,62 @@ class Policy:
         module: Decoder | None = None,
         others: Sequence[str] = (),
     ) -> TokenLogprobs:
-        """Log-probs of the trainable targets, and what belongs to them. Those of supervised rows, which no engine has
-        drawn, are at temperature 1 and by the trainer's own routes.
+        """Log-probs, entropies and mask masses of the trainable targets.
+
+        Supervised rows, which no engine has sampled, are computed at temperature 1 and without router replay.
 
         Args:
-            router_replay: what to do with the engine's expert routes; None takes ``settings.router_replay``.
-            entropy_gradient: the entropies have a gradient.
-            module: the model that computes; None is the one that is trained.
-            others: columns of the ids of further tokens whose log-probs are asked for.
+            router_replay: how to use the engine's expert routes; None: ``settings.router_replay``.
+            entropy_gradient: whether the entropies have a gradient.
+            module: the model to use; None: the trained one.
+            others: names of columns with ids of further tokens, whose log-probs are also returned.
 
         Raises:
-            ValueError: expert routes are needed and the batch has none, or has those of another model.
+            ValueError: expert routes are needed, and the batch has none, or those of another model.
         """
         module = module or self.module
         temperature = 1.0 if batch.supervised else self.temperature
-        drawn = SampledTokens(
+        sampled = SampledTokens(
             batch.sampled_after, batch.targets, temperature, batch.sampling_masks, batch.rows, entropy_gradient
         )
-        module.lm_head.drawn_tokens = drawn.with_others([batch.columns[name] for name in others]) if others else drawn
+        if others:
+            sampled = sampled.with_others([batch.columns[name] for name in others])
+        module.lm_head.sampled_tokens = sampled
         routers = self._routers if module is self.module else routers_of(module)
-        as_drawn: RouterReplay = "off" if batch.supervised else router_replay or self.settings.router_replay
-        self._set_expert_routes(routers, batch, as_drawn)
+        replay: RouterReplay = "off" if batch.supervised else router_replay or self.settings.router_replay
+        self._set_expert_routes(routers, batch, replay)
         with platform.tensor_float32(self._computes_in_half):
             return module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 
     def _set_expert_routes(
         self, routers: Sequence[ReplayRouter], batch: MicroBatch, router_replay: RouterReplay
     ) -> None:
-        """For the forward pass and, where activations are computed again, for the backward pass after it."""
+        """Give the routers the batch's expert routes, for the forward pass and for recomputation in the backward
+        pass."""
         expert_routes = None if router_replay == "off" else batch.expert_routes
         if expert_routes is None and router_replay != "off" and not batch.padding:
             raise ValueError(f"trainer.router-replay {router_replay} needs episodes with expert routes")
         if expert_routes is not None and expert_routes.shape[2] != len(routers):
             raise ValueError(
-                f"expert routes are of {expert_routes.shape[2]} layers, the model has experts in {len(routers)}"
+                f"the episodes have expert routes for {expert_routes.shape[2]} layers, but the model has experts in "
+                f"{len(routers)}: the generator must serve the model that is trained"
             )
         if expert_routes is not None and expert_routes.shape[3] != routers[0].top_k:
             raise ValueError(
-                f"expert routes have {expert_routes.shape[3]} experts a token, the model {routers[0].top_k}"
+                f"the episodes have expert routes with {expert_routes.shape[3]} experts per token, but the model uses "
+                f"{routers[0].top_k}: the generator must serve the model that is trained"
             )
         for layer, router in enumerate(routers):
             router.routes_BLK = None if expert_routes is None else expert_routes[:, :, layer]
             router.replay = router_replay == "replay"
 
     def differing_experts(self) -> torch.Tensor:
-        """int64[L, layers that have experts]: of the experts that the engine chose for each token of the last forward
-        pass, how many the trainer's routers would not have chosen."""
+        """int64[L, layers with experts]: for each token of the last forward pass, how many of the engine's experts the
+        trainer's routers would not have chosen."""
         return torch.stack([router.differing_BL[0] for router in self._routers], dim=1)
 
     def _expert_route_sums(self, batch: MicroBatch) -> Sums:
-        """Of the last forward pass."""
+        """Sums for the metrics of expert routes, of the last forward pass."""
         if self.settings.router_replay == "off":
             return {}
         choices = 0 if batch.expert_routes is None else batch.expert_routes[:, :, 0].numel()
@@ -213,31 +220,39 @@ class Policy:
         learns: bool = True,
         lr_factor: float = 1.0,
     ) -> dict[str, float]:
-        """One optimiser step over each mini-batch in turn, ``epochs`` times over; all ranks pass equally many
-        micro-batches in each.
+        """One optimiser step per mini-batch, ``epochs`` times over. In each mini-batch all ranks pass equally many
+        micro-batches.
 
-        The column ``old`` is filled with log-probs of the policy as it is now: for mini-batches after the first by a
-        forward pass before the first step, for the others by their own first pass. Episodes with numbers that are not
-        finite are left out, and noted in :attr:`left_out`. If it does not learn (``learns``), everything is computed,
-        and no step is made. Micro-batches of supervised rows add their cross-entropy. The schedule's learning rate is
-        multiplied by ``lr_factor``.
+        The column ``old`` is filled with log-probs of the current policy: for the first mini-batch by its own forward
+        pass, for the others by an extra forward pass before the first step. Episodes with non-finite values are not
+        trained, and are listed in :attr:`left_out`. Micro-batches of supervised rows add their cross-entropy.
+
+        Args:
+            learns: if false, compute everything, but make no optimiser step.
+            lr_factor: factor on the schedule's learning rate.
 
         Returns:
-            Metrics of the whole batch, equal on all ranks: means over trainable tokens, and over epochs, ``loss`` and
-            ``grad_norm`` (before clipping; means over steps), ``lr`` (of the last step), ``drift_k3`` (from ``old``),
-            ``optimizer_steps`` (made so far), ``tokens`` trained, ``padding`` (share of computed positions that were
-            padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost because
-            ranks with fewer tokens wait for the one with most), ``computed_share`` (inputs computed, over those that
-            episodes would have if they shared none). ``logprob_difference_p50``, ``_p99``, ``_max``: quantiles of
-            |trainer - engine| over tokens of the version that is updated, if there are any. With expert routes,
-            ``routes_differ`` (share of the engine's choices of experts that the trainer's router would not make) and
-            the same by layer. With supervised rows, ``supervised_tokens`` of their answers, and ``supervised_loss``,
-            their mean cross-entropy.
+            Metrics of the whole batch, equal on all ranks. Unless stated otherwise they are means over trainable tokens
+            and epochs.
+
+            - ``loss`` and ``grad_norm`` (before clipping): means over steps. ``lr``: of the last step.
+              ``optimizer_steps``: made so far.
+            - ``drift_k3``: from ``old``. ``tokens``: number of trained tokens.
+            - ``padding``: share of computed positions that are padding; only ranks without episodes pad, with one
+              token.
+            - ``imbalance``: share of rank-time lost because ranks with fewer tokens wait for the one with most.
+            - ``computed_share``: computed inputs / inputs that the episodes would have if they shared no prefixes.
+            - ``logprob_difference_p50``, ``_p99``, ``_max``: quantiles of |trainer - engine| over tokens of the version
+              that is updated, if there are any.
+            - With expert routes: ``routes_differ``, the share of the engine's choices of experts that the trainer's
+              router would not make, and the same by layer.
+            - With supervised rows: ``supervised_tokens`` in their answers, and ``supervised_loss``, their mean
+              cross-entropy.
 
         Raises:
-            NotFinite: the gradient is not finite; this step and those after it were not made. Says why, if a weight or
-                the loss is the cause.
-            ValueError: the objective returned what is no loss, does not count its tokens, or returned sums of other
+            NotFinite: the gradient is not finite; this step and the following ones were not made. States the cause if
+                it is a weight or the loss.
+            ValueError: the objective returned no valid loss, does not count its tokens, or returned sums with other
                 names on other ranks.
         """
         flat = [batch for microbatches in minibatches for batch in microbatches]
@@ -262,14 +277,14 @@ class Policy:
         return metrics | {"loss": metrics["loss"] / steps, "grad_norm": sum(norms) / steps} | done | waste | read
 
     def _fill_old(self, minibatches: Sequence[Sequence[MicroBatch]]) -> None:
-        """Of mini-batches that are trained after a step. What a stage has filled stays."""
+        """Fill ``old`` in mini-batches that are trained after the first step, unless a stage has filled it."""
         for batch in (batch for microbatches in minibatches for batch in microbatches):
             if not batch.supervised and OLD not in batch.columns:
                 with device_work.piece("a pass for log-probs", batch.token_ids.numel()), torch.no_grad():
                     batch.columns[OLD] = self.token_logprobs(batch).logprobs
 
     def _fill_reference(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns the seconds that it took, of all ranks together. What a stage has filled stays."""
+        """Fill ``reference``, unless a stage has filled it. Returns the seconds that it took, summed over all ranks."""
         assert self._reference is not None
         began = time.perf_counter()
         for batch in microbatches:
@@ -286,18 +301,18 @@ class Policy:
     def _optimise(
         self, microbatches: Sequence[MicroBatch], objective: Objective, learns: bool, lr_factor: float
     ) -> tuple[Sums, float]:
-        """One optimiser step; the sums of this rank's tokens, and the norm of the gradient."""
+        """One optimiser step. Returns the sums over this rank's tokens, and the norm of the gradient."""
         self.optimizers.zero_grad()
         totals = Sums()
         for batch in microbatches:
             with device_work.piece("a micro-batch", batch.token_ids.numel()):
                 _add(totals, self._add_gradient(batch, objective))
-        # It waits for what has been enqueued above.
+        # The step waits for the GPU operations enqueued above.
         with device_work.piece("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
             return totals, self._step(totals, learns, lr_factor)
 
     def _add_gradient(self, batch: MicroBatch, objective: Objective) -> Sums:
-        """Forward and backward pass of a micro-batch; its sums."""
+        """Forward and backward pass of a micro-batch. Returns its sums."""
         objective = rows_objective if batch.supervised else objective
         output = self.token_logprobs(
             batch, entropy_gradient=differentiates_entropy(objective), others=other_token_columns(objective)
@@ -308,7 +323,7 @@ class Policy:
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
-        # Names that are refused of an objective are those of rows.
+        # Not by call(), which would refuse the names of these sums.
         loss, sums = rows_objective(output, trained) if batch.supervised else call(objective, output, trained)
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
@@ -320,9 +335,9 @@ class Policy:
         return sums
 
     def _step(self, totals: Sums, learns: bool, lr_factor: float) -> float:
-        """Clip the gradient and apply it, if the policy learns; its norm before."""
+        """Clip the gradient, and apply it if the policy learns. Returns its norm before clipping."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        # Experts and the rest may lie on different meshes: torchtitan adds up their norms.
+        # Experts and other parameters may be on different meshes: torchtitan adds up their norms.
         grad_norm = dist_utils.clip_grad_norm_(
             trained, self.settings.max_grad_norm, foreach=True, ep_enabled=self.settings.expert_parallel > 1
         )
@@ -333,11 +348,11 @@ class Policy:
             for parameters in (group for optimizer in self.optimizers for group in optimizer.param_groups):
                 parameters["lr"] *= lr_factor
             self.optimizers.step()
-            self.schedulers.step()  # sets the rates anew
+            self.schedulers.step()  # also resets the learning rates
         return float(grad_norm)
 
     def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder that all ranks see: see :func:`save_model`."""
+        """Write the model to a Hugging Face folder that all ranks can access: see :func:`save_model`."""
         save_model(self.model, folder)
 
     def close(self) -> None:
@@ -346,12 +361,13 @@ class Policy:
 
 
 def routers_of(module: Decoder) -> list[ReplayRouter]:
-    """Layer by layer; a layer's modules may be wrapped, for activation checkpointing."""
+    """The routers, layer by layer."""
+    # Searched by type, because activation checkpointing may wrap a layer's modules.
     return [part for part in module.modules() if isinstance(part, ReplayRouter)]
 
 
 def _mark_progress(_block: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
-    """A hook of a block: marks behind it, and behind the backward passes of those after it."""
+    """Forward hook of a block: mark progress after its forward pass, and when the backward pass reaches its output."""
     device_work.mark()
     if device_work.work() is not None and output.requires_grad:
         output.register_hook(lambda _: device_work.mark())
@@ -363,7 +379,7 @@ def _add(totals: Sums, sums: Sums) -> None:
 
 
 def _join_world(timeout: timedelta) -> torch.device:
-    """Join the torch.distributed world that the environment names; returns this rank's device."""
+    """Join the torch.distributed world given by the environment; returns this rank's device."""
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if DEVICE.type == "cuda" else DEVICE

@@ -1,4 +1,4 @@
-"""What a version of the policy consists of on one rank: its tensors, this rank's shards, and how they are copied."""
+"""The published weights on one rank: the tensors of a version, this rank's shards, and copying them to snapshots."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from monarch_rl.weights.manifest import Manifest
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """How a rank's shards are copied to one snapshot, planned once: their memory stays the same."""
+    """How a rank's shards are copied to one snapshot. Planned once, because their memory stays the same."""
 
     places: dict[str, torch.Tensor]
-    """By name: where each part of this rank goes, flat, in the served dtype."""
+    """The place in the snapshot of each of this rank's shards, by name: flat, in the served dtype."""
     copies: list[tuple[torch.Tensor, torch.Tensor]]
-    """Target and source of runs of shards; none where what is sent is computed (LoRA that is merged)."""
+    """Target and source of spans of shards; empty if the sent values are computed (merged LoRA)."""
 
 
 def _joined(
     shards: Iterable[torch.Tensor], places: Iterable[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Target and source of each run (``weights/blocks.py``): the experts of a layer are slices of one parameter."""
+    """Target and source of each span (``weights/blocks.py``): the experts of a layer are slices of one parameter."""
     sources, targets = [shard.detach() for shard in shards], list(places)
     kinds = [(memory_kind(source), memory_kind(target)) for source, target in zip(sources, targets, strict=True)]
     for run in find_runs(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):
@@ -44,7 +44,7 @@ def _joined(
 
 
 def _copy_computed(values: torch.Tensor, places: list[torch.Tensor]) -> None:
-    """Copy n tensors, stacked, to their flat places; none are sent of a tensor of which this rank has no row."""
+    """Copy n stacked tensors to their flat places; nothing if this rank has no rows of them (``places`` is empty)."""
     if not places:
         return
     rows = values.flatten(1)
@@ -53,8 +53,8 @@ def _copy_computed(values: torch.Tensor, places: list[torch.Tensor]) -> None:
 
 
 class PublishedWeights:
-    """What generators are sent of a model: all weights, or with LoRA its tensors alone; with LoRA on experts, the
-    weights that have some, merged (:meth:`LoraSettings.sends_merged`).
+    """The weights of a model that are sent to generators: all of them; with LoRA, only its tensors; with LoRA on
+    experts, the targeted weights with LoRA merged (:meth:`LoraSettings.sends_merged`).
 
     Every method is called by all ranks together.
     """
@@ -65,7 +65,7 @@ class PublishedWeights:
         self._sends_merged = model.lora.sends_merged(bool(sparse_layers(model.hf_config)))
 
     def tensors(self) -> list[NamedShape]:
-        """What a version consists of, the same on all ranks."""
+        """Names and shapes of the tensors of a version, the same on all ranks."""
         lora = self._model.lora_tensors()
         if self._sends_merged:
             names = {name for name, _ in lora}
@@ -73,16 +73,16 @@ class PublishedWeights:
         return lora if self._model.lora.rank else self._model.hf_tensors()
 
     def owned_runs(self) -> list[Run]:
-        """This rank's part of each tensor of which it has one."""
+        """This rank's span of each tensor that it has a part of."""
         runs = [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
         return runs + [(name, *row_run(value)) for name, value in self._divided.items()]
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
-        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum:
-        int64[tensors].
+        """The base weights that no version holds, and this rank's part of their checksums, int64[tensors], as served in
+        ``dtype``.
 
-        With LoRA these are all of the model's own, or, where weights with LoRA are sent merged, the others. None
-        without LoRA: then all weights are sent and verified.
+        With LoRA these are all weights of the model, except those that are sent merged. Without LoRA there are none:
+        then all weights are sent and verified.
         """
         if not self._model.lora.rank:
             return [], np.zeros(0, np.int64)
@@ -94,27 +94,27 @@ class PublishedWeights:
                 continue
             local, start = local_run(value)
             first_row = start // (value.numel() // value.shape[0])
-            if local.numel():  # small models have fewer rows than there are ranks
+            if local.numel():  # small models have fewer rows than ranks
                 sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
         return tensors, np.array(list(sums.values()), np.int64)
 
     def plan_snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> SnapshotPlan:
-        """Where this rank's shards go, for any version.
+        """Plan where this rank's shards go, for any version.
 
         Args:
-            views: flat uint8, one for each of the manifest's shards of this rank.
+            views: flat uint8, one for each of this rank's shards in the manifest.
         """
         specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[dist.get_rank()]]
         places = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
         if self._sends_merged:
             return SnapshotPlan(places, [])
-        # Small models have fewer rows than there are ranks.
+        # Small models have fewer rows than ranks.
         shards = {name: local for name, (local, _) in self._local_runs.items() if name in places}
         targets = [places[name].view(local.shape) for name, local in shards.items()]
         return SnapshotPlan(places, list(_joined(shards.values(), targets)))
 
     def snapshot(self, plan: SnapshotPlan) -> None:
-        """Copy this rank's shards, in the served dtype, to where they are sent from. All ranks call it together."""
+        """Copy this rank's shards to the snapshot, in the served dtype. All ranks call it together."""
         with torch.no_grad():
             if plan.copies:
                 targets, sources = zip(*plan.copies, strict=True)
@@ -124,7 +124,7 @@ class PublishedWeights:
         finish_current(self._device)  # others read the copy, and the next step changes its source
 
     def _computed(self) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """What this rank sends of a version and has no copy of: names of n tensors, and these, fp32[n, rows, columns].
+        """The shards that must be computed for sending: names of n tensors, and their values, fp32[n, rows, columns].
         All ranks iterate together."""
         if self._sends_merged:
             yield from merged_runs(*self._weights_with_lora, self._model.lora.scaling)
@@ -133,29 +133,29 @@ class PublishedWeights:
 
     @cached_property
     def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """:func:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
+        """:func:`local_run` of each tensor of a version. Cached, because the storage stays the same."""
         owned = {name: value for name, value in self._shards().items() if is_owner(value)}
         return {name: local_run(value) for name, value in owned.items() if not has_columns(value)}
 
     @cached_property
     def _divided(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of weights of which tensor-parallel ranks hold columns. They are sent by rows
-        (:func:`by_rows`), so that each rank's part of a tensor is one run of its elements."""
+        """This rank's shards of weights that tensor-parallel ranks divide by columns. They are sent by rows
+        (:func:`by_rows`), so that each rank's part of a tensor is one span of its elements."""
         return {name: value for name, value in self._shards().items() if has_columns(value)}
 
     @cached_property
     def _weights_with_lora(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """This rank's shards of the weights that have LoRA, and of LoRA: looked up once, like these."""
+        """This rank's shards of the weights that have LoRA, and of LoRA. Cached, because the storage stays the same."""
         lora = self._model.lora_state()
         return {name: w for name, w in self._model.hf_state().items() if lora_names(name)[0] in lora}, lora
 
     def _shards(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what a version consists of; weights that are sent merged, without LoRA."""
+        """This rank's shards of the tensors of a version; weights that are sent merged are given without LoRA."""
         if self._sends_merged:
             return self._weights_with_lora[0]
         if self._model.lora.rank:
             return self._model.lora_state()
-        # A buffer, the bias of a router, lies whole on every rank: the first one sends it.
+        # Buffers (the bias of a router) are whole on every rank: rank 0 sends them.
         first = dist.get_rank() == 0
         return {
             name: value

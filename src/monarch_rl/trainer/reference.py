@@ -1,4 +1,4 @@
-"""The model that training started from, on the trainer's devices: log-probs to measure the policy's KL against."""
+"""The reference model: the model that training started from, on the trainer's devices, for KL regularisation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 _SCALINGS = ("_lora_scaling", "_scaling")
-"""Of LoRA, in torchtitan's module of a projection and in ours of experts."""
+"""Attributes with LoRA's scaling, in torchtitan's modules of projections and in this package's of experts."""
 Compute = Callable[[MicroBatch, Decoder], TokenLogprobs]
 """A forward pass of a micro-batch through a model."""
 
 
 class ReferenceModel:
-    """Without LoRA, a frozen copy, sharded like the policy. With LoRA, the policy's own weights with LoRA left out,
-    which are frozen already.
+    """Without LoRA, a frozen copy of the initial model, sharded like the policy. With LoRA, the policy's base weights,
+    which are frozen anyway, without LoRA.
 
     Args:
         folder: the Hugging Face folder that training starts from.
@@ -40,14 +40,14 @@ class ReferenceModel:
             self._module = copy.module.requires_grad_(False)
 
     def logprobs(self, batch: MicroBatch, compute: Compute) -> torch.Tensor:
-        """float32[N], of the drawn tokens of a micro-batch, without gradient."""
+        """float32[N], without gradient: log-probs of the trainable tokens of a micro-batch."""
         with torch.no_grad(), without_lora(self._module):
             return compute(batch, self._module).logprobs
 
 
 @contextmanager
 def without_lora(module: Decoder) -> Iterator[None]:
-    """For the block, what LoRA adds counts nothing."""
+    """Disable LoRA within the block."""
     found = [(part, name) for part in module.modules() for name in _SCALINGS if hasattr(part, name)]
     before = [getattr(part, name) for part, name in found]
     for part, name in found:

@@ -1,9 +1,9 @@
-"""Writing the model under training as a Hugging Face folder, by all ranks at once and a few MiB at a time.
+"""Saving the model under training as a Hugging Face folder, written by all ranks at once, a few MiB at a time.
 
-Every rank writes the elements that it holds to where they belong in the files (``model/weight_files.py``): nothing is
-gathered, and no rank has more of the model in memory than before. Tensor-parallel ranks that hold columns exchange them
-for rows first, one tensor at a time. All is written to another folder, which gets its name
-when it is complete. So whoever is killed meanwhile, a folder of that name holds a whole model.
+Every rank writes its elements directly to their places in the files (``model/weight_files.py``): nothing is gathered,
+and no rank needs memory for more of the model. Tensor-parallel ranks that hold columns first exchange them for rows,
+one tensor at a time. Everything is written to a partial folder, which is renamed when it is complete, so that a folder
+of the final name always holds a whole model, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import by_rows, local_run
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""By safetensors' names."""
+"""safetensors' names of dtypes."""
 CHUNK_ELEMENTS = 4 << 20
 """Elements that are converted and written at a time: 16 MiB of float32."""
 SHORTEST_POLL_S, LONGEST_POLL_S = 1e-3, 0.05
-"""Between two questions whether all ranks have come."""
+"""Limits of the growing pause between polls of the store."""
 
 
 def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, dtype_name: str = "") -> None:
     """Write a Hugging Face folder: safetensors, config and tokenizer.
 
-    LoRA is merged into its weights, and also written by itself to the folder ``<name>_adapter`` beside it, in fp32, for
-    peft; it belongs to the model that training started from. All ranks call it together.
+    LoRA is merged into the weights, and also written separately, in fp32, to the neighbouring folder
+    ``<name>_adapter`` for peft, as an adapter of the model that training started from. All ranks call it together.
 
     Args:
-        folder: seen by all ranks. One that exists is replaced when the new one is complete.
+        folder: a folder that all ranks can access. An existing one is replaced when the new one is complete.
         file_bytes: see :func:`~monarch_rl.model.weight_files.plan_files`.
-        dtype_name: torch's name of the weights' dtype; empty is that of the source folder.
+        dtype_name: torch's name of the weights' dtype; empty: the dtype of the source folder.
 
     Raises:
-        RuntimeError: another rank could not write, or had not after :func:`disk_limit_s`; names it.
-        OSError: this one could not; names the file. What was written stays in :func:`partial_folder`, which the next
-            save to ``folder`` replaces.
+        RuntimeError: another rank could not write, or did not finish within :func:`disk_limit_s`; names the rank.
+        OSError: this rank could not write; names the file. What was written stays in :func:`partial_folder`, which the
+            next save to ``folder`` replaces.
     """
     dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
@@ -84,12 +84,12 @@ def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: tor
 
 
 def lora_folder(folder: Path) -> Path:
-    """Where LoRA of a model that is saved to ``folder`` is written."""
+    """The adapter's folder of a model with LoRA that is saved to ``folder``."""
     return folder.with_name(f"{folder.name}_adapter")
 
 
 def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
-    """The folder with all that is known without the weights, which have room in their files."""
+    """Create the folder with everything but the weights, and the weight files at their full size."""
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -105,7 +105,7 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Have a model's config say in which dtype its weights are."""
+    """Set the dtype of the weights in a model's config."""
     values, name = read_object(config), str(dtype).removeprefix("torch.")
     if saved_dtype(values) != name:
         key = "dtype" if "dtype" in values else "torch_dtype"
@@ -113,7 +113,7 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
 
 
 def save_adapter(model: ShardedModel, folder: Path) -> None:
-    """Write LoRA alone, in fp32, for peft: see :func:`save_model`. All ranks call it together."""
+    """Write only LoRA, in fp32, for peft: see :func:`save_model`. All ranks call it together."""
     first = dist.get_rank() == 0
     if first:
         finish_replacing(folder)
@@ -123,10 +123,10 @@ def save_adapter(model: ShardedModel, folder: Path) -> None:
 
 
 def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: torch.dtype) -> None:
-    """Write what this rank holds. All ranks call it together.
+    """Write this rank's elements. All ranks call it together.
 
-    One that cannot write goes on to exchange columns and to gather LoRA, because others wait for it, and raises at the
-    end.
+    A rank that cannot write continues to exchange columns and to gather LoRA, because others wait for it, and raises at
+    the end.
     """
     failed: OSError | None = None
     with ExitStack() as open_files, torch.no_grad():
@@ -140,12 +140,12 @@ def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: t
 
 
 class _PlannedFiles:
-    """The files of a folder that is written.
+    """The weight files of a folder that is being written.
 
     Args:
-        folder: where they lie, with room for the weights.
-        dtype: of the weights in them.
-        open_files: closes them.
+        folder: the folder, with files at their full size.
+        dtype: dtype of the weights in the files.
+        open_files: stack that closes the files.
     """
 
     def __init__(self, folder: Path, files: list[WeightFile], dtype: torch.dtype, open_files: ExitStack) -> None:
@@ -154,7 +154,7 @@ class _PlannedFiles:
         self._descriptors: dict[str, int] = {}
 
     def write(self, name: str, run: torch.Tensor, start: int) -> OSError | None:
-        """Write elements of tensor ``name``, from its ``start``-th on; returns what prevented it."""
+        """Write ``run`` to tensor ``name``, from its element ``start`` on; returns the error, if any."""
         file, place = self._places[name]
         try:
             with naming(self._folder / file):
@@ -164,7 +164,7 @@ class _PlannedFiles:
         return None
 
     def flush(self) -> OSError | None:
-        """Have what was written on the disk; returns what prevented it."""
+        """Flush the files to disk; returns the error, if any."""
         try:
             for file, descriptor in self._descriptors.items():
                 with naming(self._folder / file):
@@ -189,8 +189,8 @@ def _write_run(descriptor: int, place: int, run: torch.Tensor, dtype: torch.dtyp
 
 
 def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """What this rank writes: name, elements, and the index (row-major) of the first one in the whole tensor. All ranks
-    iterate together."""
+    """Spans that this rank writes: tensor name, elements, and row-major index of the first element in the whole tensor.
+    All ranks iterate together."""
     weights = model.hf_state()
     lora = model.lora_state()
     merged = merged_shards(weights, lora, model.lora.scaling) if lora else iter(())
@@ -201,19 +201,19 @@ def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
     for name, value in weights.items():
         if name in done:
             continue
-        value = by_rows(value)  # columns are no run of elements
-        # What lies whole on every rank is written by the first one; an expert lies on one rank.
+        value = by_rows(value)  # columns are not a span of elements
+        # Tensors that are whole on every rank are written by rank 0; an expert is on one rank only.
         if isinstance(value, DTensor) or EXPERT.search(name) or dist.get_rank() == 0:
             yield name, *local_run(value)
 
 
 class _Ranks:
-    """Has the ranks wait for each other through the world's store: a slow disk must not meet the deadline of a
-    collective, at which NCCL ends the process.
+    """Barriers through the world's store. A collective would not do: on a slow disk it would exceed its deadline, at
+    which NCCL ends the process.
 
     Args:
-        name: of what they do; the same on all, and another one each time but for repetitions.
-        limit_s: seconds for all of it.
+        name: name of the operation, the same on all ranks. It may be repeated.
+        limit_s: seconds for the whole operation.
     """
 
     _repeated = 0
@@ -226,7 +226,7 @@ class _Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """No rank leaves the block before all have done what is in it. If one could not, all raise."""
+        """A block that no rank leaves before all have finished it. If one fails, all raise."""
         rank, key = dist.get_rank(), f"{self._name}/{what}"
         try:
             yield
@@ -236,15 +236,15 @@ class _Ranks:
         self._store.set(f"{key}/{rank}", "")
         self._await(key, what)
         self._store.set(f"{key}/seen/{rank}", "")
-        if rank == 0:  # it serves the store, and may end when this is over
+        if rank == 0:  # it hosts the store, and may exit after this
             self._await(f"{key}/seen", what)
 
     def _await(self, key: str, what: str) -> None:
-        """Wait until every rank has set its key; raise what one of them says."""
+        """Wait until every rank has set its key. Raises RuntimeError if one reports a failure, or at the deadline."""
         missing, pause = {other: f"{key}/{other}" for other in range(dist.get_world_size())}, SHORTEST_POLL_S
         while True:
-            for other in [other for other, its in missing.items() if self._store.check([its])]:
-                failure = self._store.get(missing.pop(other)).decode()  # waits: it is there
+            for other in [other for other, its_key in missing.items() if self._store.check([its_key])]:
+                failure = self._store.get(missing.pop(other)).decode()  # waits: the key is set
                 if failure:
                     raise RuntimeError(f"trainer rank {other} could not {what}: {failure}")
             if not missing:

@@ -1,4 +1,4 @@
-"""What a user sets about the trainer."""
+"""Settings of the trainer: ranks, optimiser, micro-batches, LoRA, critic and loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSett
 
 RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0
-"""For one block of each kind, forward and backward; on a crowded machine without a cache, minutes each."""
+"""Time for one block of each kind, forward and backward: minutes each on a busy machine without a compile cache."""
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -23,96 +23,101 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """The trainer mesh, its optimiser (torchtitan's) and its micro-batches."""
 
     ranks: Annotated[int, Range(1, 100_000)] = 2
-    """Processes of the trainer mesh; FSDP2 shards the model over all of them."""
+    """Processes of the trainer mesh. FSDP2 shards the model over all of them."""
     expert_parallel: Annotated[int, Range(1, 100_000)] = 1
-    """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
-    of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
+    """Expert-parallel degree of a mixture-of-experts model: the experts are divided among this many ranks, and each
+    token is sent to the ranks of its experts. Must divide `ranks`. 1: every rank gathers all experts of a layer to
+    compute it. Larger values take less memory and more communication."""
     router_replay: RouterReplay = "off"
     """Which experts compute a token of a mixture-of-experts model. `off`: those that the trainer's router chooses.
-    `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
-    and expert. `compare`: the router's choice; the generator's experts travel too, to show how many differ."""
+    `replay`: those that the generator used to sample it (Keep Routing), sent with the tokens, one byte per layer
+    and expert. `compare`: the router's choice; the generator's experts are sent too, and a metric reports how many
+    differ."""
     tp: Annotated[int, Range(1, 64)] = 1
-    """Tensor-parallel ranks of the trainer, neighbours on one host, which compute the same tokens, each with a part of
-    every matrix and of the vocabulary: a divisor of `ranks`. 1: each rank computes tokens of its own. More: less memory
-    for activations and logits, and messages in every layer."""
+    """Tensor-parallel degree: this many neighbouring ranks of one host compute the same tokens, each with a part of
+    every matrix and of the vocabulary. Must divide `ranks`. 1: each rank computes its own tokens. Larger values take
+    less memory for activations and logits, and communication in every layer."""
     lr: Annotated[float, Range(0, 1)] = 1e-6
-    """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA learn
-    with larger ones."""
+    """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA train
+    with larger rates."""
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
-    """AdamW's decay of the first and second moment (torchtitan's default)."""
+    """AdamW's decay rates of the first and second moment (torchtitan's default)."""
     weight_decay: Annotated[float, Range(0, 100)] = 0.0
     """AdamW's weight decay."""
     lr_warmup_steps: Annotated[int, Range(0, 10**9)] = 0
-    """Steps of linear warm-up."""
+    """Optimiser steps of linear learning-rate warm-up."""
     lr_decay_ratio: Annotated[float | None, Range(0, 1)] = None
-    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor; None is all steps after
-    warm-up."""
+    """Share of the optimiser steps, at the end of the run, over which the learning rate decays to lr x lr_min_factor.
+    None: all steps after warm-up."""
     lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
+    """Shape of the learning-rate decay."""
     lr_min_factor: Annotated[float, Range(0, 1, "1 keeps the rate constant")] = 1.0
-    """Final rate as a share of lr; 1 keeps it constant."""
+    """Final learning rate as a share of `lr`; 1 keeps it constant."""
     max_grad_norm: Annotated[float, Range(1e-6, 1e12)] = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradients of a larger global norm are scaled down to this norm."""
     tokens_per_microbatch: Annotated[int, Range(1, 100_000_000)] = 8192
-    """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
-    that can be trained. More takes more memory."""
+    """Most tokens in one forward pass of one rank, where prefixes that episodes of a group share count once. Also the
+    most tokens of an episode that can be trained. Larger values take more memory."""
     epochs: Annotated[int, Range(1, 1000)] = 1
-    """How often a batch is gone over. 1 is the default of TRL, verl and slime: each further pass is an optimiser step
-    (or `minibatches` of them) for no new rollouts, on tokens that are older by what the passes before have changed."""
+    """Passes over each batch. 1 is the default of TRL, verl and slime. Each further pass makes one optimiser step (or
+    `minibatches` of them) without new rollouts, on tokens that the earlier passes have made more off-policy."""
     minibatches: Annotated[int, Range(1, 1_000_000)] = 1
-    """Optimiser steps into which a batch is divided, by groups; not more than `groups-per-step`. More are smaller
-    steps, later ones on tokens that the first have made older. A version is a batch trained, whatever this says."""
+    """Mini-batches that a batch is divided into, by groups, with one optimiser step each; at most `groups-per-step`.
+    More mini-batches make smaller steps, and the later ones train on tokens that the earlier ones have made more
+    off-policy. The policy's version counts batches, not optimiser steps."""
     activation_checkpoint: Checkpointing = "none"
-    """torchtitan's activation checkpointing: less memory for a second forward pass."""
+    """torchtitan's activation checkpointing: saves memory by recomputing the forward pass, or parts of it
+    (`selective`)."""
     compile: bool = False
-    """`torch.compile` of each transformer block (torchtitan's): fewer and larger kernels, for a start that takes
-    minutes longer. It needs a C++ compiler."""
+    """Compile each transformer block with `torch.compile`, as torchtitan does: fewer and larger kernels, but the start
+    takes minutes longer. Needs a C++ compiler."""
     deterministic: bool = False
-    """Have trainer ranks compute the same bits from the same batch on GPUs, so that updates can be made again from the
-    journal; on CPUs they do in any case. Steps take longer, and an operation without a deterministic kernel ends the
-    run. What it costs has not been measured, nor has equality been examined on a GPU."""
+    """Make trainer ranks compute bit-identical results from the same batch on GPUs, so that updates can be replayed
+    from the journal; CPUs always do. Steps take longer, and an operation without a deterministic kernel ends the run.
+    The slowdown has not been measured, and bit-identity has not been verified on a GPU."""
     logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Tokens whose logits over the whole vocabulary exist at one time (fp32): with their gradients they take at most
-    six times 4 bytes x vocabulary each."""
+    """Tokens whose logits over the whole vocabulary are in memory at a time (fp32): with their gradients they take at
+    most 6 x 4 bytes x vocabulary per token."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+    """Dtype of forward and backward passes; master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
     lora: LoraSettings = FULL_TRAINING
     """Low-rank adapters instead of full training."""
     reference: bool = False
     """Keep the model that training starts from on the trainer's devices, and fill the column `reference` with its
-    log-probs, which `trainer.loss.kl-coefficient` reads. It takes 4 bytes a parameter, shared among the ranks, and a
-    forward pass a batch; with LoRA the pass alone."""
+    log-probs, which `trainer.loss.kl-coefficient` reads. Takes 4 bytes per parameter, sharded over the ranks, and one
+    forward pass per batch; with LoRA only the forward pass."""
     critic: CriticSettings = NO_CRITIC
-    """A critic, which the advantage `gae` needs."""
+    """The critic, which the advantage `gae` needs."""
     loss: LossSettings = LossSettings()
     """The policy-gradient loss."""
 
     def computes_in(self, on_gpu: bool) -> str:
-        """The name of the dtype of forward and backward."""
+        """Name of the dtype of forward and backward passes."""
         return self.compute_dtype if self.compute_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
     def in_half_on_gpu(self, on_gpu: bool) -> bool:
-        """Whether matrices of float32 hold values of bfloat16, whose products a GPU has exactly in shorter formats."""
+        """Whether the model computes in bfloat16 on a GPU: its float32 matrices then hold bfloat16 values, whose
+        products are exact in shorter formats (:func:`~monarch_rl.trainer.platform.tensor_float32`)."""
         return on_gpu and self.computes_in(on_gpu) != "float32"
 
     @property
     def keeps_expert_routes(self) -> bool:
-        """Whether generators return expert routes, which travel with the tokens."""
+        """Whether generators return expert routes with the tokens."""
         return self.router_replay != "off"
 
     @property
     def compile_limit_s(self) -> float:
-        """Seconds that compiling may add to a rank's start."""
+        """Seconds that compilation may add to a rank's start."""
         return COMPILE_LIMIT_S if self.compile else 0.0
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimiser steps that are made of one batch."""
+        """Optimiser steps per batch."""
         return self.epochs * self.minibatches
 
     @property
     def data_ranks(self) -> int:
-        """How many parts a batch is cut into: tensor-parallel ranks compute the same one."""
+        """Shares that a batch is divided into: tensor-parallel ranks compute the same share."""
         return self.ranks // self.tp
 
     def __post_init__(self) -> None:
@@ -121,14 +126,15 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
             raise ValueError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
         if self.tp > 1 and self.compile:
             raise ValueError(
-                f"trainer.compile would compile rows of every length anew with trainer.tp {self.tp}: use one of them"
+                f"trainer.compile cannot be combined with trainer.tp {self.tp}: every length of rows would be compiled "
+                "separately. Leave one of them out"
             )
         if self.tp > 1 and self.lora.rank:
-            raise ValueError(f"trainer.lora cannot be trained with trainer.tp {self.tp}: leave trainer.tp at 1")
+            raise ValueError(f"trainer.lora is not supported with trainer.tp {self.tp}: leave trainer.tp at 1")
         if self.tp > 1 and self.critic.enabled:
             raise ValueError(
-                f"trainer.critic.lr: a critic's head has one row, which trainer.tp {self.tp} ranks cannot divide: "
-                "leave trainer.tp at 1"
+                f"trainer.critic.lr: the critic's head has a single row, which cannot be divided among trainer.tp "
+                f"{self.tp} ranks: leave trainer.tp at 1"
             )
         if self.ranks % self.expert_parallel:
             raise ValueError(
@@ -137,13 +143,13 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
 
 
 def check_hosts(settings: TrainerSettings, per_host: int) -> None:
-    """Refuse trainer ranks that fill some hosts and a part of another, or tensor-parallel ones on two hosts.
+    """Refuse trainer ranks that fill a host only partly, and tensor-parallel ranks that span two hosts.
 
     Args:
-        per_host: devices.
+        per_host: devices per host.
 
     Raises:
-        ValueError: says what would fit.
+        ValueError: the ranks do not fit; states what would.
     """
     if settings.ranks > per_host and settings.ranks % per_host:
         raise ValueError(f"trainer.ranks {settings.ranks} must fill whole hosts: a multiple of {per_host}")
@@ -152,13 +158,13 @@ def check_hosts(settings: TrainerSettings, per_host: int) -> None:
 
 
 def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
-    """Refuse a model that cannot be trained with these settings, whatever memory there is.
+    """Refuse a model that cannot be trained with these settings, whatever the available memory.
 
     Args:
         config: the model's ``config.json``.
 
     Raises:
-        ValueError: says what does not fit.
+        ValueError: names the setting that does not fit the model.
     """
     check_experts(config, settings)
     check_tensor_parallel(config, settings.tp)
@@ -166,24 +172,24 @@ def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
 
 
 def check_tensor_parallel(config: dict[str, Any], tp: int) -> None:
-    """Refuse a model that tensor-parallel ranks cannot share equally, or that has experts.
+    """Refuse a model that ``tp`` ranks cannot divide equally, or that has experts or latent attention.
 
     Args:
         config: the model's ``config.json``.
 
     Raises:
-        ValueError: says what does not fit, and which values would.
+        ValueError: names the dimension that is not divisible, or the unsupported layers.
     """
     if tp == 1:
         return
     if sparse_layers(config) or architecture_of(config) is DEEPSEEK_V3:
         raise ValueError(
-            f"trainer.tp {tp}: this model has experts or latent attention, which tensor-parallel ranks do not divide. "
-            "Leave trainer.tp at 1, and divide experts by trainer.expert-parallel"
+            f"trainer.tp {tp}: tensor parallelism does not support the experts or the latent attention of this model. "
+            "Leave trainer.tp at 1, and divide experts with trainer.expert-parallel"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if config[name] % tp:
-            raise ValueError(f"trainer.tp {tp} cannot share {name} {config[name]} of the model equally: give a divisor")
+            raise ValueError(f"trainer.tp {tp} does not divide the model's {name} {config[name]}: give a divisor")
 
 
 def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
@@ -193,8 +199,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
         config: the model's ``config.json``.
 
     Raises:
-        ValueError: the ranks cannot share the experts, the family or the number of ranks does not allow LoRA, or the
-            settings are about experts and the model has none.
+        ValueError: the ranks cannot divide the experts equally, the family or the number of ranks does not allow LoRA,
+            or the settings concern experts and the model has none.
     """
     ranks, degree = settings.ranks, settings.expert_parallel
     if not sparse_layers(config):
@@ -210,31 +216,31 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
         on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
         raise ValueError(
             f"trainer.lora.targets {on_experts} are projections of experts, and trainer.ranks {ranks} is more than the "
-            f"{experts} experts: the adapter of one expert cannot be shared among ranks. Take at most {experts} ranks, "
-            "or some of q_proj, k_proj, v_proj, o_proj"
+            f"{experts} experts: the adapter of one expert cannot be split among ranks. Use at most {experts} ranks, "
+            "or only q_proj, k_proj, v_proj, o_proj as targets"
         )
     if experts % degree:
-        raise ValueError(f"{experts} experts cannot be shared equally by trainer.expert-parallel {degree}")
-    # torchtitan gives each rank whole experts, or, where there are more ranks than experts, rows of some.
+        raise ValueError(f"trainer.expert-parallel {degree} does not divide the {experts} experts: give a divisor")
+    # torchtitan gives each rank whole experts, or rows of some if there are more ranks than experts.
     if ranks <= experts and experts % ranks:
-        raise ValueError(f"{experts} experts cannot be shared equally by trainer.ranks {ranks}")
+        raise ValueError(f"trainer.ranks {ranks} does not divide the {experts} experts: give a divisor")
     if ranks > experts:
         for name in ("hidden_size", "moe_intermediate_size"):
             if config[name] % (ranks // degree):
                 raise ValueError(
                     f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
-                    f"of the same ones; {name} {config[name]} cannot be shared equally by them"
+                    f"of the same experts, and do not divide {name} {config[name]} equally. Use fewer ranks"
                 )
 
 
 def check_lora(config: dict[str, Any], lora: LoraSettings) -> None:
-    """Refuse adapters of a higher rank than the matrices that they are added to.
+    """Refuse adapters of a higher rank than the matrices that they are added to can have.
 
     Args:
         config: the model's ``config.json``.
 
     Raises:
-        ValueError: names the matrix.
+        ValueError: a rank is too high, naming the matrix, or the model has none of the targets.
     """
     if not lora.rank:
         return

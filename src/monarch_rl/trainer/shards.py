@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor is this rank's."""
+"""Which part of a sharded tensor this rank holds."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from monarch_rl.weights.checksum import values_not_finite
 NamedShape = tuple[str, tuple[int, ...]]
 """Name and shape of a whole tensor."""
 Run = tuple[str, int, int]
-"""``(name, first element, elements)``: a contiguous part, row-major, of a tensor that a rank holds."""
+"""``(name, first element, number of elements)``: a contiguous (row-major) span of a tensor that a rank holds."""
 TENSOR_PARALLEL = "tp"
-"""The dimension of a device mesh over which tensor-parallel ranks divide weights (torchtitan's name)."""
+"""torchtitan's name of the device mesh dimension of tensor parallelism."""
 
 
 def local_run(value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's part of a tensor, and the index (row-major) of its first element in the whole.
+    """This rank's part of a tensor, and the row-major index of its first element in the whole tensor.
 
     Raises:
-        ValueError: the part is not a contiguous run of elements (sharded along another dimension than 0).
+        ValueError: the part is not contiguous, because the tensor is sharded along another dimension than 0.
     """
     if not isinstance(value, DTensor):
         return value, 0
     local = value.to_local()
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if tuple(shape[1:]) != tuple(value.shape[1:]):
-        raise ValueError(f"a tensor sharded by {value.placements} cannot be sent: only shards of whole rows can")
+        raise ValueError(f"a tensor sharded by {value.placements} cannot be sent: only shards of whole rows can be")
     row = value.numel() // value.shape[0]
     return local, (offset[0] if offset else 0) * row
 
 
 def not_finite_part(value: torch.Tensor) -> str | None:
-    """What of this rank's part of a tensor is not finite, to be read after the tensor's name; None if all is."""
+    """Describes the non-finite values in this rank's part of a tensor, to follow the tensor's name; None without
+    any."""
     local, offset = value, (0,) * value.ndim
     if isinstance(value, DTensor):
         local = value.to_local()
@@ -47,14 +48,14 @@ def not_finite_part(value: torch.Tensor) -> str | None:
 
 
 def has_columns(value: torch.Tensor) -> bool:
-    """Whether tensor-parallel ranks hold columns of the same rows, and no whole rows."""
+    """Whether tensor-parallel ranks divide the tensor by columns."""
     tensor_parallel = _tensor_parallel_dim(value)
     return tensor_parallel is not None and _placement(value, tensor_parallel).is_shard(1)
 
 
 def by_rows(value: torch.Tensor) -> torch.Tensor:
-    """The same tensor, of which tensor-parallel ranks that hold columns of the same rows hold some of the rows each,
-    whole: they exchange what they have, and each holds as much as before. All ranks call it together."""
+    """The tensor redistributed from columns to whole rows among tensor-parallel ranks, if they hold columns. Each rank
+    holds as many elements as before. All ranks call it together."""
     if not has_columns(value):
         return value
     assert isinstance(value, DTensor)
@@ -62,7 +63,7 @@ def by_rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def row_run(value: torch.Tensor) -> tuple[int, int]:
-    """What :func:`by_rows` would give this rank: the first element, and how many. Nothing is exchanged for it."""
+    """First element and number of elements of this rank's part after :func:`by_rows`, without communication."""
     assert isinstance(value, DTensor)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, _by_rows(value))
     return offset[0] * value.shape[1], prod(shape)
@@ -74,8 +75,8 @@ def _by_rows(value: DTensor) -> list[Placement]:
 
 
 def is_owner(value: torch.Tensor) -> bool:
-    """Whether this rank is the one that speaks for its part: of a part that all tensor-parallel ranks hold, the first
-    one is."""
+    """Whether this rank publishes its part: a part that all tensor-parallel ranks hold is published by the first one
+    only."""
     tensor_parallel = _tensor_parallel_dim(value)
     if tensor_parallel is None or not _placement(value, tensor_parallel).is_replicate():
         return True

@@ -1,4 +1,4 @@
-"""The snapshots that a trainer rank sends versions from: which version each holds, and its checksums."""
+"""The snapshots from which a trainer rank sends versions, and their checksums."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from monarch_rl.weights.manifest import Manifest
 
 
 class Snapshots:
-    """The snapshots of one rank, by their index in the sending end.
+    """The snapshots of one trainer rank, by index in the sender.
 
     Args:
-        rank: of the trainer.
-        device: of the snapshots.
+        rank: rank of the trainer.
+        device: device of the snapshots.
     """
 
     def __init__(self, sender: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
@@ -31,15 +31,15 @@ class Snapshots:
         self._checksums: dict[int, ShardChecksums] = {}
 
     def prepare(self, version: int, index: int) -> list[torch.Tensor]:
-        """Note that a snapshot is about to hold ``version``; returns where to copy this rank's shards to."""
+        """Assign a snapshot to ``version``; returns the views to copy this rank's shards to."""
         views = self.sender.views(index)
         self._versions[index], self._views[index] = version, views
         return views
 
     async def send(self, version: int, index: int) -> np.ndarray:
-        """Send a snapshot as this rank's part of ``version``; returns its checksums, taken meanwhile.
+        """Send a snapshot as this rank's part of ``version``, and compute its checksums meanwhile, which it returns.
 
-        Both have ended when this returns or raises; if the checksums fail, the transfer is aborted.
+        Both have ended when this returns or raises. If the checksums fail, the transfer is aborted.
         """
         sending = asyncio.ensure_future(self.sender.send(version, index))
 
@@ -48,7 +48,7 @@ class Snapshots:
                 return await self.checksums(version, index)
             except Exception as error:
                 if not sending.done():
-                    self.sender.abort(f"trainer rank {self.rank} could not take the checksums: {error}")
+                    self.sender.abort(f"trainer rank {self.rank} could not compute the checksums: {error}")
                 raise
 
         # waits: until the transfer's deadline
@@ -60,7 +60,7 @@ class Snapshots:
         return sums
 
     async def checksums(self, version: int, index: int) -> np.ndarray:
-        """Of this rank's part of each tensor of ``version``, int64[tensors], as the snapshot holds it.
+        """int64[tensors]: checksums of this rank's part of each tensor of ``version``, as the snapshot holds it.
 
         Raises:
             RuntimeError: the snapshot holds another version.
@@ -76,6 +76,6 @@ class Snapshots:
         return self._checksums[index].take()
 
     async def close(self) -> None:
-        """Close the sending end too."""
+        """Close the sender, too."""
         self._thread.close()
         await self.sender.close()

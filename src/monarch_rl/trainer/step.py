@@ -1,6 +1,6 @@
-"""A batch on a trainer rank: advantages, packing, the updates, and what a critic learns.
+"""Training on a batch on one rank: advantages, packing, the policy's updates, and the critic's.
 
-On the thread that computes; all ranks call it together.
+All ranks call these functions together, on the thread that computes.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def train(
     functions: LoadedFunctions,
     max_tokens: int,
 ) -> tuple[dict[str, float], BatchAdvantages]:
-    """Train on this rank's share of a batch, and on supervised rows where it has some: one optimiser step, or several.
-    A critic is asked for its values before that, and learns after it.
+    """Train on this rank's share of a batch, including its supervised rows, in one or more optimiser steps. A critic
+    computes its values before these steps, and is updated after them.
 
     Args:
         max_tokens: the normaliser of the ``constant`` aggregation.
 
     Returns:
-        The metrics of :meth:`Policy.update_batch` and of :func:`batch_metrics`, and the advantages of the whole batch.
+        The metrics of :meth:`Policy.update_batch` and :func:`batch_metrics`, and the advantages of the whole batch.
 
     Raises:
         NotFinite: gradient or loss is not finite; names the step, the cause and the objective.
-        ValueError: advantage or objective returned what cannot be used, or ranks got different advantages.
+        ValueError: the advantage or the objective returned an unusable value, or ranks got different advantages.
     """
     if not packed.rewards:
         return train_rows(policy, packed), []
@@ -69,8 +69,8 @@ def train(
     check_agreement(
         fingerprint(advantages),
         policy.device,
-        f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend on "
-        "nothing but the groups that it was given, no random numbers, clocks or orders of sets",
+        f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend "
+        "only on the groups that it is given, not on random numbers, clocks or the order of sets",
     )
     shard = packed.unpack()
     minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
@@ -79,8 +79,8 @@ def train(
     with _not_finite_in(where, f". The objective is {place_of(objective)}"):
         metrics = policy.update_batch(trained, objective, epochs, learns)
     if not math.isfinite(metrics["loss"]):
-        said = f"the objective {place_of(objective)} returned a loss that is {metrics['loss']}"
-        raise NotFinite(f"{where}: {said}, although its gradient is finite")
+        problem = f"the objective {place_of(objective)} returned a loss of {metrics['loss']}"
+        raise NotFinite(f"{where}: {problem}, although its gradient is finite")
     for number, microbatch in enumerate(chain.from_iterable(minibatches)):
         _report_left_out(policy.left_out.get(id(microbatch), {}), number, shard)
     _report_rows_left_out(policy, trained, packed)
@@ -91,7 +91,7 @@ def train(
 
 
 def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
-    """One optimiser step on rows of prompt and answer alone. Raises NotFinite as :func:`train`."""
+    """One optimiser step on supervised rows alone. Raises NotFinite like :func:`train`."""
     assert packed.supervised is not None
     minibatches = pack_rows(packed.supervised, policy.device)
     with _not_finite_in(f"step {packed.version + 1}, which is supervised"):
@@ -102,7 +102,7 @@ def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
 
 @contextmanager
 def _not_finite_in(where: str, more: str = "") -> Iterator[None]:
-    """Say in which step a number was not finite, and ``more``."""
+    """Add ``where`` (the step) and ``more`` to the message of NotFinite."""
     try:
         yield
     except NotFinite as error:
@@ -110,7 +110,7 @@ def _not_finite_in(where: str, more: str = "") -> Iterator[None]:
 
 
 def _report_left_out(causes: dict[int, str], microbatch: int, shard: BatchShard) -> None:
-    """Name the episodes of a micro-batch that were not trained because a number of theirs is not finite."""
+    """Log the episodes of a micro-batch that were not trained because one of their values is not finite."""
     for place, cause in causes.items():
         group, episode, _ = shard.microbatches[microbatch][place]
         task = f" of task {shard.tasks[group]}" if shard.tasks[group] else ""
@@ -119,26 +119,26 @@ def _report_left_out(causes: dict[int, str], microbatch: int, shard: BatchShard)
 
 
 def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], packed: PackedShard) -> None:
-    """The same of supervised rows."""
-    of_rows = [microbatch for microbatch in chain.from_iterable(minibatches) if microbatch.supervised]
+    """Log the supervised rows that were not trained for the same reason."""
+    row_batches = [microbatch for microbatch in chain.from_iterable(minibatches) if microbatch.supervised]
     places = [] if packed.supervised is None else packed.supervised.rows
-    for microbatch, rows in zip(of_rows, places, strict=True):
+    for microbatch, rows in zip(row_batches, places, strict=True):
         for place, cause in policy.left_out.get(id(microbatch), {}).items():
             what = f"step {packed.version + 1}: supervised row {rows[place]}"
             logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 
-# -- what a critic learns from a batch, and what it predicted of it ---------------------------------------------------
+# -- the critic's targets in a batch, and metrics of its predictions --------------------------------------------------
 
 
 def value_columns(views: Sequence[GroupView], settings: CriticSettings) -> dict[str, BatchAdvantages]:
-    """The columns ``value`` and ``returns`` of all groups: ``returns`` are the advantages plus the values, before
-    anything is normalised.
+    """The columns ``value`` and ``returns`` of all groups. ``returns`` are advantages + values, before normalisation.
 
     Args:
-        views: with the column ``value``.
+        views: views of the groups, with the column ``value``.
     """
-    values = [[value.clone() for value in view.columns[VALUE]] for view in views]  # the views are the advantage's
+    # Copies, because the advantage may write into the views.
+    values = [[value.clone() for value in view.columns[VALUE]] for view in views]
     advantages = [group_advantages(view, settings.gamma, settings.lam) for view in views]
     returns = [
         [value + advantage for value, advantage in zip(*of_group, strict=True)]
@@ -148,7 +148,7 @@ def value_columns(views: Sequence[GroupView], settings: CriticSettings) -> dict[
 
 
 def value_metrics(columns: Mapping[str, BatchAdvantages]) -> dict[str, float]:
-    """What the critic knew of a batch before it was updated with it: metrics by their whole names."""
+    """Metrics, by their full names, of the critic's predictions for a batch before it was updated with it."""
     values, returns = (torch.cat([torch.zeros(0), *chain(*columns[name])]) for name in (VALUE, RETURNS))
     if not len(values):
         return {}

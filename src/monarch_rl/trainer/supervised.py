@@ -1,4 +1,4 @@
-"""Rows of prompt and answer: which of them a step has, how the ranks share them, and their micro-batches."""
+"""Supervised rows of prompt and answer: choosing the rows of a step, sharing them among ranks, and packing them."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ Tokenise = Callable[[Row], tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class SupervisedPlan:
-    """What a trainer rank needs to know of rows that it trains on."""
+    """The supervised rows of a run, and how a trainer rank uses them."""
 
     rows: ByValue[Sequence[Row]]
     rows_per_step: int
     share: float = 1.0
-    """Of a step's loss; 1 is steps of rows alone."""
+    """The rows' share of a step's loss. 1: separate steps on rows alone."""
     lr_factor: float = 1.0
-    """What the learning rate of a step of rows alone is multiplied by."""
+    """Factor on the learning rate of steps on rows alone."""
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template."""
 
 
 class SupervisedRows:
-    """The rows of one plan, in another order each time through.
+    """The rows of one plan, in a new shuffled order for each epoch.
 
-    Which rows a step has depends on nothing but the rows and the cursor: how many were trained before.
+    The rows of a step depend only on the plan's rows and the cursor, the number of rows trained before.
 
     Args:
-        tokenise: see there.
-        token_budget: tokens of one micro-batch.
-        data_ranks: into how many parts a step is cut.
+        tokenise: see :data:`Tokenise`.
+        token_budget: most tokens of a micro-batch.
+        data_ranks: number of shares that a step is divided into.
     """
 
     def __init__(self, plan: SupervisedPlan, tokenise: Tokenise, token_budget: int, data_ranks: int) -> None:
@@ -62,11 +62,11 @@ class SupervisedRows:
         return len(self._rows)
 
     def take(self, cursor: int, data_rank: int, minibatches: int = 1) -> SupervisedShard:
-        """One rank's part of the rows from ``cursor`` on. All ranks have equally many micro-batches, balanced: see
-        :func:`plan_microbatches`.
+        """One rank's share of a step's rows, which start at ``cursor``. All ranks have the same number of balanced
+        micro-batches: see :func:`plan_microbatches`.
 
         Raises:
-            ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names it.
+            ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names the row.
         """
         count = self.plan.rows_per_step
         places = [self._order.place(cursor + number) for number in range(count)]
@@ -99,7 +99,7 @@ class SupervisedRows:
         except (KeyError, ValueError) as error:
             raise ValueError(f"supervised row {place} cannot be trained: {error}") from error
         if not prompt:
-            raise ValueError(f"supervised row {place} cannot be trained: its prompt has no token to answer")
+            raise ValueError(f"supervised row {place} cannot be trained: its prompt has no tokens")
         if (tokens := len(prompt) + len(answer)) > self._token_budget:
             raise ValueError(
                 f"supervised row {place} has {tokens} tokens: shorten it or leave it out, or raise "
@@ -109,7 +109,7 @@ class SupervisedRows:
 
 
 def load_rows(plan: SupervisedPlan, model: Path, token_budget: int, data_ranks: int) -> SupervisedRows:
-    """On a trainer rank: the rows, rendered by the model's chat template. Takes seconds for the imports.
+    """Load the rows on a trainer rank, to be rendered by the model's chat template. Its imports take seconds.
 
     Raises:
         ValueError: the rows cannot be read.
@@ -132,16 +132,16 @@ def check_rows(rows: Sequence[Row]) -> None:
     missing = [name for name in (PROMPT, ANSWER) if name not in rows[0]]
     if missing:
         raise ValueError(
-            f"supervised rows need {PROMPT} (text, or messages) and {ANSWER} (text), and the first one has "
-            f"{', '.join(map(str, rows[0])) or 'nothing'}: name its columns so"
+            f"supervised rows need the columns {PROMPT} (text, or messages) and {ANSWER} (text), but the first one has "
+            f"{', '.join(map(str, rows[0])) or 'none'}: rename its columns"
         )
     if not isinstance(rows[0][ANSWER], str):
-        raise ValueError(f"the {ANSWER} of a supervised row is text, and the first one has {rows[0][ANSWER]!r:.80}")
+        raise ValueError(f"the {ANSWER} of a supervised row must be text, but the first has {rows[0][ANSWER]!r:.80}")
 
 
 def pack_rows(shard: SupervisedShard, device: torch.device) -> list[list[MicroBatch]]:
-    """The micro-batches of one trainer rank, by mini-batch: the weights of each, over all ranks, add up to the share
-    of the rows."""
+    """The micro-batches of one trainer rank, by mini-batch. The token weights of a mini-batch add up, over all ranks,
+    to the rows' share of the loss."""
     import torch
 
     from monarch_rl.trainer.batch import pack
@@ -159,7 +159,7 @@ def pack_rows(shard: SupervisedShard, device: torch.device) -> list[list[MicroBa
 
 
 def _episodes(shard: SupervisedShard) -> list[Episode]:
-    """Each row as one turn, of which the answer is trained."""
+    """Each row as an episode of one turn, whose answer is trained."""
     found, start = [], 0
     for tokens, prompt in (row for rows in shard.lengths for row in rows):
         ids, versions = shard.token_ids[start : start + tokens], np.full(tokens, NO_VERSION, np.int32)
@@ -172,7 +172,7 @@ def _episodes(shard: SupervisedShard) -> list[Episode]:
 def mixed(
     minibatches: Sequence[Sequence[MicroBatch]], shard: SupervisedShard, device: torch.device
 ) -> list[list[MicroBatch]]:
-    """Each mini-batch of a batch with its part of the rows: (1 - share) x its loss + share x theirs."""
+    """Add its rows to each mini-batch. The loss becomes (1 - share) x the batch's + share x the rows'."""
     for batch in (batch for part in minibatches for batch in part):
         batch.weights = (1 - shard.share) * batch.weights
     rows = pack_rows(shard, device)

@@ -1,6 +1,6 @@
-"""Log-probs of tokens: what goes to the LM head and what comes back, also where ranks divide the vocabulary.
+"""Log-probs of tokens: inputs and outputs of the LM head, also for tensor-parallel ranks that divide the vocabulary.
 
-No torchtitan in it: see :mod:`monarch_rl.trainer.platform`.
+Does not import torchtitan: see :mod:`monarch_rl.trainer.platform`.
 """
 
 from __future__ import annotations
@@ -14,63 +14,71 @@ import torch.distributed as dist
 
 
 class TokenLogprobs(NamedTuple):
-    """What the LM head computes for N drawn tokens. A named tuple, because FSDP looks for tensors in it."""
+    """The LM head's output for N sampled tokens. A named tuple, because FSDP looks for tensors in it."""
 
     logprobs: torch.Tensor
     """float32[N], with gradient."""
     entropies: torch.Tensor
-    """float32[N]: of the distribution that each token was drawn from; with gradient if the objective asks for it."""
+    """float32[N]: entropy of the distribution that each token was sampled from; with gradient if the objective needs
+    it."""
     mask_mass: torch.Tensor
-    """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
+    """float32[N]: probability of the tokens in the sampling mask, among all tokens; 1 without a mask."""
     others: torch.Tensor | None = None
-    """float32[N, k], with gradient: of k further tokens in the place of each, where they were asked for."""
+    """float32[N, k], with gradient: log-probs of k further tokens at the place of each token, if requested."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogprobs:
-        """With all of them changed."""
+        """Apply ``change`` to each tensor."""
         return TokenLogprobs(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
 
 
 def joined(chunks: Sequence[TokenLogprobs]) -> TokenLogprobs:
-    """Those of all chunks, one after the other."""
+    """Concatenate the outputs of chunks."""
     columns = [[values for values in of_kind if values is not None] for of_kind in zip(*chunks, strict=True)]
     return TokenLogprobs(*(torch.cat(values) if values else None for values in columns))  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class SampledTokens:
-    """Which tokens were drawn, and how: what the LM head needs to compute :class:`TokenLogprobs`."""
+    """The sampled tokens and how they were sampled: the LM head's input for computing :class:`TokenLogprobs`."""
 
     positions: torch.Tensor
-    """int64[M]: places in the row after which tokens were drawn; some more than once, with other tokens."""
+    """int64[M]: places in the row after which tokens were sampled. A place may occur more than once, with other
+    tokens."""
     ids: torch.Tensor
-    """int64[M]."""
+    """int64[M]: the sampled tokens."""
     temperature: float
     sampling_masks: tuple[torch.Tensor, torch.Tensor] | None
-    """``(counts int64[M], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+    """``(counts int64[M], ids int32[sum of counts])``: the ids that they were sampled from. None: the whole
+    vocabulary."""
     rows: torch.Tensor | None = None
-    """int64[N]: which of the M are returned for each drawn token; None returns each once."""
+    """int64[N]: which of the M each sampled token is. None: N = M, in the same order."""
     entropy_gradient: bool = False
-    """Whether entropies have a gradient, for a loss that they are a part of."""
+    """Whether entropies have a gradient, for a loss that contains them."""
     others: torch.Tensor | None = None
-    """int64[M, k]: further ids whose log-probs are asked for; None is none."""
+    """int64[M, k]: further ids whose log-probs are requested. None: no ids."""
 
     def with_others(self, columns: Sequence[torch.Tensor]) -> SampledTokens:
-        """With further ids, float32[N] of each of k, for each drawn token: also one that several episodes share has its
-        own, because a teacher may name those that are about as likely in any order.
+        """Add k further ids per sampled token, from k columns of float32[N].
+
+        Tokens that several episodes share get separate ids, because a teacher may list tokens of about the same
+        probability in any order.
 
         Raises:
-            ValueError: tokens were drawn from sets, in which further ones need not be.
+            ValueError: there are sampling masks, which need not contain the further ids.
         """
         if self.sampling_masks is not None:
-            raise ValueError("log-probs of further tokens are asked for, and tokens were drawn from kept sets")
-        # What is not finite is no id, and its episode is left out of the loss. In its place stands an id that there is.
+            raise ValueError(
+                "log-probs of a teacher's tokens cannot be computed with sampling masks, which may exclude these "
+                "tokens: leave out trainer.loss.teacher-top, or sample from all tokens"
+            )
+        # An episode with a non-finite id is left out of the loss: any valid id will do in its place.
         others = torch.stack([torch.where(column.isfinite(), column, 0.0).long() for column in columns], -1)
         if self.rows is None:
             return replace(self, others=others)
         return replace(self, positions=self.positions[self.rows], ids=self.ids[self.rows], rows=None, others=others)
 
     def split(self, size: int) -> list[ChunkIds]:
-        """What is to be computed of up to ``size`` tokens each."""
+        """The ids of chunks of up to ``size`` tokens each."""
         ids = self.ids.split(size)
         others = [None] * len(ids) if self.others is None else self.others.split(size)
         if self.sampling_masks is None:
@@ -81,35 +89,35 @@ class SampledTokens:
 
 
 ChunkIds = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]
-"""Ids, kept sets, and further ids."""
+"""Ids, sampling masks, and further ids of a chunk."""
 
 
-# -- where ranks divide the vocabulary: each has the logits of a part of it -------------------------------------------
-# No logits travel: of each token the ranks exchange a maximum and a few sums.
+# -- tensor-parallel ranks that divide the vocabulary: each has the logits of a part of it ----------------------------
+# Ranks do not exchange logits, only a maximum and a few sums for each token.
 #
-# Shapes: T tokens, V vocabulary, of which a rank has W.
+# Shapes: T tokens, W ids of the vocabulary that a rank has.
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The part of the vocabulary of which this rank has the logits: W ids from ``first`` on."""
+    """The part of the vocabulary for which this rank has the logits: W ids from ``first`` on."""
 
     first: int
     group: dist.ProcessGroup
-    """The ranks that have all parts together, and all compute the same tokens."""
+    """The ranks that together have all parts. They compute the same tokens."""
 
     def share(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same values, of which each rank computes its own logits: their gradients are added up."""
+        """Identity, whose backward pass adds up the gradients of the ranks, because each computes its own logits."""
         result: torch.Tensor = _AddGradients.apply(hidden, self.group)
         return result
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks. All ranks derive the same loss from it, so each has the whole gradient already."""
+        """Sum over the ranks. All ranks compute the same loss from it, so each already has the whole gradient."""
         result: torch.Tensor = _AddValues.apply(values, self.group)
         return result
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the ranks, without gradient."""
+        """Maximum over the ranks, without gradient."""
         values = values.detach().clone()
         dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
         return values
@@ -141,8 +149,8 @@ class _AddGradients(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropies of logits whose normaliser is known. Beside the logits it keeps nothing of their size, and makes two
-    tensors of it at a time."""
+    """Entropies of logits with a given normaliser. Saves nothing of the logits' size besides the logits, and allocates
+    at most two such tensors at a time."""
 
     @staticmethod
     def forward(
@@ -156,7 +164,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        """``dH / dz_j = -p_j (log p_j + H)``; all ranks have the same gradient of H, and each its own logits."""
+        """``dH / dz_j = -p_j (log p_j + H)``. All ranks have the same gradient of H, and each has its own logits."""
         logits_TW, normaliser_T, entropies_T = ctx.saved_tensors
         probabilities_TW = (logits_TW - normaliser_T.unsqueeze(-1)).exp_()
         result_TW = torch.special.entr(probabilities_TW)
@@ -175,13 +183,13 @@ def logprobs_of(
     """The :class:`TokenLogprobs` of T tokens.
 
     Args:
-        logits_TW: fp32, over the temperature.
-        ids_T: the tokens, int64, by their ids in the whole vocabulary.
-        kept_sets: ``(counts int64[T], ids int32[sum of counts])`` that the tokens were drawn from; None is the whole
-            vocabulary.
-        part: of the vocabulary, of which these are the logits; None is all of it.
-        entropy_gradient: the entropies have a gradient, too.
-        others_TK: further ids, int64, whose log-probs in the same places are asked for, too.
+        logits_TW: fp32 logits, divided by the temperature.
+        ids_T: int64, the sampled tokens, by their ids in the whole vocabulary.
+        sampling_masks: ``(counts int64[T], ids int32[sum of counts])``, the ids that the tokens were sampled from.
+            None: the whole vocabulary.
+        part: the part of the vocabulary that the logits are for. None: all of it.
+        entropy_gradient: whether the entropies have a gradient.
+        others_TK: int64, further ids whose log-probs at the same places are requested.
     """
     mask_mass = torch.ones(len(ids_T), device=logits_TW.device)
     if sampling_masks is not None:
@@ -202,7 +210,7 @@ def logprobs_of(
 def _left_out(
     logits_TW: torch.Tensor, sampling_masks: tuple[torch.Tensor, torch.Tensor], part: VocabularyPart | None
 ) -> torch.Tensor:
-    """bool[T, W]: the ids that no set holds."""
+    """bool[T, W]: ids that are not in the token's sampling mask."""
     counts_T, ids = sampling_masks
     left_out = torch.ones_like(logits_TW, dtype=torch.bool)
     tokens = torch.arange(len(counts_T), device=logits_TW.device).repeat_interleave(counts_T)

@@ -1,1 +1,1 @@
-"""How weights travel: manifests, blocks, checksums, compression of updates, transports."""
+"""Publishing weights: manifests, blocks, checksums, compression of updates, transports."""

@@ -1,6 +1,6 @@
-"""Memory shared by several processes of one machine: a version is written there once and read in place.
+"""Areas: memory shared by several processes of one machine. A version is written there once and read in place.
 
-On a CPU an area is an anonymous file (``memfd_create``). It has no name that could be left behind, and it is freed with
+On a CPU an area is an anonymous file (``memfd_create``): it has no name that could be left behind, and it is freed with
 the last process that maps it. On a GPU it is device memory shared by CUDA IPC.
 """
 
@@ -22,10 +22,10 @@ _made: WeakValueDictionary[bytes, Area] = WeakValueDictionary()
 
 
 class Area:
-    """A flat run of bytes. Its creator must keep it for as long as others may :func:`attach`."""
+    """A flat buffer of bytes. Its creator must hold a reference for as long as other processes may :func:`attach`."""
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
-        """Allocate ``nbytes`` (at least 1) bytes of zeros."""
+        """Allocate ``nbytes`` (at least 1) zero bytes."""
         device = torch.device(device)
         self._descriptor: int | None = None
         if device.type == "cpu":
@@ -39,11 +39,10 @@ class Area:
 
     @cached_property
     def handle(self) -> bytes:
-        """What another process of this machine needs to :func:`attach`.
+        """Pickled description with which another process of this machine can :func:`attach`.
 
-        It contains a unique id: file descriptors and memory addresses are reused, and processes cache their mappings by
-        handle. Device memory is shared when this is first read: torch keeps what it has shared, even after the area is
-        gone, until another process has attached to it and let it go.
+        Device memory is shared when this is first read. From then on torch keeps the memory, even after the area is
+        gone, until another process has attached to it and released it.
         """
         description: Any
         if self._descriptor is not None:
@@ -53,6 +52,8 @@ class Area:
 
             with on_side_stream(self.buffer.device):
                 description = reduce_tensor(self.buffer)
+        # The unique id is needed because file descriptors and memory addresses are reused, and processes cache their
+        # mappings by handle.
         handle = pickle.dumps((description, str(self.buffer.device), uuid.uuid4().hex))
         _made[handle] = self
         return handle
@@ -63,12 +64,9 @@ class Area:
 
 
 def attach(handle: bytes) -> torch.Tensor:
-    """Map an area: uint8[nbytes], shared with all processes that hold it.
+    """Map an area: uint8[nbytes], shared with all processes that have mapped it.
 
     Raises RuntimeError if the process that made the area has ended.
-
-    CUDA has the current stream wait for what the maker's stream held when the area was shared. Neither is a default
-    one, on which a process may train.
     """
     own = _made.get(handle)
     if own is not None:  # CUDA cannot open a handle in the process that made it
@@ -76,6 +74,8 @@ def attach(handle: bytes) -> torch.Tensor:
     (first, second), device, _ = pickle.loads(handle)
     if isinstance(first, str):
         return _map(first, second)
+    # CUDA makes the current stream wait for the work that the creator's stream held when the area was shared. So both
+    # sides use a side stream: the default stream may be training.
     with on_side_stream(torch.device(device)):
         mapped: torch.Tensor = first(*second)
     return mapped

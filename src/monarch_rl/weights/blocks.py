@@ -1,8 +1,8 @@
-"""Boxes of tensors, and the blocks in which they are copied and summed.
+"""Boxes (rectangular parts of tensors), and the blocks in which they are copied and summed.
 
-A block is what is summed at a time, because it fits in cache: a part of a large box, or several small ones. The
-checksum (``weights/checksum.py``) is made of the sums of rows and of columns of large boxes, and of the words of small
-ones.
+A block fits in cache, and is summed at once: a part of a large box, or several small boxes. The checksum
+(``weights/checksum.py``) is computed from the row sums and column sums of large boxes, and from the words of small
+boxes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from monarch_rl.weights.manifest import INT_OF_SIZE
 
 WORD = 8
-"""Bytes."""
+"""Bytes of a word."""
 SAMPLED = 8
-"""The order of columns is checked in every row whose index is a multiple of this."""
+"""The checksum detects a wrong order of columns in rows whose index is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBox:
-    """A box of a tensor, or the same box of several tensors that are alike, and the memory that holds it."""
+    """A box of a tensor, or the same box of several tensors of the same kind, and the memory that holds it."""
 
     data: torch.Tensor
     """``[rows, columns]``, or ``[tensors, rows, columns]``, of any dtype. Each row is contiguous; rows and tensors may
     be strided."""
     first_row: int = 0
-    """The box's first row in the whole tensor."""
+    """Index of the box's first row in the whole tensor."""
     first_column: int = 0
-    """The box's first element in a row of the whole tensor."""
+    """Index of the box's first element in a row of the whole tensor."""
 
     @property
     def tensors(self) -> torch.Tensor:
@@ -40,15 +40,15 @@ class TensorBox:
 
 
 class BoxShape(NamedTuple):
-    """Where in a tensor the words of a box are, and what they hold."""
+    """Position of a box in its tensor, in rows and words, and its dtype."""
 
     first_row: int
     rows: int
     first_word: int
     words: int
-    """Of a row."""
+    """Words per row."""
     lead: int
-    """Bytes of the first word that are not the box's."""
+    """Bytes of each row's first word that precede the box."""
     dtype: torch.dtype
 
     @classmethod
@@ -60,7 +60,7 @@ class BoxShape(NamedTuple):
         return cls(box.first_row, rows, first_word, words, lead, box.data.dtype)
 
     def padded(self, words: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Where the bits of ``data``, which are integers, go in ``words`` (``[..., words of a row]``)."""
+        """The part of ``words`` (``[..., words of a row]``) to which the bits of ``data`` (integers) are copied."""
         start = self.lead // data.element_size()
         return words.view(data.dtype)[..., start : start + data.shape[-1]]
 
@@ -75,25 +75,25 @@ class BoxPart:
     rows: slice
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """This part of ``[tensors, rows, columns]``."""
+        """This part of ``data`` (``[tensors, rows, columns]``)."""
         return data[self.tensors, self.rows]
 
 
 class Block(Protocol):
-    """What is summed at a time, because it fits in cache: a part of a box, or several small boxes."""
+    """A unit of summation that fits in cache: a part of a box, or several small boxes."""
 
     parts: list[BoxPart]
     data: list[torch.Tensor]
-    """The memory of each part, ``[tensors, rows, columns]``."""
+    """Memory of each part, ``[tensors, rows, columns]``."""
     values: torch.Tensor
-    """The content of all of it once it was added, in the boxes' dtype; there may be zeros in between."""
+    """After :meth:`add`, the content of the whole block in the boxes' dtype, possibly with zeros in between."""
 
     def add(self) -> None:
-        """Add the memory's present content to the sums."""
+        """Add the current content of the memory to the sums."""
 
 
 class PartBlock:
-    """A part of one box: whole tensors, or some rows of one."""
+    """A part of one box: whole tensors, or some rows of one tensor."""
 
     def __init__(
         self,
@@ -105,9 +105,11 @@ class PartBlock:
     ) -> None:
         """
         Args:
-            row_sums: of the box, int64 ``[tensors, rows]``.
-            column_sums: of the box, int64 ``[tensors, words of a row]``.
-            scratch: room for the part's words if they do not lie in memory as such: int64 zeros.
+            part: the part.
+            box: the whole box.
+            row_sums: int64 ``[tensors, rows]``, for the whole box.
+            column_sums: int64 ``[tensors, words of a row]``, for the whole box.
+            scratch: int64 zeros to copy the part's words to, if its memory is not aligned to words; else None.
         """
         shape = BoxShape.of(box)
         self.values = part.of(box.tensors)
@@ -130,10 +132,14 @@ class PartBlock:
 
 
 class GatheredBlock:
-    """Small boxes that are alike: their words are copied side by side first."""
+    """Small boxes of one shape and dtype, whose words are first copied next to each other."""
 
     def __init__(self, boxes: dict[int, TensorBox], words: torch.Tensor) -> None:
-        """``words``: int64 ``[tensors of all boxes, words of a box]``, zeros."""
+        """
+        Args:
+            boxes: the boxes, by index.
+            words: int64 zeros ``[tensors of all boxes, words of a box]``, to which the words are copied.
+        """
         self.parts = [BoxPart(index, slice(None), slice(None)) for index in boxes]
         self.data = [box.tensors for box in boxes.values()]
         self.values = words.view(self.data[0].dtype)
@@ -151,27 +157,27 @@ class GatheredBlock:
 
 
 def in_words(bits: torch.Tensor, lead: int) -> bool:
-    """Whether rows (the last dimension) begin and end with words of memory."""
+    """Whether rows (the last dimension) begin and end at word boundaries of memory."""
     size = bits.element_size()
     on_words = all(stride * size % WORD == 0 for stride in bits.stride()[:-1])
     return lead == 0 and bits.shape[-1] * size % WORD == 0 and on_words and bits.data_ptr() % WORD == 0
 
 
-# -- runs of neighbours that are alike and lie at equal distances: one kernel works on all of them --------------------
-# The experts of a layer are tensors of their own by name. In the trainer, in an area and in the engine they are
-# slices of one piece of memory.
+# -- runs: neighbouring tensors of one kind at equal distances in memory, on which one kernel can work at once --------
+# The experts of a layer have tensors of their own by name. In the trainer, in an area and in the engine, these are
+# slices of one block of memory.
 
 
 def find_runs(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:
-    """Cut items into runs: neighbours of one kind that are equally far apart.
+    """Split items into runs: neighbours of one kind at equal distances.
 
     Args:
-        kinds: of the items: equal where they are alike.
-        places: of the items, in one memory or in several; within each, all members of a run are the same distance after
-            the one before.
+        kinds: kind of each item; members of a run have equal kinds.
+        places: position of each item in memory, for one memory or several. In each memory, all members of a run have
+            the same positive distance from the member before.
 
     Returns:
-        The indices of each run's members, in order.
+        Indices of each run's members, in order.
     """
     runs: list[range] = []
     first = 0
@@ -192,11 +198,11 @@ def find_runs(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:
 
 
 def stack_run(members: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """The memory of a run's members: ``[count, *shape of a member]``.
+    """The memory of all members of a run as one tensor: ``[count, *shape of a member]``.
 
     Args:
-        members: the first two, or the only one.
-        count: of all members.
+        members: the first two members, or the only one.
+        count: number of members of the run.
     """
     first = members[0]
     step = members[1].data_ptr() - first.data_ptr() if count > 1 else first.nbytes
@@ -204,5 +210,5 @@ def stack_run(members: Sequence[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def memory_kind(tensor: torch.Tensor) -> Hashable:
-    """What members of a run have in common as memory."""
+    """The memory properties that all members of a run have in common."""
     return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,8 +1,8 @@
 """A process group outside torch.distributed's world, in which one trainer rank broadcasts to the replicas.
 
-gloo waits in the calling thread, hears at once of a member whose connections close, and gives up at its timeout. NCCL
-waits in a kernel on the device, hears of nobody, and its watchdog would end the process. So on a device it is this
-module that keeps the deadline and aborts, and no member enqueues anything before all have come to the same transfer.
+gloo waits in the calling thread, notices at once when a member's connections close, and gives up at its timeout. NCCL
+waits in a kernel on the device and does not notice lost members, and its watchdog would end the process. So on a device
+this module enforces the deadline and aborts, and no member enqueues anything before all have joined the same transfer.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from monarch_rl.runtime.streams import SideStream, SideThread, device_module
 from monarch_rl.weights.endpoint import TransferError
 
 _ALL = "all"
-"""In place of a member."""
+"""Stands for all members in a store key."""
 NEVER = timedelta(days=365)
-"""NCCL's own timeout, by which its watchdog would end the process."""
+"""NCCL's own timeout, after which its watchdog would end the process: effectively disabled."""
 MAX_CTAS = 8
-"""Thread blocks that NCCL may take for a broadcast: each has buffers in the memory of an engine's GPU, and a processor
-that training or decoding would use. From NCCL's documentation; its effect here has not been measured."""
+"""Maximum thread blocks of a NCCL broadcast. Each one has buffers in the memory of an engine's GPU, and occupies a
+multiprocessor that training or decoding would use. From NCCL's documentation; its effect here has not been measured."""
 NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""What torch reads when it makes a group (``ProcessGroupNCCL.cpp``): its watchdog raises nothing, no monitor watches
-the watchdog, and an error, which an abort is too, is followed by no dump and no wait for one. A dump is asked for in
-the whole process, and has the monitor of the process's first group end it: that one hears of ``nccl_environment``."""
+"""Environment that torch reads when it makes a group (``ProcessGroupNCCL.cpp``). With it the watchdog raises nothing,
+no monitor watches the watchdog, and an error, including an abort, neither causes a dump nor waits for one. A dump would
+be requested for the whole process, and make the monitor of the process's first group end the process; that group is
+configured by ``nccl_environment``."""
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 1e-4, 5e-3
-"""Between two questions whether all members have come. Each is a message to rank 0's process."""
+"""Seconds between two checks whether all members have joined. Each check is a message to rank 0's process."""
 _making = threading.Lock()
 
 
 def make_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """torch's process group for a device: gloo on a CPU, else NCCL."""
+    """torch's process group for a device: gloo on a CPU, otherwise NCCL."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -57,7 +58,7 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """NCCL's watchdog of a group that is made in the block reports errors and ends nothing.
+    """Context manager: the NCCL watchdog of a group made within it reports errors, but never ends the process.
 
     The trainer's world keeps its own watchdog, which ends a rank whose peers are gone.
     """
@@ -75,16 +76,16 @@ def _without_watchdog() -> Iterator[None]:
 
 
 class BroadcastGroup:
-    """Rank 0 broadcasts, the others receive; all use it from one thread each.
+    """A group in which rank 0 broadcasts and the others receive. Each member uses it from one thread.
 
     Args:
-        store: of rank 0's process.
-        name: of the group in the store.
-        rank: 0 for the sender.
-        size: members.
-        device: of the tensors that are sent.
-        stream: of the thread; broadcasts are enqueued on it.
-        timeout: of the store, and of gloo.
+        store: store served by rank 0's process.
+        name: name of the group in the store.
+        rank: rank in the group; 0 is the sender.
+        size: number of members.
+        device: device of the tensors that are sent.
+        stream: stream of the thread, on which broadcasts are enqueued.
+        timeout: timeout of the store and of gloo.
     """
 
     def __init__(
@@ -104,23 +105,22 @@ class BroadcastGroup:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._options.rootTensor = 0
-        # NCCL then runs on the stream of the calling thread, and neither waits for the other.
+        # NCCL then runs on the calling thread's stream, so that neither stream waits for another.
         self._options.asyncOp = False
         self._transfers = 0
         self._aborted = threading.Event()
 
-    def meet(self, until: float) -> None:
-        """Return when all members have come here for the same transfer.
-
-        On a device only. A broadcast that waits for a member is a kernel that spins; behind it, kernels of training may
-        be held up, and the member may be waiting for those.
+    def barrier(self, until: float) -> None:
+        """On a device, wait until all members have joined the same transfer.
 
         Args:
-            until: when to raise, by ``time.monotonic()``.
+            until: deadline, by ``time.monotonic()``.
 
         Raises:
-            TransferError: a member has not come by ``until``; names it. Or the group was left, by whichever thread.
+            TransferError: a member has not joined by ``until``; names it. Or a thread has left the group.
         """
+        # A broadcast that waits for a member is a spinning kernel. It may block kernels of training behind it, for
+        # which the member may be waiting.
         if not self._on_device:
             return
         self._transfers += 1
@@ -130,44 +130,44 @@ class BroadcastGroup:
         else:
             self._await(self._others, until)
             self._store.set(self._key(_ALL), "")
-            if self._transfers > 1:  # all members have left the one before
+            if self._transfers > 1:  # all members have left the previous barrier
                 for member in (_ALL, *self._others):
                     self._store.delete_key(self._key(member, self._transfers - 1))
         self._check()
 
     def _key(self, member: int | str, transfer: int | None = None) -> str:
-        """Is set once a member, by rank, has come to a transfer, by default this one; or once all have."""
+        """Store key that is set once a member (by rank) or all members have joined a transfer, by default this one."""
         return f"{transfer or self._transfers} {member}"
 
     def _await(self, members: Sequence[int | str], until: float) -> None:
-        """Wait until all of these have come. Asks again and again: a wait of the store could not be ended."""
-        pause = _SHORTEST_POLL_S
+        """Wait until all of these members have joined."""
+        pause = _SHORTEST_POLL_S  # polls, because a blocking wait of the store could not be interrupted
         while not self._store.check([self._key(member) for member in members]):
             self._check()
             if time.monotonic() > until:
-                raise TransferError(f"{self._missing()} has not come to the transfer")
+                raise TransferError(f"{self._missing()} did not join the transfer")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def _missing(self) -> str:
-        """Who has not come."""
+        """The members that have not joined, in words."""
         missing = [rank for rank in self._others if not self._store.check([self._key(rank)])]
         places = ", ".join(str(rank - 1) for rank in missing)  # as ``Receiver.connect`` counts them
         return f"generator {places} of {len(self._others)}" if missing else "the trainer rank"
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Start a broadcast of ``tensor`` or into it.
+        """Start a broadcast: from ``tensor`` on rank 0, into ``tensor`` on the others.
 
         Returns:
-            A function that waits until what the thread enqueues next finds the tensor received. On a device that is no
+            A function that waits until operations enqueued after it see the received tensor. On a device it does not
             wait, because the broadcast is enqueued on the same stream.
         """
         self._check()
         work = self._group.broadcast([tensor], self._options)
 
         def arrived() -> None:
-            if work is not None:  # None is NCCL's answer: the broadcast is enqueued
-                work.wait()  # waits: until gloo's timeout; NCCL has the stream wait, not the thread
+            if work is not None:  # NCCL returns None, because the broadcast is enqueued
+                work.wait()  # waits: until gloo's timeout; NCCL makes the stream wait, not the thread
             self._check()
 
         return arrived
@@ -176,35 +176,35 @@ class BroadcastGroup:
         """Wait until all broadcasts on the stream are done.
 
         Raises:
-            TransferError: not by ``until`` (``time.monotonic()``), or the group was aborted.
+            TransferError: they are not done by ``until`` (``time.monotonic()``), or the group was aborted.
         """
         if not self._stream.wait(until, self._aborted):
             self._check()
-            raise TransferError("the deadline has passed, and a broadcast is not done")
+            raise TransferError("a broadcast did not finish by the deadline")
         self._check()
 
     def leave(self) -> None:
-        """Do no more: whoever waits here raises, and what has been received does not count."""
+        """Leave the group: calls that wait here raise, and data received so far does not count."""
         self._aborted.set()
 
     def abort(self) -> None:
-        """Abort what is on the device; may block for seconds.
+        """Abort the broadcasts on the device; may block for seconds.
 
-        Gloo cannot: there a broadcast ends when a peer closes its connections, or at the timeout.
+        gloo cannot abort: there a broadcast ends when a peer closes its connections, or at the timeout.
         """
         self.leave()
         if self._on_device:
             self._group.abort()
 
     def _check(self) -> None:
-        # An aborted broadcast ends like one that is done.
+        # An aborted broadcast ends as if it had succeeded.
         if self._aborted.is_set():
             raise TransferError("the transfer was aborted")
 
 
-# -- how an end of ``collective`` does its transfers: beside the event loop, and each within a deadline ---------------
-# A transfer waits for other processes inside calls that cannot be interrupted. So it runs on a thread, and the end
-# gives up the thread and the groups when the transfer fails, is late, or is aborted from outside.
+# -- transfers of a ``collective`` sender or receiver: on a thread, each within a deadline ----------------------------
+# A transfer waits for other processes inside calls that cannot be interrupted. So it runs on its own thread, and the
+# sender or receiver abandons the thread and the groups when the transfer fails, is late, or is aborted.
 
 T = TypeVar("T")
 
@@ -213,12 +213,12 @@ _GIVES_UP = 0.95
 
 
 class Transfers:
-    """The thread, the stream and the groups of one end.
+    """The thread, the stream and the groups of one sender or receiver.
 
     Args:
-        device: of the stream.
+        device: device of the stream.
         deadline_s: seconds for each transfer, and for leaving a group.
-        peers: whom transfers wait for, as in ``within``.
+        peers: who transfers wait for, as ``on`` of ``within``.
     """
 
     def __init__(self, device: torch.device, deadline_s: float, peers: str) -> None:
@@ -227,30 +227,32 @@ class Transfers:
         self._device, self._peers = device, peers
         self._thread = SideThread("weights", device)
         self._aborted: list[threading.Event] = []
-        """Of groups that were left; each is set when the group's broadcasts are gone from the device."""
+        """One event per :meth:`leave` of groups; it is set when their broadcasts are gone from the device."""
         self._running: asyncio.Future[Any] | None = None
         self._why = ""
         """Why the running transfer, or the next one of these groups, was aborted."""
 
     @property
     def stream(self) -> SideStream:
-        """Of the thread that runs the calls."""
+        """The stream of the thread that runs the calls."""
         return self._thread.stream
 
     def until(self) -> float:
-        """When a call that begins now must give up, by ``time.monotonic()``: so much before its deadline that it can
-        say why."""
+        """When a call that begins now must give up, by ``time.monotonic()``: early enough before its deadline that it
+        can report the reason."""
         return time.monotonic() + _GIVES_UP * self._deadline_s
 
     async def run(self, call: Callable[..., T], *arguments: Any, what: str) -> T:
-        """Call on the thread.
+        """Run a call on the thread.
 
         Args:
-            what: is waited for, as in ``within``.
+            call: the function to call.
+            arguments: its arguments.
+            what: description of the wait, as in ``within``.
 
         Raises:
-            TransferError: the call raised a RuntimeError, exceeded the deadline or was aborted, or it was to come when
-                its groups were. The groups are left.
+            TransferError: the call raised a RuntimeError, exceeded the deadline or was aborted, or :meth:`abort` came
+                before it. The groups are left.
         """
         self._raise_if_aborted()
         calling = within(
@@ -264,10 +266,10 @@ class Transfers:
             failure = str(error)
         except RuntimeError as error:
             failure, hangs = str(error), False
-            # Its frames hold the groups, whose connections are to close: that informs the others.
+            # The traceback's frames hold the groups, whose connections must close: that notifies the other members.
             error.__traceback__ = None
         except asyncio.CancelledError:
-            if not self._why:  # not by abort()
+            if not self._why:  # cancelled by the caller, not by abort()
                 self.leave(hangs)
                 raise
             failure = self._why
@@ -282,9 +284,9 @@ class Transfers:
             raise TransferError(why)
 
     def abort(self, why: str) -> None:
-        """End the call under way, or the next one before the groups are left: it raises TransferError at once.
+        """Make the running call raise TransferError at once, or the next one if the groups are not left before it.
 
-        An end prepares what it sends before it calls, so that an abort may come first.
+        An abort may come before its call, because senders prepare data before they call.
         """
         self._why = f"the transfer was aborted: {why}"
         if self._running is not None:
@@ -294,9 +296,9 @@ class Transfers:
         """Leave the groups, so that gloo's other members fail at once instead of at their deadline.
 
         Args:
-            hangs: a call is under way, and is left behind with its thread. The list of groups is another one from here
-                on: what the call may add to the old one is never used.
+            hangs: whether a call is still running, which is abandoned together with its thread.
         """
+        # A new list, so that groups which an abandoned call adds to the old one are never used.
         groups, self.groups = self.groups, []
         self._why = ""
         for group in groups:
@@ -308,7 +310,7 @@ class Transfers:
             return
         self._aborted = [event for event in self._aborted if not event.is_set()]
         self._aborted.append(done := threading.Event())
-        # NCCL's abort may block for seconds. Nobody joins a thread that may never end.
+        # NCCL's abort may block for seconds, or forever, so the thread is never joined.
         threading.Thread(target=_abort, args=(groups, done), name="abort", daemon=True).start()
 
     async def leave_memory(self) -> None:
@@ -320,7 +322,7 @@ class Transfers:
         self.leave()
         while self._aborted:
             if not await asyncio.to_thread(self._aborted[-1].wait, self._deadline_s):
-                raise TransferError(f"a transfer that had failed was not aborted within {self._deadline_s:g} s")
+                raise TransferError(f"could not abort a failed transfer within {self._deadline_s:g} s")
             self._aborted.pop()
 
     def close(self) -> None:

@@ -1,18 +1,18 @@
-"""A checksum of a tensor that is the sum of the checksums of any boxes the tensor is cut into.
+"""An additive checksum: the checksum of a tensor is the sum of the checksums of any boxes into which it is split.
 
 The trainer holds a tensor in row shards, an engine holds it as a slice of a fused parameter, and the ranks of a tensor-
-parallel engine hold rows or columns of it. Each computes its part of the same 64-bit number where its data lies,
-without moving the data. A tensor is read as rows (its first dimension) of 64-bit words; the last word of a row is
-padded with zero bits. With x a word, r its row and c its index in the row,
+parallel engine hold rows or columns of it. Each computes its part of the same 64-bit number in place, without moving
+data. A tensor is read as rows (its first dimension) of 64-bit words; the last word of a row is padded with zero bits.
+With x a word, r its row and c its index in the row,
 
     checksum = sum over words of  x * (a(r) + b(c) * [r divisible by 8])   mod 2**64
 
 where ``a`` is odd and ``b`` even, both spread over 64 bits by splitmix64 (Steele et al., 2014). The factor is odd,
-hence invertible: a change of one word always changes the sum. Rows in wrong order change it through ``a``, columns in
-wrong order through every eighth row. A box that begins or ends inside a word counts only its own bits of that word.
+hence invertible: a change of one word always changes the sum. A wrong order of rows changes it through ``a``, a wrong
+order of columns through every eighth row. A box that begins or ends inside a word counts only its own bits of it.
 
-The cost is 1 1/8 integer additions per word, over blocks that fit a core's cache: summing each block right after it is
-copied costs little more than the copy (:class:`Checksums`).
+The cost is 1 1/8 integer additions per word, over blocks that fit in a core's cache: summing each block right after it
+is copied costs little more than the copy (:class:`Checksums`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from monarch_rl.weights.blocks import (
 from monarch_rl.weights.manifest import Manifest, Shard
 
 _CACHED_WORDS = 1 << 18
-"""Words of a block on a CPU: 2 MiB stay in a core's cache between a copy and the sums. Measured: 0.5 to 4 MiB differ by
-less than the noise."""
+"""Words of a block on a CPU: 2 MiB stay in a core's cache between the copy and the sums. Measured: 0.5 to 4 MiB differ
+by less than the noise."""
 _DEVICE_WORDS = 1 << 24
-"""Words of a block on another device: it reads its memory fast, and a call costs microseconds."""
+"""Words of a block on another device, which reads memory fast, while each call costs microseconds."""
 _SMALL_SHARE = 32
-"""A box of at most 1 / this of a block on a CPU is small: to copy 64 KiB costs less than the calls of a block."""
+"""A box of at most 1 / this of a CPU block counts as small: copying 64 KiB costs less than the calls for a block."""
 
 
 def signed(value: int) -> int:
@@ -54,7 +54,7 @@ def signed(value: int) -> int:
 
 
 def add_checksums(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The parts of trainer ranks, int64[tensors] each, added up: int64[tensors], mod 2**64."""
+    """Sum of the trainer ranks' partial checksums, int64[tensors] each: int64[tensors], mod 2**64."""
     return np.add.reduce(np.stack(parts), dtype=np.int64)
 
 
@@ -63,7 +63,7 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _spread(index: torch.Tensor) -> torch.Tensor:
-    """splitmix64 of int64 indices. int64 arithmetic wraps around, so it is arithmetic mod 2**64."""
+    """splitmix64 of int64 indices. int64 arithmetic wraps around, which makes it arithmetic mod 2**64."""
     x = index * signed(0x9E3779B97F4A7C15)
     x = (x ^ _logical_shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * signed(0x94D049BB133111EB)
@@ -90,10 +90,11 @@ def _word_factors(shape: BoxShape, device: torch.device) -> torch.Tensor:
 
 
 class Checksums:
-    """Checksums of the tensors of several boxes on one device, planned once.
+    """Checksums of the tensors of several boxes on one device. Planned once, used repeatedly.
 
-    For each use, call :meth:`Block.add` of all blocks, then :meth:`take`. Tensors that are alike are summed together,
-    in one box or as small boxes: the number of kernels depends on bytes and on boxes that are large or unlike others.
+    For each use, call :meth:`Block.add` of all blocks, then :meth:`take`. Tensors of one kind are summed together, as
+    one box or as small boxes, so the number of kernels grows with the bytes, with the number of large boxes, and with
+    the number of different kinds of small boxes.
     """
 
     def __init__(self, boxes: Sequence[TensorBox]) -> None:
@@ -142,7 +143,7 @@ class Checksums:
                 yield PartBlock(part, box, row_sums, column_sums, scratch)
 
     def _gather(self, boxes: dict[int, TensorBox], words: torch.Tensor) -> Iterator[Block]:
-        """Small boxes of one shape and dtype, as many at a time as fit in cache."""
+        """Blocks of small boxes of one shape and dtype, each with as many boxes as fit in cache."""
         together: dict[int, TensorBox] = {}
         first = count = 0
         for index, box in boxes.items():
@@ -154,29 +155,31 @@ class Checksums:
         yield GatheredBlock(together, words[first : first + count])
 
     def take(self) -> torch.Tensor:
-        """Return int64[tensors of all boxes]: the sums of what was added since the last call, or since the start."""
+        """Checksums of the content added since the last call, or since the start: int64[tensors of all boxes]."""
         totals = self._rows.totals() + self._columns.totals()
         self._columns.clear()
         return torch.cat([totals, self._gathered.totals()]).index_select(0, self._order)
 
 
 class _Weighted:
-    """Several vectors for each box, one a tensor, which are weighted and summed. Boxes with the same factors share
-    memory, so that a few kernels do it."""
+    """Weighted sums of vectors: each box has one vector per tensor. Boxes with the same factors share memory, so that
+    few kernels are needed."""
 
     def __init__(self, counts: list[int], factors: list[torch.Tensor], device: torch.device) -> None:
         """
         Args:
-            counts: vectors of each box.
-            factors: of each box's vectors, int64[length of a vector]; one object for boxes that are alike.
+            counts: number of vectors of each box.
+            factors: factors of each box's vectors, int64[length of a vector]. Boxes of one kind must pass the same
+                object.
+            device: device of the vectors.
         """
         members: dict[int, list[int]] = {}
         for index, factor in enumerate(factors):
             members.setdefault(id(factor), []).append(index)
         self._kinds: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Vectors ``[count, length]`` and factors."""
+        """For each kind: vectors ``[count, length]`` and factors."""
         self.sums: list[torch.Tensor] = [torch.empty(0)] * len(factors)
-        """Of each box: int64 ``[count, length]``."""
+        """Vectors of each box: int64 ``[count, length]``."""
         self._kind_of = dict[int, int]()
         places: list[np.ndarray] = []
         firsts = np.cumsum([0, *counts])
@@ -191,7 +194,7 @@ class _Weighted:
         self._order = torch.from_numpy(order).to(device)
 
     def of(self, box: int) -> torch.Tensor:
-        """The vectors of all boxes that share memory with a box."""
+        """The vectors of all boxes that share memory with ``box``."""
         return self._kinds[self._kind_of[box]][0]
 
     def clear(self) -> None:
@@ -199,7 +202,7 @@ class _Weighted:
             vectors.zero_()
 
     def totals(self) -> torch.Tensor:
-        """int64[vectors of all boxes]."""
+        """Weighted sum of each vector: int64[vectors of all boxes]."""
         totals = [_weighted_sums(vectors, factors) for vectors, factors in self._kinds]
         return torch.cat(totals).index_select(0, self._order) if totals else self._order
 
@@ -207,20 +210,21 @@ class _Weighted:
 def _weighted_sums(vectors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     if vectors.device.type == "cpu":
         return torch.mv(vectors, factors)
-    return (vectors * factors).sum(1)  # CUDA multiplies no matrices of integers
+    return (vectors * factors).sum(1)  # CUDA has no integer matrix multiplication
 
 
 def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
     """Checksum of a box of a tensor.
 
     Args:
-        rows: ``[R, ...]`` of any dtype: all rows, or consecutive ones, or consecutive columns of them. May be strided
-            (a slice of a fused parameter); one-dimensional tensors have rows of one element.
+        rows: ``[R, ...]`` of any dtype: all rows, consecutive rows, or consecutive columns of these. May be strided (a
+            slice of a fused parameter). A one-dimensional tensor has rows of one element.
         first_row: index of ``rows[0]`` in the whole tensor.
         first_column: index of the first element of each row of ``rows`` in the row of the whole tensor.
 
     Returns:
-        int64 scalar on the device of ``rows``. Checksums of boxes that make up a tensor add up to its own, mod 2**64.
+        int64 scalar on the device of ``rows``. The checksums of boxes that make up a tensor add up to the tensor's
+        checksum, mod 2**64.
     """
     flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(-1, 1)
     if flat.stride(1) != 1:
@@ -232,9 +236,11 @@ def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 
 
 
 class ShardChecksums:
-    """The part of trainer rank ``rank`` in the checksum of each tensor of the manifest, planned once.
+    """A trainer rank's partial checksum of each tensor of the manifest. Planned once, used repeatedly.
 
     Args:
+        manifest: manifest of the version.
+        rank: trainer rank.
         views: flat uint8, one for each of ``manifest.shards[rank]``: the memory that each use sums.
     """
 
@@ -244,7 +250,7 @@ class ShardChecksums:
         first_rows = [shard.start // rows.shape[1] for shard, rows in zip(self._shards, held, strict=True)]
         kinds = [(first, memory_kind(rows)) for first, rows in zip(first_rows, held, strict=True)]
         self._runs = find_runs(kinds, [rows.data_ptr() for rows in held])
-        """Of shards; each is a box."""
+        """Runs of shards; each one is a box."""
         self._boxes = [
             TensorBox(stack_run([held[i] for i in run[:2]], len(run)), first_rows[run[0]]) for run in self._runs
         ]
@@ -258,18 +264,17 @@ class ShardChecksums:
         return view.view(spec.dtype).view(-1, spec.numel // spec.shape[0] if spec.shape else 1)
 
     def take(self) -> np.ndarray:
-        """Checksums of the memory's present content: int64, one for each tensor of the manifest.
+        """Partial checksums of the memory's current content: int64, one for each tensor of the manifest.
 
         Raises:
-            NotFinite: a tensor holds NaN or infinity; names the first one, and the place in it. Each block is looked at
-                right after it is summed, while it is in the core's cache.
+            NotFinite: a tensor holds NaN or infinity; names the first such tensor, and the index in it.
         """
         sums = torch.zeros(len(self._manifest.tensors), dtype=torch.int64)
         if self._checksums is not None and self._probe is not None:
             blocks = self._checksums.blocks
             for index, block in enumerate(blocks):
                 block.add()
-                self._probe.look(index)
+                self._probe.look(index)  # right after the sum, while the block is in the core's cache
             sums.index_add_(0, self._tensors, self._checksums.take().cpu())
             self._check_finite({part.box for index in self._probe.suspects() for part in blocks[index].parts})
         return np.asarray(sums)
@@ -285,23 +290,23 @@ class ShardChecksums:
                     raise NotFinite(f"{spec.name} {problem}")
 
 
-# -- whether tensors hold only finite values, found while they lie in a core's cache ----------------------------------
-# A sum of floats is finite only if each of them is: NaN stays in a sum, and so does infinity, because inf - inf is
-# NaN. A sum of finite values may overflow; then its values are looked at one by one. The bits of 16-bit floats are
-# compared instead, because a CPU converts them one by one to add them: positive ones from infinity on are the
-# greatest 16-bit integers, and negative ones from minus infinity on the greatest without a sign.
+# -- finite check: whether tensors hold only finite values, while they are in a core's cache --------------------------
+# A sum of floats is finite only if each of them is: NaN propagates, and so does infinity, because inf - inf is NaN. A
+# sum of finite values may overflow; then the values are checked one by one. 16-bit floats on a CPU are not summed,
+# because it would convert them one by one; their bits are compared instead: the positive floats from infinity on are
+# the largest signed 16-bit integers, and the negative ones from minus infinity on the largest unsigned ones.
 
 
 class NotFinite(RuntimeError):
-    """A tensor holds NaN or infinity; the message names it."""
+    """A tensor holds NaN or infinity; the message names the tensor."""
 
 
 class FiniteProbe:
-    """A quick look at parts of tensors, one number for each, planned once. Nothing is read back before
-    :meth:`suspects`.
+    """A fast check of parts of tensors for values that are not finite, one number per part. Planned once, used
+    repeatedly. Nothing is copied back from the device before :meth:`suspects`.
 
     Args:
-        parts: of any shape and dtype, all on one device: the memory that each use looks at.
+        parts: the memory to check, of any shape and dtype, all on one device.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -310,11 +315,11 @@ class FiniteProbe:
         self._look = [self._planned(index, part) for index, part in enumerate(parts)]
 
     def look(self, index: int) -> None:
-        """Look at the present content of a part."""
+        """Check the current content of a part."""
         self._look[index]()
 
     def suspects(self) -> list[int]:
-        """The parts that may hold values that are not finite: all that do, and those whose sum overflows."""
+        """The parts that may hold values that are not finite: all that do, and parts whose sum overflows."""
         overflown: list[int] = (~self._sums.isfinite()).nonzero().flatten().tolist()
         wrong, self._wrong = self._wrong, set()
         return sorted({*wrong, *overflown})
@@ -332,19 +337,19 @@ class FiniteProbe:
 
 
 def _bits(part: torch.Tensor) -> tuple[np.ndarray, int, np.ndarray, int]:
-    """16-bit floats on a CPU as integers with a sign, and without; each with the least that is not finite."""
+    """16-bit floats on a CPU as signed and as unsigned integers, each with the smallest integer that is not finite."""
     infinities = torch.tensor([math.inf, -math.inf], dtype=part.dtype).view(torch.int16).numpy()
     bits = part.view(torch.int16).numpy()
     return bits, int(infinities[0]), bits.view(np.uint16), int(infinities.view(np.uint16)[1])
 
 
 def not_finite(part: torch.Tensor, first: int, shape: Sequence[int]) -> str | None:
-    """What of a part of a tensor is not finite, to be read after the tensor's name; None if all is.
+    """Describes the values of a part that are not finite, in words that follow the tensor's name; None if all are.
 
     Args:
-        part: consecutive elements, row-major, in any shape.
-        first: index of the first of them in the whole tensor.
-        shape: of the whole tensor.
+        part: consecutive elements of a tensor, row-major, in any shape.
+        first: index of the part's first element in the whole tensor.
+        shape: shape of the whole tensor.
     """
     wrong = (~part.flatten().isfinite()).nonzero().flatten()
     if not len(wrong):
@@ -354,5 +359,5 @@ def not_finite(part: torch.Tensor, first: int, shape: Sequence[int]) -> str | No
 
 
 def values_not_finite(count: int, place: Sequence[int]) -> str:
-    """Says of a tensor that it holds ``count`` of them, the first at the indices ``place``."""
+    """Message that a tensor holds ``count`` values that are not finite, the first at the indices ``place``."""
     return f"holds {count} values that are not finite, the first at {list(place)}"

@@ -1,8 +1,8 @@
 """Transport ``collective``: every trainer rank broadcasts its shards to all generator replicas, in buckets.
 
-Each trainer rank has one process group: that rank (0) and all replicas (1, 2, ...), independent of the trainers' own
-world; gloo on CPUs, NCCL on GPUs. A sender holds no more of the model than the snapshots of its own shards; a receiver
-holds the arriving version and two buckets. Large shards are received in place, small ones share buckets.
+Each trainer rank has one process group of that rank (0) and all replicas (1, 2, ...), independent of the trainers' own
+world; gloo on CPUs, NCCL on GPUs. A sender holds only snapshots of its own shards; a receiver holds the arriving
+version and two buckets. Large shards are received in place, small ones share buckets.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettin
 from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
 
 ALONE_BYTES = 1 << 20
-"""A shard of at least this many bytes has a broadcast of its own and is received in place, without a copy. A broadcast
-costs about as much as a copy of half a MiB."""
+"""A shard of at least this many bytes has its own broadcast and is received in place, without a copy. A broadcast costs
+about as much as a copy of half a MiB."""
 _HEADER = 2
-"""int64 values sent before the buckets: version and number of bytes. When members meet, both are 0."""
+"""int64 values sent before the buckets: version and number of bytes. When members connect, both are 0."""
 
 
 class CollectiveSender:
-    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`."""
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -38,7 +38,7 @@ class CollectiveSender:
         plan = plan_buckets(manifest, rank, settings.bucket_bytes, ALONE_BYTES)
         self._buckets = [sum(entry.nbytes for entry in bucket) for bucket in plan]
         self._timeout = timedelta(seconds=settings.deadline_s)
-        # Buckets are slices of a snapshot: nothing is copied on this side.
+        # Buckets are slices of a snapshot: the sender copies nothing.
         self._snapshots = [
             torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)
         ]
@@ -48,7 +48,7 @@ class CollectiveSender:
         self._store: dist.TCPStore | None = None
 
     async def open(self) -> bytes:
-        self._transfers.leave()  # an abort that hangs does not matter here: what this end sends is only read
+        self._transfers.leave()  # no need to wait for an abort: broadcasts only read the sender's memory
         return await self._transfers.run(self._open, what="a port for the generators")
 
     def _open(self) -> bytes:
@@ -56,15 +56,15 @@ class CollectiveSender:
         return f"{self._host}:{self._store.port}".encode()
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        what = f"the generators to meet trainer rank {self._rank}"
+        what = f"the generators to connect to trainer rank {self._rank}"
         await self._transfers.run(self._join, receivers, what=what)
 
     def _join(self, receivers: int) -> None:
-        assert self._store is not None, "open() must come first"
+        assert self._store is not None, "call open() before connect()"
         name, stream, groups = f"weights/{self._rank}", self._transfers.stream, self._transfers.groups
         group = BroadcastGroup(self._store, name, 0, receivers + 1, self._device, stream, self._timeout)
         groups.append(group)
-        # NCCL connects at the first broadcast: not in a transfer's time.
+        # NCCL connects at the first broadcast: do it here, not within a transfer's deadline.
         _send(group, self._transfers.until(), torch.zeros(_HEADER, dtype=torch.int64, device=self._device))
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ class CollectiveSender:
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         if not self._transfers.groups:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
-        what = f"the generators to take version {version} from trainer rank {self._rank}"
+        what = f"the generators to receive version {version} from trainer rank {self._rank}"
         try:
             await self._transfers.run(self._send, version, self._snapshots[snapshot], nbytes, what=what)
         except TransferError as error:
@@ -98,22 +98,22 @@ class CollectiveSender:
 
 
 def _send(group: BroadcastGroup, until: float, header: torch.Tensor, *buckets: torch.Tensor) -> None:
-    """Broadcast a header and what it announces; one bucket is under way while the next one is started."""
-    group.meet(until)
+    """Broadcast a header and the buckets after it; the next bucket is started while one is in flight."""
+    group.barrier(until)
     group.broadcast(header)()
-    before: Callable[[], None] | None = None
+    previous: Callable[[], None] | None = None
     for bucket in buckets:
         arrived = group.broadcast(bucket)
-        if before is not None:
-            before()
-        before = arrived
-    if before is not None:
-        before()
+        if previous is not None:
+            previous()
+        previous = arrived
+    if previous is not None:
+        previous()
     group.finish(until)
 
 
 class CollectiveReceiver:
-    """The generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`."""
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._manifest = manifest
@@ -126,15 +126,16 @@ class CollectiveReceiver:
         self._position = 0
         self._transfers = Transfers(device, settings.deadline_s, "trainer ranks")
         self._plans: list[list[list[BucketEntry]]] = []
-        """By trainer rank: its buckets."""
+        """Buckets of each trainer rank."""
         self._buckets: list[torch.Tensor] = []
+        """Two buckets for shards that share them, used alternately."""
         self._sender = ""
-        """Who is received from at present."""
+        """The trainer rank that is being received from, for messages."""
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         await self._transfers.leave_memory()
         self._addresses, self._position = [address.decode() for address in addresses], position
-        what = f"the trainer ranks to meet generator {position} of {receivers}"
+        what = f"the trainer ranks to connect to generator {position} of {receivers}"
         await self._transfers.run(self._join, receivers, what=what)
 
     def _join(self, receivers: int) -> None:
@@ -173,7 +174,7 @@ class CollectiveReceiver:
         return received
 
     def _receive_header(self, group: BroadcastGroup, until: float) -> list[int]:
-        group.meet(until)
+        group.barrier(until)
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         group.broadcast(header)()
         group.finish(until)
@@ -185,7 +186,9 @@ class CollectiveReceiver:
         sent, nbytes = self._receive_header(group, until)
         expected = sum(entry.nbytes for entries in plan for entry in entries)
         if sent != version or nbytes > expected:
-            raise TransferError(f"it sent {nbytes} bytes of version {sent}, expected {expected} of version {version}")
+            raise TransferError(
+                f"it sent {nbytes} bytes of version {sent}, expected {expected} bytes of version {version}"
+            )
         arriving: list[tuple[list[BucketEntry], torch.Tensor, Callable[[], None]]] = []
         remaining, shared = nbytes, 0
         for entries in plan:
@@ -197,13 +200,13 @@ class CollectiveReceiver:
             else:
                 bucket, shared = self._buckets[shared % 2][: min(remaining, size)], shared + 1
             remaining -= size
-            # One bucket is unpacked while the next is under way.
+            # One bucket is unpacked while the next one is in flight.
             arriving.append((entries, bucket, group.broadcast(bucket)))
             if len(arriving) == 2:
                 _unpack(*arriving.pop(0), area)
         for broadcast in arriving:
             _unpack(*broadcast, area)
-        group.finish(until)  # the engine's processes read it next
+        group.finish(until)  # other processes (the engine's) read the area next
         return nbytes
 
     def abort(self, why: str) -> None:
@@ -215,8 +218,8 @@ class CollectiveReceiver:
 
 def _unpack(entries: list[BucketEntry], bucket: torch.Tensor, arrived: Callable[[], None], area: torch.Tensor) -> None:
     arrived()
-    # Shorter where the sent bytes end within them.
-    runs = [bucket[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
-    places = [area[entry.staging :][: len(run)] for entry, run in zip(entries, runs, strict=True)]
-    if runs:
-        torch._foreach_copy_(places, runs)
+    # Slices are shorter than their entries if the sent bytes end within them.
+    sources = [bucket[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
+    targets = [area[entry.staging :][: len(source)] for entry, source in zip(entries, sources, strict=True)]
+    if sources:
+        torch._foreach_copy_(targets, sources)

@@ -1,6 +1,6 @@
-"""Lossless compression of an update: it holds only the elements whose bits changed since the previous version.
+"""Lossless compression of weight updates: send only the elements whose bits changed since the previous version.
 
-An update is cut into buckets; each is written in its smallest form:
+An update is split into buckets; each is encoded in its smallest form:
 
 | form | bytes, for n elements of which c changed | smallest when |
 |---|---|---|
@@ -9,8 +9,8 @@ An update is cut into buckets; each is written in its smallest form:
 | mask | n / 8, and c values | in between |
 | dense | n values | nearly all changed |
 
-Both functions are vectorised torch, on CPUs and GPUs. They compare and copy bits, so NaNs and -0.0 need no special
-case. Numbers on the wire have the machine's byte order (little-endian on all supported machines).
+:func:`encode` and :func:`apply` are vectorised torch, on CPUs and GPUs. They compare and copy bits, so NaNs and -0.0
+need no special case. Encoded numbers have the machine's byte order (little-endian on all supported machines).
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from monarch_rl.weights.manifest import INT_OF_SIZE, Manifest, make_manifest, pl
 _MAGIC = 0x3161746C6564
 """`delta1`, read as a little-endian number."""
 _HEADER, _ENTRY = 4, 2
-"""int64 values at the start of the wire (magic, itemsize, bytes, bytes of a bucket), then for each bucket (form,
-changed elements). The buckets' contents follow, then the bytes after the last full group of eight elements."""
+"""Numbers of int64 values: of the header (magic, itemsize, bytes, bytes per bucket), and of the table entry of each
+bucket (form, changed elements), which follow it. Then come the buckets' contents, and the bytes after the last full
+group of eight elements."""
 _SAME, _OFFSETS, _MASK, _DENSE = range(4)
 _BLOCK = 1 << 16
 """Elements that a 16-bit offset can address."""
 _GATHER_BITS = 0x0102040810204080
-"""Multiplied by eight bytes of 0 or 1, read as one number, it moves byte i to bit 56 + i."""
+"""Multiplying eight bytes of 0 or 1, read as one number, by this moves byte i to bit 56 + i."""
 
 
 class DeltaError(ValueError):
-    """The bytes are not an update for this target, or they are damaged."""
+    """The bytes are damaged, or not an encoded update for this target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class DeltaStats:
 
     elements: int
     changed: int
-    """Elements whose bits differ from the previous version's; up to 7 elements at the end are not counted."""
+    """Elements whose bits differ from the previous version; up to 7 elements at the end are not counted."""
     wire_bytes: int
     dense_bytes: int
 
@@ -59,12 +60,12 @@ class DeltaStats:
 
 
 class _Layout(NamedTuple):
-    """How an update is cut. All buckets but the last are full; a tail of under 8 elements is sent as it is."""
+    """How an update is split. All buckets except the last are full; a tail of under 8 elements is sent unencoded."""
 
     itemsize: int
     nbytes: int
     bucket: int
-    """Bytes of a bucket: a multiple of 64, so that no mask or word spans two buckets."""
+    """Bytes of a bucket: a multiple of 64, so that no byte of a mask and no word spans two buckets."""
 
     @property
     def body(self) -> int:
@@ -76,7 +77,7 @@ class _Layout(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Byte offset of the buckets' contents on the wire."""
+        """Byte offset of the buckets' contents in the encoded update."""
         return 8 * (_HEADER + _ENTRY * len(self.starts))
 
     def numel(self, start: int) -> int:
@@ -85,22 +86,22 @@ class _Layout(NamedTuple):
 
 
 def wire_bound(nbytes: int, bucket_bytes: int) -> int:
-    """Bytes that an update of ``nbytes`` takes at most: ``nbytes``, a header of 32, and 16 a bucket."""
+    """Maximum bytes of an encoded update of ``nbytes``: ``nbytes``, a header of 32, and 16 per bucket."""
     return _Layout(1, nbytes, _bucket(bucket_bytes)).payload + nbytes
 
 
 def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_bytes: int, out: torch.Tensor) -> int:
-    """Write to ``out`` the update that turns ``previous`` into ``current``.
+    """Encode to ``out`` the update that turns ``previous`` into ``current``.
 
     Args:
         previous: uint8[N], contiguous, its storage offset a multiple of 8.
-        current: the same, on the same device.
-        itemsize: bytes of an element: 1, 2, 4 or 8.
+        current: uint8[N], likewise, on the same device.
+        itemsize: bytes per element: 1, 2, 4 or 8.
         bucket_bytes: bytes compared at a time, rounded down to a multiple of 64. Temporary memory is about as large.
-        out: uint8, at least ``wire_bound(N, bucket_bytes)``, on the same device.
+        out: uint8, at least ``wire_bound(N, bucket_bytes)``, on the same device, its storage offset a multiple of 8.
 
     Returns:
-        Bytes written to ``out``.
+        Number of bytes written to ``out``.
 
     Raises:
         ValueError: sizes, dtypes or devices do not fit together.
@@ -130,10 +131,10 @@ def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_
 
 
 def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int) -> tuple[int, int, list[torch.Tensor]]:
-    """The form, the number of changed elements, and the parts to send, in order."""
+    """Returns the form, the number of changed elements, and the fields to send, in order."""
     elements = current.view(INT_OF_SIZE[itemsize])
     n = elements.numel()
-    # Usually most elements are unchanged: compare whole words of 8 bytes first.
+    # Compare whole words of 8 bytes first, because usually most elements are unchanged.
     differs = _differs(previous.view(torch.int64), current.view(torch.int64))
     words = _count(differs)
     if words == 0:
@@ -143,7 +144,7 @@ def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int)
         changed = at.numel()
         if _size(_OFFSETS, n, changed, itemsize) < _size(_MASK, n, changed, itemsize):
             counts = torch.bincount(at // _BLOCK, minlength=-(-n // _BLOCK)).to(torch.int32)
-            offsets = at.to(torch.int16)  # wraps: the lower 16 bits
+            offsets = at.to(torch.int16)  # wraps around to the lower 16 bits
             return _OFFSETS, changed, [counts.view(torch.uint8), offsets.view(torch.uint8), values.view(torch.uint8)]
     mask = _differs(previous.view(INT_OF_SIZE[itemsize]), elements)
     changed = _count(mask)
@@ -168,12 +169,12 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
     """Turn ``target``, which holds the previous version, into the current one, in place.
 
     Args:
-        wire: uint8, what :func:`encode` wrote, cut to the bytes it returned, its storage offset a multiple of 8.
+        wire: uint8, the bytes that :func:`encode` wrote, its storage offset a multiple of 8.
         target: uint8[N], contiguous, its storage offset a multiple of 8; on the device of ``wire``.
 
     Raises:
-        DeltaError: ``wire`` is damaged or for another size; ``target`` may hold parts of both versions.
-            Nothing is written outside of ``target``. Damaged values are not noticed.
+        DeltaError: ``wire`` is damaged or for another size; ``target`` may hold a mix of both versions. Nothing is
+            written outside of ``target``. Damaged values of elements are not detected.
         ValueError: dtypes, alignment or devices do not fit together.
     """
     layout, entries = _read_table(wire)
@@ -195,21 +196,21 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def stats(wire: torch.Tensor) -> DeltaStats:
-    """Sizes of the update that :func:`encode` wrote. Raises :class:`DeltaError` like :func:`apply`."""
+    """Sizes of an update encoded by :func:`encode`. Raises :class:`DeltaError` like :func:`apply`."""
     layout, entries = _read_table(wire)
     changed = sum(count for _, count in entries)
     return DeltaStats(layout.nbytes // layout.itemsize, changed, wire.numel(), layout.nbytes)
 
 
 def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
-    """The layout and each bucket's form and number of changed elements, checked against the length of the wire."""
+    """Layout, and each bucket's form and number of changed elements, checked against the length of ``wire``."""
     header = wire[: 8 * _HEADER]
     magic, itemsize, nbytes, bucket = header.view(torch.int64).tolist() if header.numel() == 8 * _HEADER else [0] * 4
     if magic != _MAGIC or itemsize not in INT_OF_SIZE or nbytes < 0 or bucket <= 0 or bucket % 64:
         raise DeltaError(f"these {wire.numel()} bytes do not begin like an encoded update")
     layout = _Layout(itemsize, nbytes, bucket)
     if wire.numel() < layout.payload:
-        raise DeltaError(f"the update is cut off: {wire.numel()} bytes, its table alone has {layout.payload}")
+        raise DeltaError(f"the update is cut off: it has {wire.numel()} bytes, its table alone {layout.payload}")
     table = wire[8 * _HEADER : layout.payload].view(torch.int64).tolist()
     entries = list(zip(table[::2], table[1::2], strict=True))
     expected = layout.payload + nbytes - layout.body
@@ -219,7 +220,7 @@ def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
             raise DeltaError(f"bucket {k} of {len(entries)} has form {form} and {changed} changed elements")
         expected += _size(form, layout.numel(start), changed, itemsize)
     if wire.numel() != expected:
-        raise DeltaError(f"the update has {wire.numel()} bytes, its table says {expected}")
+        raise DeltaError(f"the update has {wire.numel()} bytes, but its table declares {expected}")
     return layout, entries
 
 
@@ -237,24 +238,24 @@ def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Ten
     if form == _MASK:
         at = _nonzero(_unpack(wire[: n // 8]))
         if at.numel() != changed:
-            raise DeltaError(f"the mask has {at.numel()} elements, not {changed}")
+            raise DeltaError(f"the mask has {at.numel()} changed elements, expected {changed}")
         elements.scatter_(0, at, values)
         return
     blocks = -(-n // _BLOCK)
     counts = wire[: 4 * blocks].view(torch.int32).to(torch.int64)
     if int(counts.min()) < 0 or int(counts.sum()) != changed:
-        raise DeltaError(f"its blocks do not have {changed} changed elements in total")
+        raise DeltaError(f"the counts of its blocks do not add up to {changed} changed elements")
     offsets_at = _aligned(4 * blocks)
     offsets = wire[offsets_at : offsets_at + 2 * changed].view(torch.int16).to(torch.int64) & (_BLOCK - 1)
     block = torch.repeat_interleave(torch.arange(blocks, device=wire.device), counts, output_size=changed)
     at = block * _BLOCK + offsets
     if int(at.max()) >= n:
-        raise DeltaError(f"element {int(at.max())} is to be changed, there are {n}")
+        raise DeltaError(f"changed element {int(at.max())} is out of range, there are {n} elements")
     elements.scatter_(0, at, values)
 
 
 def _size(form: int, n: int, changed: int, itemsize: int) -> int:
-    """Bytes on the wire of a bucket of n elements; each part is padded to a multiple of 8."""
+    """Encoded bytes of a bucket of ``n`` elements; each field is padded to a multiple of 8."""
     values = _aligned(changed * itemsize)
     if form == _OFFSETS:
         return _aligned(4 * -(-n // _BLOCK)) + _aligned(2 * changed) + values
@@ -262,12 +263,12 @@ def _size(form: int, n: int, changed: int, itemsize: int) -> int:
 
 
 def _pack(mask: torch.Tensor) -> torch.Tensor:
-    """bool[8 k] to uint8[k], the first element in the lowest bit."""
+    """Pack bool[8 k] into uint8[k], the first element in the lowest bit."""
     return ((mask.view(torch.int64) * _GATHER_BITS) >> 56).to(torch.uint8)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The reverse of :func:`_pack`."""
+    """The inverse of :func:`_pack`."""
     return _spread_bits(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
 
 
@@ -283,7 +284,7 @@ def _count(mask: torch.Tensor) -> int:
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """int64 indices of the true elements, ascending."""
+    """int64: indices of the true elements, ascending."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().flatten()
@@ -317,21 +318,22 @@ def _check(itemsize: int, **buffers: tuple[torch.Tensor, int]) -> None:
             raise ValueError(f"{name} begins at byte {buffer.storage_offset()} of its storage, not a multiple of 8")
 
 
-# -- the two ends: send only what changed, over any transport that moves bytes ----------------------------------------
-# These classes wrap a transport. It then moves one tensor of bytes for each trainer rank: the encoded update, which
-# omits the elements that did not change. Both ends keep the version that all receivers have. After ``connect`` they
-# begin with zeros, so the first version is sent whole.
+# -- sender and receiver: encoded updates over any transport that moves bytes -----------------------------------------
+# These classes wrap a transport, which then moves one tensor of bytes per trainer rank: the encoded update. Sender and
+# receiver both hold the version that all receivers have. After ``connect`` it is all zeros, so the first version is
+# sent in full.
 
 BUCKET_BYTES = 4 << 20
-"""Bytes compared at a time on a CPU: the fastest of 1 to 64 MiB. A replica saves reads in steps of this size, too."""
+"""Bytes compared at a time on a CPU: the fastest of 1 to 64 MiB. A replica also saves reads in steps of this size."""
 DEVICE_BUCKET_BYTES = 64 << 20
-"""The same on a device. There the host waits 1 to 5 times a bucket for a number that it needs to go on: 300 times at
-most for 4 GB instead of 4,800. Temporary memory is a few times as large. None of this has been measured on a GPU."""
+"""Bytes compared at a time on a device. There the host synchronises 1 to 5 times per bucket to read a number: for 4 GB
+at most 300 times, instead of 4,800 with the CPU's bucket size. Temporary memory is a few times as large. None of this
+has been measured on a GPU."""
 
 
 def updates_manifest(manifest: Manifest) -> Manifest:
-    """What the transport moves: for each trainer rank, as many bytes as its encoded update can take at most, which is
-    with the smallest buckets."""
+    """Manifest of the tensors that the transport moves: for each trainer rank the maximum bytes of its encoded update,
+    which occur with the smallest buckets."""
     sizes = [wire_bound(shard_bytes(manifest, rank), BUCKET_BYTES) for rank in range(len(manifest.shards))]
     names = [f"update of trainer rank {rank}" for rank in range(len(sizes))]
     return make_manifest(
@@ -341,7 +343,7 @@ def updates_manifest(manifest: Manifest) -> Manifest:
 
 
 class ChangesSender:
-    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`. ``transport`` moves the updates."""
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self._transport = transport
@@ -350,14 +352,14 @@ class ChangesSender:
         self._snapshots = [torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
         self._views = [list(snapshot.split(sizes)) for snapshot in self._snapshots]
         self._bucket_bytes = BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
-        self._known = torch.zeros_like(self._snapshots[0])
-        """The version that all receivers hold. Not a snapshot: the trainer may write the next one there meanwhile."""
+        self._previous = torch.zeros_like(self._snapshots[0])
+        """The version that all receivers hold. A separate copy, because the trainer may overwrite a snapshot."""
         self._offered: set[int] = set()
         """Snapshots of the transport that hold an update."""
         self._thread = SideThread("delta", device)
 
     async def open(self) -> bytes:
-        await self._thread.run(self._known.zero_)
+        await self._thread.run(self._previous.zero_)
         for snapshot in range(SNAPSHOTS):
             self._withdraw(snapshot)
         return await self._transport.open()
@@ -366,10 +368,8 @@ class ChangesSender:
         await self._transport.connect(addresses, receivers)
 
     def _withdraw(self, snapshot: int) -> None:
-        """Mark the transport's snapshot as being written, so that no receiver reads the previous update from it.
-
-        A version that is sent again is a different update.
-        """
+        """Mark the transport's snapshot as being written, so that no receiver reads the previous update from it."""
+        # Needed even if the same version is sent again, because that is then a different update.
         if snapshot in self._offered:
             self._transport.views(snapshot)
 
@@ -382,10 +382,10 @@ class ChangesSender:
             raise ValueError("an update covers a whole snapshot: nbytes is not supported")
         (update,) = self._transport.views(snapshot)
         current = self._snapshots[snapshot]
-        used = await self._thread.run(encode, self._known, current, self._itemsize, self._bucket_bytes, update)
+        used = await self._thread.run(encode, self._previous, current, self._itemsize, self._bucket_bytes, update)
         self._offered.add(snapshot)
         await self._transport.send(version, snapshot, used)
-        await self._thread.run(self._known.copy_, current)
+        await self._thread.run(self._previous.copy_, current)
 
     def abort(self, why: str) -> None:
         self._transport.abort(why)
@@ -396,22 +396,22 @@ class ChangesSender:
 
 
 class ChangesReceiver:
-    """The replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`. ``transport`` moves the updates."""
+    """The replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Receiver, manifest: Manifest, device: torch.device) -> None:
         self._transport = transport
         self._updates = updates_manifest(manifest).tensors
         ranks = range(len(manifest.shards))
         sizes = [shard_bytes(manifest, rank) for rank in ranks]
-        self._known = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        # One bucket holds all of a rank's shards: its entries say where each shard belongs in the area.
+        self._previous = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        # One bucket with all shards of a rank: its entries map each shard to its position in the area.
         self._plans = [plan_buckets(manifest, rank, max(1, size), size + 1) for rank, size in enumerate(sizes)]
         self._area = Area(manifest.nbytes, device)
         self._thread = SideThread("delta", device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        for known in self._known:
-            await self._thread.run(known.zero_)
+        for previous in self._previous:
+            await self._thread.run(previous.zero_)
         await self._transport.connect(addresses, position, receivers)
 
     def area(self, snapshot: int) -> bytes:
@@ -427,13 +427,13 @@ class ChangesReceiver:
         return received
 
     def _apply(self, arrived: torch.Tensor, received: list[int]) -> None:
-        for update, nbytes, known, buckets in zip(self._updates, received, self._known, self._plans, strict=True):
-            apply(arrived[update.offset : update.offset + nbytes], known)
+        for update, nbytes, previous, buckets in zip(self._updates, received, self._previous, self._plans, strict=True):
+            apply(arrived[update.offset : update.offset + nbytes], previous)
             entries = [entry for bucket in buckets for entry in bucket]
-            runs = [known[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
-            places = [self._area.buffer[entry.staging : entry.staging + entry.nbytes] for entry in entries]
-            if runs:  # a rank may own nothing
-                torch._foreach_copy_(places, runs)
+            sources = [previous[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
+            targets = [self._area.buffer[entry.staging : entry.staging + entry.nbytes] for entry in entries]
+            if sources:  # a rank may own nothing
+                torch._foreach_copy_(targets, sources)
 
     def abort(self, why: str) -> None:
         self._transport.abort(why)

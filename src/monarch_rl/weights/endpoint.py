@@ -1,18 +1,18 @@
-"""What every transport has: its settings, its two ends, and the errors they raise.
+"""The interface of all transports: settings, sender, receiver, and the errors that they raise.
 
 A transport is a pair of classes: a :class:`Sender` for every trainer rank and a :class:`Receiver` for every generator
 replica, however many engine ranks the replica has. ``weights/transport.py`` finds them by name. The control plane
 (``pipeline/publishing.py``) calls them in this order:
 
-    sender.open()                                 every trainer rank: prepare, return this rank's address
-    sender.connect(...), receiver.connect(...)    all at once
-    sender.send(version, snapshot), receiver.receive(version, snapshot)      all at once, for each version
+    sender.open()                                 on every trainer rank: prepare, return this rank's address
+    sender.connect(...), receiver.connect(...)    on all concurrently
+    sender.send(version, snapshot), receiver.receive(version, snapshot)      on all concurrently, for each version
 
-A sender has two snapshots (0 and 1) and uses them in turn: the trainer can write one version while the previous one
-is still being sent. No end enters a transfer before all have said that they are ready. A transfer that does not end
-within the deadline raises where it is awaited. Once a member is lost the others are told to ``abort`` it. When a member
-is lost or returns, ``open`` and ``connect`` are called again; the rest of the run is not touched. Decoding goes on
-during a transfer: a received version is not yet served.
+A sender has two snapshots (0 and 1) and alternates between them, so that the trainer can write one version while the
+previous one is still being sent. No sender or receiver starts a transfer before all have reported that they are ready.
+A transfer that exceeds the deadline raises where it is awaited. Once a member is lost, the others are told to ``abort``
+the transfer. After a member is lost or returns, ``open`` and ``connect`` are called again; the rest of the run is not
+affected. Decoding continues during a transfer: a received version is not served yet.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from monarch_rl.weights.manifest import Manifest
 TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
 
 SNAPSHOTS = 2
-"""Versions under way at a time: one in transfer, one being copied by the trainer."""
+"""Versions in flight at a time: one in transfer, one being copied by the trainer."""
 
 
 @dataclass(frozen=True)
 class TransferSettings(CheckedSettings, flags="weights"):
-    """How new weights reach the generators."""
+    """How new weights are published to the generators."""
 
     transport: TransportName | None = None
-    """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
-    `rdma`: replicas read from the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
-    `shared_memory`, on one host: trainer ranks write a version where engines load it from; on GPUs that is the first
-    rank's, and engines read it while decoding stops, so it wants one GPU, or NVLink. `auto` measures,
-    at the start and with the run's own model, those that work, and takes the fastest. None is `collective`, or, where
-    trainer ranks and replicas share devices, `shared_memory`."""
+    """`collective`: every trainer rank broadcasts to all replicas, by NCCL on GPUs and gloo on CPUs.
+    `rdma`: replicas read the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
+    `shared_memory`, on one host only: trainer ranks write each version to memory from which engines load it. On GPUs
+    this is memory of the first trainer rank, read while decoding pauses: use it with one GPU, or NVLink. `auto`:
+    measures the transports that work at the start, with the run's own model, and uses the fastest. None: `collective`,
+    or `shared_memory` if trainer ranks and replicas share devices."""
     bucket_mib: Annotated[int, Range(1, 65_536)] = 64
-    """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller buckets cost more
-    calls. With `delta`, at most 4."""
+    """MiB sent at a time. With `collective` each replica holds two buckets in addition to a version; smaller buckets
+    need more calls. At most 4 with weights.delta."""
     delta: bool = False
     """Send only the elements whose bits changed; lossless. Costs up to three more copies of a rank's shards, two more
-    versions on a replica, and one pass over every byte; docs/weights.md says when it pays. `shared_memory` sends
-    nothing over a network, so there it only costs."""
+    versions on a replica, and one pass over every byte; see docs/weights.md for when it pays off. Of no use with
+    `shared_memory`, which sends nothing over a network."""
     deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 120.0
-    """Seconds that one transfer may take before it fails, and 20 for each GB of a version; the old version stays
-    served."""
+    """Seconds that one transfer may take before it fails, plus 20 per GB of a version. After a failure the old version
+    stays served."""
     attempts: Annotated[int, Range(1, 1000)] = 3
-    """Times that a version is sent to a replica that answers but could not load it, the last time to it alone. Then
-    the replica is removed."""
+    """How often a version is sent to a replica that responds but could not load it, the last time to this replica
+    alone. Then the replica is removed."""
 
     @property
     def way(self) -> TransportName:
-        """The transport, without one `collective`."""
+        """The transport's name; `collective` if none is set."""
         return self.transport or "collective"
 
     @property
@@ -67,23 +67,23 @@ class TransferSettings(CheckedSettings, flags="weights"):
 
 
 class Sender(Protocol):
-    """The end of one trainer rank. Methods run on the actor's event loop and must not block it."""
+    """The endpoint of one trainer rank. Methods run on the actor's event loop and must not block it."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
     ) -> None: ...
 
     async def open(self) -> bytes:
-        """Prepare to connect; returns the address at which the others reach this rank."""
+        """Prepare to connect; returns this rank's address."""
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Connect to all senders (``addresses`` by rank, this rank's included) and ``receivers`` receivers."""
+        """Connect to all senders (``addresses`` by rank, including this one) and to ``receivers`` receivers."""
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
-        """Where to write snapshot 0 or 1: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
+        """Memory of snapshot 0 or 1 to write to: one flat uint8 view for each of ``manifest.shards[rank]``, in order.
 
-        Call it before each write. A snapshot always has the same memory, and the list may be the same one. From this
-        call until the next ``send`` of this snapshot, no receiver takes its content for a version.
+        Must be called before each write: from this call until the next ``send`` of the snapshot, no receiver accepts
+        its content as a version. A snapshot's memory never changes, and the same list may be returned.
         """
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
@@ -93,39 +93,39 @@ class Sender(Protocol):
         """
 
     def abort(self, why: str) -> None:
-        """End a ``connect`` or ``send`` that other members could hold up: it raises TransferError at once.
+        """Make a ``connect`` or ``send`` that may wait for other members raise TransferError at once.
 
-        After it, ``open`` and ``connect`` must come again.
+        Afterwards ``open`` and ``connect`` must be called again.
         """
 
     async def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """The end of one generator replica. Methods run on the actor's event loop and must not block it."""
+    """The endpoint of one generator replica. Methods run on the actor's event loop and must not block it."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None: ...
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Connect to every sender, as number ``position`` of ``receivers``."""
+        """Connect to every sender, as receiver number ``position`` of ``receivers``."""
 
     def area(self, snapshot: int) -> bytes:
         """Handle of the area (:mod:`monarch_rl.weights.area`) that holds a version received from ``snapshot``."""
 
     async def receive(self, version: int, snapshot: int) -> list[int]:
-        """Return when all of ``version`` is in ``area(snapshot)``: the bytes that each trainer rank sent.
+        """Wait until all of ``version`` is in ``area(snapshot)``; returns the bytes that each trainer rank sent.
 
-        Raises TransferError; then the area holds nothing of use.
+        Raises TransferError; the content of the area is then undefined.
         """
 
     def abort(self, why: str) -> None:
-        """As the sender's, for ``connect`` and ``receive``."""
+        """Make a ``connect`` or ``receive`` raise TransferError at once, as for :meth:`Sender.abort`."""
 
     async def close(self) -> None: ...
 
 
 class TransferError(RuntimeError):
-    """A transfer failed or brought another version than expected; the area holds nothing of use."""
+    """A transfer failed or delivered another version than expected; the content of the area is undefined."""
 
 
 class StillServing(RuntimeError):

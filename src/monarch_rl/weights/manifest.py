@@ -1,7 +1,7 @@
 """The tensors of a policy version, their offsets in a flat staging area, and the trainer rank that owns each element.
 
 A version is a set of Hugging Face tensors in the served dtype. Every receiver holds them in one flat buffer of bytes,
-laid out by the :class:`Manifest`. Every sender owns contiguous runs of their elements, its :class:`Shard` s. Both are
+laid out by the :class:`Manifest`. Every sender owns contiguous ranges of their elements (:class:`Shard`). Both are
 planned once, at the start.
 """
 
@@ -14,10 +14,10 @@ from math import prod
 import torch
 
 ALIGNMENT = 16
-"""Bytes to which each tensor is aligned in staging: the widest vector load of a copy kernel."""
+"""Alignment of each tensor in staging, in bytes: the widest vector load of a copy kernel."""
 
 INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers that have as many bytes as an element: what compares or moves bits takes elements for them."""
+"""Integer dtype by element size in bytes, as which elements are viewed to compare or move their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous run of elements (row-major) of one tensor, owned by one sender."""
+    """A contiguous range of elements (row-major) of one tensor, owned by one sender."""
 
     tensor: int
     """Index into ``Manifest.tensors``."""
     start: int
-    """First element, in elements of the whole tensor."""
+    """Index of the first element in the whole tensor."""
     numel: int
 
 
@@ -64,7 +64,7 @@ class Manifest:
     nbytes: int
     """Bytes of one staging area."""
     shards: tuple[tuple[Shard, ...], ...]
-    """``shards[r]``: what trainer rank r sends. All shards together cover every element exactly once."""
+    """``shards[r]``: the shards that trainer rank r sends. All ranks' shards cover every element exactly once."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def lay_out(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Lay tensors out one after the other; returns their specs and the total bytes."""
+    """Lay out tensors one after the other; returns their specs and the total bytes."""
     specs, offset = [], 0
     for name, shape, dtype in tensors:
         spec = TensorSpec(name, tuple(shape), dtype, offset)
@@ -84,32 +84,39 @@ def lay_out(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[
 def make_manifest(
     tensors: Sequence[tuple[str, Sequence[int], torch.dtype]], owned: Sequence[Sequence[tuple[str, int, int]]]
 ) -> Manifest:
-    """Plan a version from its tensors and each trainer rank's ``(name, first element, elements)`` runs.
+    """Plan the layout and shards of all versions.
 
-    Raises ValueError if an element is owned by no rank or by two.
+    Args:
+        tensors: name, shape and dtype of each tensor.
+        owned: for each trainer rank, the ranges that it owns: ``(name, first element, number of elements)``.
+
+    Raises:
+        ValueError: an element is owned by no rank or by two.
     """
     specs, nbytes = lay_out(tensors)
     index = {spec.name: i for i, spec in enumerate(specs)}
-    shards = tuple(tuple(Shard(index[name], start, numel) for name, start, numel in runs if numel) for runs in owned)
-    runs_by_tensor: list[list[tuple[int, int]]] = [[] for _ in specs]
+    shards = tuple(
+        tuple(Shard(index[name], start, numel) for name, start, numel in ranges if numel) for ranges in owned
+    )
+    ranges_by_tensor: list[list[tuple[int, int]]] = [[] for _ in specs]
     for rank in shards:
         for shard in rank:
-            runs_by_tensor[shard.tensor].append((shard.start, shard.numel))
-    for spec, runs in zip(specs, runs_by_tensor, strict=True):
+            ranges_by_tensor[shard.tensor].append((shard.start, shard.numel))
+    for spec, ranges in zip(specs, ranges_by_tensor, strict=True):
         end = 0
-        for start, numel in sorted(runs):
+        for start, numel in sorted(ranges):
             if start != end:
                 owners = "two ranks" if start < end else "no rank"
                 raise ValueError(f"{spec.name}: elements from {min(start, end)} on are owned by {owners}")
             end = start + numel
         if end != spec.numel:
-            raise ValueError(f"{spec.name}: {end} of {spec.numel} elements are owned by a trainer rank")
+            raise ValueError(f"{spec.name}: only {end} of {spec.numel} elements are owned by a trainer rank")
     return Manifest(specs, nbytes, shards)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A run of bytes of one tensor in one bucket. Buckets are consecutive slices of a sender's snapshot."""
+    """A contiguous range of bytes in one bucket. Buckets are consecutive slices of a sender's snapshot."""
 
     bucket: int
     """Byte offset in the bucket."""
@@ -119,16 +126,16 @@ class BucketEntry:
 
 
 def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: int) -> list[list[BucketEntry]]:
-    """Cut the shards of trainer rank ``rank`` into buckets of at most ``bucket_bytes``.
+    """Split the shards of trainer rank ``rank`` into buckets of at most ``bucket_bytes``.
 
-    Shards that follow each other without a gap, in the snapshot as in staging, are one run of bytes: all experts of a
-    rank, say. Runs of at least ``alone_bytes`` have buckets of their own, with one entry each: such a bucket can be
-    received in place. Smaller runs share buckets.
+    Shards that are contiguous both in the snapshot and in staging, such as all experts of a rank, form one range of
+    bytes. Ranges of at least ``alone_bytes`` have their own buckets with one entry each, which can be received in
+    place. Smaller ranges share buckets.
     """
     buckets: list[list[BucketEntry]] = []
     used = bucket_bytes
     alone = False
-    for staging, remaining in _byte_runs(manifest, rank):
+    for staging, remaining in _byte_ranges(manifest, rank):
         if alone or remaining >= alone_bytes:
             used = bucket_bytes
         alone = remaining >= alone_bytes
@@ -142,20 +149,20 @@ def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: 
     return buckets
 
 
-def _byte_runs(manifest: Manifest, rank: int) -> list[tuple[int, int]]:
-    """Where a rank's shards lie in staging, in their order, neighbours taken together: first byte and bytes."""
-    runs: list[tuple[int, int]] = []
+def _byte_ranges(manifest: Manifest, rank: int) -> list[tuple[int, int]]:
+    """Ranges of a rank's shards in staging, in order, contiguous shards merged: first byte and number of bytes."""
+    ranges: list[tuple[int, int]] = []
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         start, nbytes = spec.offset + shard.start * spec.dtype.itemsize, shard.numel * spec.dtype.itemsize
-        if runs and sum(runs[-1]) == start:
-            start, nbytes = runs[-1][0], runs.pop()[1] + nbytes
-        runs.append((start, nbytes))
-    return runs
+        if ranges and sum(ranges[-1]) == start:
+            start, nbytes = ranges[-1][0], ranges.pop()[1] + nbytes
+        ranges.append((start, nbytes))
+    return ranges
 
 
 def shard_bytes(manifest: Manifest, rank: int) -> int:
-    """Bytes that trainer rank ``rank`` owns: the size of its snapshot of a version."""
+    """Number of bytes that trainer rank ``rank`` owns: the size of its snapshot of a version."""
     return sum(s.numel * manifest.tensors[s.tensor].dtype.itemsize for s in manifest.shards[rank])
 
 
@@ -163,7 +170,7 @@ NAMED_IN_ERROR = 8
 
 
 def list_names(names: Iterable[str]) -> str:
-    """The first few names, for an error message, and the number of the others."""
+    """The first few names and the number of the others, for an error message."""
     listed = list(names)
     more = len(listed) - NAMED_IN_ERROR
     return ", ".join(listed[:NAMED_IN_ERROR]) + (f" and {more} more" if more > 0 else "")

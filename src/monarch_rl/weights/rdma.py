@@ -1,11 +1,11 @@
 """Transport ``rdma``: every generator replica reads each trainer rank's shards from its memory, one-sided.
 
 A trainer rank registers the memory of two snapshots once, with Monarch's ``RDMABuffer``: one is written while the other
-may still be read. Nobody waits for a reader, so a reader that dies does not delay the others. Reads use ibverbs where
-the machine has it, else Monarch's TCP connections, tuned in ``runtime/cluster.py``.
+may still be read. Nothing waits for a reader, so a reader that dies does not delay the others. Reads use ibverbs if the
+machine has it, otherwise Monarch's TCP connections, tuned in ``runtime/cluster.py``.
 
-Where a rank's shards are contiguous in the readers' areas, the snapshot has the same layout. Such ranges are read
-straight into the area; short ones are read together into a landing buffer and copied to their places.
+Shards of a rank that are contiguous in the readers' areas are contiguous in the snapshot as well. Long ranges are read
+straight into the area; short ones are read together into a landing buffer and copied to their positions.
 
 A one-sided read returns whatever the memory holds. So each snapshot has a header (version, bytes, state) that is read
 before and after the data: a version that is missing, or was overwritten meanwhile, is an error and never served.
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SILENCE_S = 5
-"""Seconds (an integer) that one read may take. Monarch does not notice that an owner of memory has died: reads from it
-end by this timeout. All reads of all replicas share the owner's connection: one replica with reads of 64 MiB from
-two ranks needs 26 MiB/s from each, two replicas twice that. Where there is less, use smaller buckets."""
+"""Seconds (an integer) that one read may take. Monarch does not notice that the owner of memory has died: reads from it
+end by this timeout. All reads of all replicas share the owner's connection: one replica with reads of 64 MiB from two
+ranks needs 26 MiB/s from each, two replicas need twice that. With less bandwidth, use smaller buckets."""
 _IN_FLIGHT = 4
-"""Concurrent reads of one replica, at most; each has a landing buffer."""
+"""Maximum concurrent reads of one replica; each has a landing buffer."""
 _LANDING_BYTES = 16 << 20
-"""Bytes of a landing buffer, at most. Smaller ones cost more reads, larger ones only memory."""
+"""Maximum bytes of a landing buffer. Smaller ones need more reads, larger ones only take memory."""
 _DIRECT = 2
-"""A range of at least 1 / this of a landing buffer has a read of its own, shorter ones share one. On TCP a read costs
-about 2 ms beside its bytes; 16 MB are copied in that time."""
+"""A range of at least 1 / this of a landing buffer has its own read; shorter ranges share reads. Over TCP a read costs
+about 2 ms besides its bytes, in which 16 MB could be copied."""
 _POLL_S = 0.005
 
 _EMPTY, _WRITING, _READY = range(3)
@@ -52,14 +52,14 @@ _STATES = ("empty", "being written", "ready")
 
 
 def usable() -> str | None:
-    """Return why this transport cannot work with this process's configuration, or ``None``. Needs no actor."""
+    """Why this transport cannot work with this process's configuration; ``None`` if it can. Needs no actor."""
     from monarch.rdma import get_rdma_backend
 
     if get_rdma_backend() != "none":
         return None
     return (
-        "transport rdma: this machine has no ibverbs device that Monarch can use, and its fallback to TCP is off "
-        "(rdma_allow_tcp_fallback, MONARCH_RDMA_ALLOW_TCP_FALLBACK): allow that or choose another transport"
+        "transport rdma: this machine has no ibverbs device that Monarch can use, and Monarch's fallback to TCP is off "
+        "(rdma_allow_tcp_fallback, MONARCH_RDMA_ALLOW_TCP_FALLBACK): enable the fallback or choose another transport"
     )
 
 
@@ -80,21 +80,21 @@ class SnapshotPlan:
     """Layout of one trainer rank's snapshot, and the reads that fetch it. Both sides compute it from the manifest."""
 
     shards: tuple[tuple[int, int], ...]
-    """Byte offset and bytes of each of the rank's shards in the snapshot."""
+    """Byte offset in the snapshot, and number of bytes, of each of the rank's shards."""
     reads: tuple[tuple[ByteRange, ...], ...]
-    """What each read fetches: consecutive ranges of the snapshot, with the gaps between them."""
+    """Ranges of each read: consecutive ranges of the snapshot, read together with the gaps between them."""
     nbytes: int
     """Bytes of the snapshot."""
 
 
 def plan_snapshot(manifest: Manifest, rank: int, bucket_bytes: int) -> SnapshotPlan:
-    """Lay out trainer rank ``rank``'s snapshot, and cut it into reads of at most ``bucket_bytes`` (16 or more).
+    """Lay out trainer rank ``rank``'s snapshot, and split it into reads of at most ``bucket_bytes`` (16 or more).
 
     A byte has the same offset modulo :data:`ALIGNMENT` in the snapshot and in the area, so shards stay aligned.
     """
     shards: list[tuple[int, int]] = []
     ranges: list[ByteRange] = []
-    next_area = -1  # where in the area the last range may continue: its end, or after the padding of its last tensor
+    next_area = -1  # area offset that would extend the last range: its end, or the end of its last tensor's padding
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         area = spec.offset + shard.start * spec.dtype.itemsize
@@ -135,23 +135,23 @@ def _cut(ranges: list[ByteRange], bucket_bytes: int) -> Iterator[tuple[ByteRange
 
 
 def _span(ranges: tuple[ByteRange, ...]) -> tuple[int, int]:
-    """First byte of a read in the snapshot, and its bytes."""
+    """First byte of a read in the snapshot, and its number of bytes."""
     return ranges[0].snapshot_offset, ranges[-1].snapshot_offset + ranges[-1].nbytes - ranges[0].snapshot_offset
 
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotBuffers:
-    """One registered snapshot, as it is sent to its readers."""
+    """The registered buffers of one snapshot, as they are sent to its readers."""
 
     header: RDMABuffer
     data: tuple[RDMABuffer, ...]
-    """One for each read of the plan."""
+    """One buffer for each read of the plan."""
 
 
 class RdmaSender:
-    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`.
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`.
 
-    Use it inside an actor, whose process then owns the memory.
+    Must be used inside an actor, whose process then owns the memory.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RdmaSender:
         self._registered: list[_SnapshotBuffers] = []
 
     async def open(self) -> bytes:
-        """Register the memory, once: receivers that join later get the same address."""
+        """Register the memory at the first call; receivers that join later get the same address."""
         if reason := usable():
             raise TransferError(reason)
         if not self._registered:
@@ -187,7 +187,8 @@ class RdmaSender:
         """Nothing to do: receivers read on their own."""
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
-        """Where to write this rank's shards. Call it before each write: it marks the snapshot as being written."""
+        """Memory to write this rank's shards to. Must be called before each write, because it marks the snapshot as
+        being written."""
         self._headers[snapshot][2] = _WRITING
         return self._views[snapshot]
 
@@ -201,19 +202,20 @@ class RdmaSender:
         header[2] = _READY
 
     def abort(self, why: str) -> None:
-        """Nothing to do: this end waits for nobody."""
+        """Nothing to do: the sender never waits for others."""
 
     async def close(self) -> None:
         """Unregister the memory. Later reads fail."""
         registered, self._registered, self._snapshots, self._views = self._registered, [], [], []
         for buffers in registered:
             for buffer in (buffers.header, *buffers.data):
-                # Monarch holds the memory until then.
+                # Monarch references the memory until the buffer is dropped.
                 await within(SILENCE_S, buffer.drop(), "registered memory to be released", on="Monarch")
 
 
 class RdmaReceiver:
-    """The generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`. Use it inside an actor."""
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`. Must be used inside an
+    actor."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._settings = settings
@@ -231,12 +233,15 @@ class RdmaReceiver:
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         owners: list[list[_SnapshotBuffers]] = [pickle.loads(address) for address in addresses]
         if len(owners) != len(self._plans):
-            raise TransferError(f"{len(owners)} trainer ranks have memory to read, the manifest has {len(self._plans)}")
+            raise TransferError(
+                f"{len(owners)} trainer ranks registered memory, but the manifest has {len(self._plans)} ranks"
+            )
         for rank, (owner, plan) in enumerate(zip(owners, self._plans, strict=True)):
             expected = [_span(ranges)[1] for ranges in plan.reads]
             if any([buffer.size() for buffer in buffers.data] != expected for buffers in owner):
                 raise TransferError(
-                    f"trainer rank {rank} registered other reads: do its manifest and bucket_mib differ?"
+                    f"trainer rank {rank} registered other reads than this generator expects: its manifest or "
+                    "weights.bucket-mib differs"
                 )
         self._owners = owners
         deadline = time.monotonic() + self._settings.deadline_s
@@ -248,15 +253,15 @@ class RdmaReceiver:
     async def receive(self, version: int, snapshot: int) -> list[int]:
         """Read ``version`` from ``snapshot`` of all trainer ranks into the area of the same index.
 
-        Raises :class:`TransferError` within :data:`SILENCE_S` seconds of the last byte if an owner is dead or stuck.
-        When this returns or raises, nothing writes to the area any more, unless it was cancelled.
+        Raises :class:`TransferError` within :data:`SILENCE_S` seconds after the last byte if an owner is dead or stuck.
+        When this returns or raises, nothing writes to the area any more, unless the call was cancelled.
         """
         if not self._owners:
             raise TransferError(f"a generator receives version {version} before connect()")
         deadline = time.monotonic() + self._settings.deadline_s
         ranks = range(len(self._owners))
         sizes = await _all(self._wait_until_ready(rank, version, snapshot, deadline) for rank in ranks)
-        # Reads of the ranks alternate, so that concurrent reads use the links of several ranks.
+        # Reads alternate between the ranks, so that concurrent reads use the links of several ranks.
         reads = [
             (k, rank)
             for rank in ranks
@@ -269,28 +274,28 @@ class RdmaReceiver:
         return sizes
 
     async def _wait_until_ready(self, rank: int, version: int, snapshot: int, deadline: float) -> int:
-        """Return the number of bytes that the rank offers."""
+        """Wait until the rank offers ``version``; returns the number of bytes that it offers."""
         while True:
             offered, nbytes, state = await self._read_header(rank, snapshot, deadline)
             expected = self._plans[rank].nbytes
             if offered > version or (offered == version and nbytes > expected):
                 raise TransferError(
-                    f"version {version} of {expected} bytes was to be read from trainer rank {rank}, "
-                    f"but version {offered} of {nbytes} bytes is there"
+                    f"trainer rank {rank} offers version {offered} of {nbytes} bytes, "
+                    f"expected version {version} of {expected} bytes"
                 )
             if offered == version and state == _READY:
                 return nbytes
             if time.monotonic() > deadline:
                 raise TransferError(
                     f"trainer rank {rank} did not offer version {version} in snapshot {snapshot} within "
-                    f"{self._settings.deadline_s:g} s: version {offered} is there, {_STATES[state]}"
+                    f"{self._settings.deadline_s:g} s: it holds version {offered}, {_STATES[state]}"
                 )
             await asyncio.sleep(_POLL_S)
 
     async def _read_lane(
         self, queue: Iterator[tuple[int, int]], landing: torch.Tensor, version: int, snapshot: int, deadline: float
     ) -> None:
-        """Do reads from the common queue, one after the other."""
+        """Take reads from the shared queue, one after the other."""
         area = self._areas[snapshot].buffer
         try:
             for k, rank in queue:
@@ -312,7 +317,7 @@ class RdmaReceiver:
         offered, _, state = await self._read_header(rank, snapshot, deadline)
         if (offered, state) != (version, _READY):
             raise TransferError(
-                f"version {version} of trainer rank {rank} was written to while it was read: "
+                f"version {version} of trainer rank {rank} was overwritten while it was read: "
                 f"its snapshot {snapshot} now holds version {offered}, {_STATES[state]}"
             )
 
@@ -323,7 +328,7 @@ class RdmaReceiver:
         return header.tolist()
 
     def abort(self, why: str) -> None:
-        """Nothing to do: no other replica can hold up a read, and of an owner that is gone it ends by itself."""
+        """Nothing to do: no other replica can delay a read, and a read from a lost owner ends by its timeout."""
 
     async def close(self) -> None:
         self._thread.close()
@@ -342,17 +347,17 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
         raise TransferError(f"{what}: the deadline of the transfer has passed")
     seconds = max(1, min(SILENCE_S, math.ceil(remaining_s)))
     try:
-        # Monarch's timeout ends the read itself, so that it cannot write later to memory that is used again.
+        # Monarch's timeout ends the read itself, so that it cannot write later to memory that has been reused.
         await buffer.read_into(into, timeout=seconds)  # waits: until Monarch's timeout, which holds
     except Exception as error:
         raise TransferError(
-            f"could not read {what} within {seconds} s; its process is dead, stuck or has closed, "
-            f"or too many bytes are under way (--weights.bucket-mib): {error}"
+            f"could not read {what} within {seconds} s: its process is dead, stuck or closed, "
+            f"or too many bytes are in flight (reduce --weights.bucket-mib): {error}"
         ) from error
 
 
 async def _all(steps: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Await all, even if some fail; then raise the first error."""
+    """Await all, even if some fail; then raise the first error, or return the results in order."""
     results: list[T] = []
     # waits: until each step's own deadline
     for result in await asyncio.gather(*steps, return_exceptions=True):

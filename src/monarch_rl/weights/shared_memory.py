@@ -1,8 +1,8 @@
-"""Transport ``shared_memory``, for one host: trainer ranks write a snapshot where the engines load it from.
+"""Transport ``shared_memory``, for one host: trainer ranks write snapshots to memory from which the engines load.
 
-Trainer rank 0 makes two areas, each for a whole version. All ranks write their shards into them, so "sending" moves
-nothing: the snapshot copies from shard to area, and the engine's commit copies from area to parameter. On GPUs the
-areas are in rank 0's memory, which the other ranks reach by CUDA IPC.
+Trainer rank 0 makes two areas, each for a whole version. All ranks write their shards into them, so sending moves no
+data: the snapshot copies from shard to area, and the engine's commit copies from area to parameter. On GPUs the areas
+are in rank 0's memory, which the other ranks reach by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettin
 from monarch_rl.weights.manifest import Manifest, shard_bytes
 
 POLL_S = 0.0005
-"""Seconds between two checks whether a trainer rank has sent. Short: its call is under way at the same time."""
+"""Seconds between two checks whether a trainer rank has sent. Short, because the rank's ``send`` runs concurrently."""
 BEING_WRITTEN = -1
-"""In place of a version: this rank's shards are being written."""
+"""Stored in place of a version while the rank's shards are being written."""
 HEADER_BYTES = 16
-"""At the end of an area, for each trainer rank: version and bytes, int64 each."""
+"""Bytes per trainer rank at the end of an area: version and number of bytes, int64 each."""
 
 
 def this_host() -> str:
-    """An id that is equal for processes that can share memory: one boot of one machine, one container."""
+    """An id that is equal for processes that can share memory: same boot of the same machine, same container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
 class _Areas:
-    """The two areas as one process maps them. The end of each area says, by trainer rank, which version the rank's part
-    holds and how many of its bytes."""
+    """The two areas as mapped by one process. The end of each area holds, for each trainer rank, the version of its
+    shards in the area, and the number of valid bytes."""
 
     def __init__(self, address: bytes, ranks: int) -> None:
         host, self.handles = pickle.loads(address)
         if host != this_host():
             raise TransferError(
-                f"transport shared_memory works on one host only: trainer rank 0 is on {host}, this process on "
-                f"{this_host()}. Use transport collective or rdma."
+                f"weights.transport shared_memory works on one host only: trainer rank 0 is on {host}, this process on "
+                f"{this_host()}. Set weights.transport collective or rdma."
             )
         self.buffers = [attach(handle) for handle in self.handles]
         headers = [buffer[-HEADER_BYTES * ranks :].view(torch.int64).view(2, ranks) for buffer in self.buffers]
@@ -53,7 +53,7 @@ class _Areas:
 
 
 class SharedMemorySender:
-    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`."""
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -64,11 +64,11 @@ class SharedMemorySender:
         self._own_areas: list[Area] = []
         self._areas: _Areas | None = None
         self._views: list[list[torch.Tensor]] = []
-        """By snapshot."""
+        """Views of this rank's shards, by snapshot."""
         self._thread = SideThread("weights", device)
 
     async def open(self) -> bytes:
-        """Rank 0's address holds the handles of the areas, which stay the same for all later calls."""
+        """Returns this rank's address. Rank 0's has the handles of the areas, which are the same in all later calls."""
         if self._rank == 0 and not self._own_areas:
             self._own_areas = await self._thread.run(self._make_areas)
         return pickle.dumps((this_host(), [area.handle for area in self._own_areas]))
@@ -86,7 +86,7 @@ class SharedMemorySender:
             self._views = [list(self._shards_of(buffer)) for buffer in self._areas.buffers]
 
     def _shards_of(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """This rank's, in an area."""
+        """Views of this rank's shards in an area."""
         for shard in self._manifest.shards[self._rank]:
             spec = self._manifest.tensors[shard.tensor]
             start = spec.offset + shard.start * spec.dtype.itemsize
@@ -94,7 +94,7 @@ class SharedMemorySender:
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         areas = self._connected()
-        with self._thread.stream.use():  # before anything else is written
+        with self._thread.stream.use():  # done before the caller writes to the snapshot
             areas.versions[snapshot][self._rank] = BEING_WRITTEN
         return self._views[snapshot]
 
@@ -108,7 +108,7 @@ class SharedMemorySender:
         versions[self._rank] = version
 
     def abort(self, why: str) -> None:
-        """Nothing to do: this end waits for nobody."""
+        """Nothing to do: the sender never waits for others."""
 
     async def close(self) -> None:
         self._thread.close()
@@ -116,12 +116,12 @@ class SharedMemorySender:
 
     def _connected(self) -> _Areas:
         if self._areas is None:
-            raise TransferError(f"trainer rank {self._rank} has no areas before connect()")
+            raise TransferError(f"trainer rank {self._rank} has no shared memory before connect()")
         return self._areas
 
 
 class SharedMemoryReceiver:
-    """The generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`."""
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
@@ -135,13 +135,13 @@ class SharedMemoryReceiver:
         return self._connected().handles[snapshot]
 
     async def receive(self, version: int, snapshot: int) -> list[int]:
-        """Wait until every trainer rank has marked its part as ``version``."""
+        """Wait until every trainer rank has marked its shards as ``version``."""
         areas = self._connected()
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         while late := {r: v for r, v in enumerate(await self._read(areas.versions[snapshot])) if v != version}:
             if asyncio.get_running_loop().time() > deadline:
                 raise TransferError(
-                    f"version {version} is not whole after {self._deadline_s:g} s: the parts of trainer ranks "
+                    f"version {version} is incomplete after {self._deadline_s:g} s: the shards of trainer ranks "
                     f"{list(late)} are of versions {list(late.values())}"
                 )
             await asyncio.sleep(POLL_S)
@@ -151,7 +151,7 @@ class SharedMemoryReceiver:
         return await self._thread.run(numbers.tolist)
 
     def abort(self, why: str) -> None:
-        """Nothing to do: only trainer ranks are waited for, and ``close`` comes when they are lost."""
+        """Nothing to do: the receiver waits only for trainer ranks, and is closed when one of them is lost."""
 
     async def close(self) -> None:
         self._thread.close()
@@ -159,5 +159,5 @@ class SharedMemoryReceiver:
 
     def _connected(self) -> _Areas:
         if self._areas is None:
-            raise TransferError("a generator has no areas before connect()")
+            raise TransferError("a generator has no shared memory before connect()")
         return self._areas

@@ -1,4 +1,4 @@
-"""Build the two ends of a transport by its name; with ``delta``, let it send only what changed.
+"""Builds the sender and receiver of a transport by name; with ``delta``, wraps them to send only changed elements.
 
 The interface is in ``weights/endpoint.py``.
 """
@@ -21,13 +21,13 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
     "rdma": ("monarch_rl.weights.rdma", "RdmaSender", "RdmaReceiver"),
     "shared_memory": ("monarch_rl.weights.shared_memory", "SharedMemorySender", "SharedMemoryReceiver"),
 }
-"""By name: module, class of the sender, class of the receiver. Imported on demand."""
+"""By name: module, sender class, receiver class. Imported on demand."""
 
 
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
-    """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
+    """Make the trainer rank's endpoint of the transport in ``settings``; ``host``: this process's address."""
     make: type[Sender] = _find(settings.way, 1)
-    with on_side_stream(device):  # memory is filled with zeros before anything else is done with it
+    with on_side_stream(device):  # memory is zeroed before any other use
         if not settings.delta:
             return make(manifest, rank, settings, host, device)
         transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
@@ -35,7 +35,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
 
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
-    """Make the replica's end of the transport in ``settings``."""
+    """Make the replica's endpoint of the transport in ``settings``."""
     make: type[Receiver] = _find(settings.way, 2)
     with on_side_stream(device):  # as in make_sender
         if not settings.delta:
@@ -50,5 +50,5 @@ def _find(name: TransportName, side: int) -> Any:
 
 
 def _in_small_buckets(settings: TransferSettings) -> TransferSettings:
-    """An update is short: a whole bucket of 64 MiB would be read for a few bytes."""
+    # An encoded update is small: reading a whole bucket of 64 MiB for a few bytes would be wasteful.
     return replace(settings, bucket_mib=min(settings.bucket_mib, 4))

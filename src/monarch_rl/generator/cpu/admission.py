@@ -1,12 +1,12 @@
-"""Which requests start together, in SGLang's scheduler on a machine without an accelerator.
+"""Decides which requests start together, in SGLang's scheduler on a machine without an accelerator.
 
 Requests arrive one by one, some 0.3 to 1 ms apart. An idle scheduler would start the first of a group alone, so it
 waits a moment for the others.
 
-Prompts that share a prefix are computed once. The episodes of a group would be read in one batch, each with the whole
-prompt. If that computes more than another batch costs, only the first of them is read. The others wait for the next
-batch and find the prompt in the prefix cache. With the overlap scheduler they would not: a batch is chosen before the
-results of the one before are read, and published. There nobody waits.
+Prompts that share a prefix are computed once. SGLang would read the episodes of a group in one batch, each with the
+whole prompt. If that costs more than another batch, only the first request is read; the others wait for the next batch
+and find the prompt in the prefix cache. With the overlap scheduler they would not find it, because a batch is chosen
+before the results of the previous one are processed and published. So with that scheduler no request waits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from monarch_rl.generator.cpu.prefix_cache import PROMPT_FROM, count_parameters
 
 WORTH_A_BATCH = 5e7
-"""Tokens times parameters of the model whose computation costs as much as one more batch: a batch takes some 4 ms of
-Python beside what it computes, and a core computes 2 operations for each of them at 20 to 50 GFLOP/s."""
+"""Tokens times model parameters whose computation costs as much as another batch. A batch takes some 4 ms of Python
+besides its computation; that takes 2 operations per token and parameter, at 20 to 50 GFLOP/s per core."""
 GATHER_S = 0.003
-"""Seconds that an idle scheduler waits after a message. To start a request alone costs more of a core, but nothing else
-of this process waits for it."""
+"""Seconds that an idle scheduler waits after a message. Starting a request alone would cost more of a core, and nothing
+else in this process waits meanwhile."""
 SAME_START = 16
-"""Tokens that prompts must have in common before they are compared in full."""
+"""Number of leading tokens that prompts must have in common before they are compared in full."""
 
 
 def get_new_batch_prefill(scheduler: Any, original: Callable[..., Any], running_batch: Any) -> Any:
@@ -34,27 +34,29 @@ def get_new_batch_prefill(scheduler: Any, original: Callable[..., Any], running_
     held = _held_back(scheduler)
     if not held:
         return original(scheduler, running_batch=running_batch)
-    behind, before = set(map(id, held)), list(scheduler.waiting_queue)
-    scheduler.waiting_queue = [req for req in before if id(req) not in behind]
+    held_ids, queue = set(map(id, held)), list(scheduler.waiting_queue)
+    scheduler.waiting_queue = [req for req in queue if id(req) not in held_ids]
     try:
         plan = original(scheduler, running_batch=running_batch)
-    finally:  # in the order of before, so that nobody is overtaken again and again
-        left, known = {id(req) for req in scheduler.waiting_queue}, set(map(id, before))
-        added = [req for req in scheduler.waiting_queue if id(req) not in known]
-        scheduler.waiting_queue = [req for req in before if id(req) in left | behind] + added
+    finally:  # restore the original order, so that no request is overtaken repeatedly
+        left, queued_ids = {id(req) for req in scheduler.waiting_queue}, set(map(id, queue))
+        added = [req for req in scheduler.waiting_queue if id(req) not in queued_ids]
+        scheduler.waiting_queue = [req for req in queue if id(req) in left | held_ids] + added
     scheduler._monarch_rl_follows = plan.batch_to_run is not None
     return plan
 
 
 def arm_interval(scheduler: Any, original: Callable[..., Any], batch: Any) -> None:
-    """Replaces ``Scheduler._arm_prefill_decode_interval``: those that were held back are in the very next batch."""
+    """Replaces ``Scheduler._arm_prefill_decode_interval``: requests that were held back start in the very next
+    batch."""
     original(scheduler, batch)
     if scheduler.__dict__.pop("_monarch_rl_follows", False):
         scheduler._prefill_decode_interval_remaining = 0
 
 
 def gather_after_idle(scheduler: Any, original: Callable[..., Any]) -> None:
-    """Replaces ``Scheduler.maybe_sleep_on_idle``: the message that ends the sleep is seldom the only one."""
+    """Replaces ``Scheduler.maybe_sleep_on_idle``: wait briefly for further requests after the message that ends the
+    sleep."""
     original(scheduler)
     sleeper = scheduler.idle_sleeper
     if sleeper is not None and not scheduler._engine_paused and sleeper.poller.poll(0):
@@ -62,29 +64,29 @@ def gather_after_idle(scheduler: Any, original: Callable[..., Any]) -> None:
 
 
 def _held_back(scheduler: Any) -> list[Any]:
-    """The waiting requests that should wait for another one, in order."""
+    """The queued requests that should wait for another one to publish their common prefix, in order."""
     if scheduler.enable_overlap:
         return []
     waiting = [req for req in scheduler.waiting_queue if not req.output_ids]
     first = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     if len(first + waiting) < 2 or not scheduler.tree_cache.supports_prefix_sharing():
         return []
-    alike: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for req in first + waiting:
         if len(req.origin_input_ids) > SAME_START:
             start = req.origin_input_ids[:SAME_START].tobytes()
-            alike.setdefault((req.extra_key, req.cache_salt, start), []).append(req)
-    known = scheduler.__dict__
-    if "_monarch_rl_parameters" not in known:
+            groups.setdefault((req.extra_key, req.cache_salt, start), []).append(req)
+    attributes = scheduler.__dict__
+    if "_monarch_rl_parameters" not in attributes:
         scheduler._monarch_rl_parameters = count_parameters(scheduler)
-    worth = WORTH_A_BATCH / known["_monarch_rl_parameters"]
+    worth = WORTH_A_BATCH / attributes["_monarch_rl_parameters"]
     held: set[int] = set()
-    for first_of_them, *others in alike.values():
-        shared = {id(req): _common(first_of_them.origin_input_ids, req.origin_input_ids) for req in others}
+    for leader, *others in groups.values():
+        shared = {id(req): _common(leader.origin_input_ids, req.origin_input_ids) for req in others}
         if sum(shared.values()) < worth:
             continue
-        cached = _cached(scheduler, first_of_them)
-        if len(first_of_them.origin_input_ids) - cached < PROMPT_FROM:  # it would not be published
+        cached = _cached(scheduler, leader)
+        if len(leader.origin_input_ids) - cached < PROMPT_FROM:  # it would not be published
             continue
         saved = {req: tokens - cached for req, tokens in shared.items() if tokens > cached}
         if sum(saved.values()) >= worth:
@@ -93,7 +95,7 @@ def _held_back(scheduler: Any) -> list[Any]:
 
 
 def _common(first: Any, other: Any) -> int:
-    """Tokens that two prompts have in common, but for the last one, which is always computed."""
+    """Length of the common prefix of two prompts, without the last token, which is always computed."""
     length = min(len(first), len(other)) - 1
     if first[:length] == other[:length]:
         return length
@@ -101,7 +103,7 @@ def _common(first: Any, other: Any) -> int:
 
 
 def _cached(scheduler: Any, req: Any) -> int:
-    """Tokens of a prompt that are in the prefix cache."""
+    """Number of a prompt's tokens that are in the prefix cache."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
 

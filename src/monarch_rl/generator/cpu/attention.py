@@ -1,12 +1,11 @@
 """Attention of a whole batch in a few calls, on a machine without an accelerator.
 
-SGLang's ``torch_native`` attends to one sequence at a time, in each layer, and to read what follows a cached prefix it
-computes the rows of the prefix again. On a small model that is half of a step. Here sequences are padded to each other
-and attended to together, only by the rows that are asked for. What does not depend on the layer, such as where keys lie
-and which of them a row may see, is computed once a forward. Outputs are within 2e-6 of the
-definition of attention in float64 (``tests/generator/test_cpu_attention.py``). Log-probs of the engines of tests are
-within 5e-6 of ``torch_native``'s, relative to a row's largest logit where that is above 1
-(``tests/generator/checked_scheduler.py``).
+SGLang's ``torch_native`` computes attention sequence by sequence in each layer, and for tokens after a cached prefix it
+computes the rows of the prefix again. With a small model that is half of a step. Here sequences are padded to a common
+length and computed together, only for the requested rows. Everything that does not depend on the layer, such as the
+cache entries of keys and the masks, is computed once per forward pass. Outputs are within 2e-6 of attention computed in
+float64 (``tests/generator/test_cpu_attention.py``). Log-probs of the engines in tests are within 5e-6 of
+``torch_native``'s, relative to a row's largest logit where that is above 1 (``tests/generator/checked_scheduler.py``).
 """
 
 from __future__ import annotations
@@ -23,29 +22,31 @@ from torch.nn.functional import scaled_dot_product_attention
 from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
 
 PADDING = Padding(waste=1.0, free_pairs=16_384)
-"""Of a call; within three tenths of the best for each load of ``python benchmarks/padding.py``."""
+"""Limits on the padding of a call; within 30 % of the best for each load of ``python benchmarks/padding.py``."""
 BLOCK_ROWS = 128
-"""Rows of a long sequence with a cached prefix that are attended to at once: more build larger masks, and look at more
-keys that they may not see. 64 to 256 were equally fast."""
+"""Rows of a long sequence with a cached prefix that are computed at once. Larger blocks need larger masks, and compute
+more scores that are masked out. 64 to 256 were equally fast."""
 
 
 @dataclass
 class Call:
-    """Sequences that are attended to together: B of them, padded to Q rows and to S keys."""
+    """Sequences whose attention is computed together: B sequences, padded to Q rows and S keys."""
 
     sequences: int
+    """B."""
     keys: torch.Tensor
-    """int64[B * S]: cache entries of each sequence's keys; padding repeats some entry."""
+    """int64[B * S]: cache entries of each sequence's keys; padding repeats an arbitrary entry."""
     rows: torch.Tensor | slice
-    """Of the query: int64[B * Q], padding repeats the last row; a slice where there is none."""
+    """Rows of the query: int64[B * Q], where padding repeats the last row; a slice if there is no padding."""
     real: torch.Tensor | None
-    """int64: which of the B * Q rows are not padding; None if all are not."""
+    """int64: indices of the B * Q rows that are not padding; None if there is no padding."""
     mask: torch.Tensor | None = None
-    """float32[B, 1, Q, S]: 0 where a row may see a key, else -inf; None if all may see all, or it is causal."""
+    """float32[B, 1, Q, S]: 0 where a row attends to a key, else -inf; None if every row attends to all keys, or for a
+    causal call."""
     causal: bool = False
-    """The rows are a whole sequence."""
+    """Whether the rows are one whole sequence."""
     shared_mask: torch.Tensor | None = None
-    """[B, 1, heads that share a KV head * Q, S]; made in the first layer."""
+    """[B, 1, heads per KV head * Q, S]: the mask repeated for the heads of a KV head; created in the first layer."""
 
     def mask_for(self, shared: int) -> torch.Tensor | None:
         """The mask of rows that are repeated for the ``shared`` heads of a KV head."""
@@ -62,9 +63,9 @@ def plan(
     Args:
         table: int[requests, positions]: the cache entry of each position of a request.
         requests: int64[n]: the batch's rows of ``table``.
-        lengths: of the n sequences, with the new tokens.
-        new: tokens of each that are queries, its last ones; they lie one after the other in the query.
-        blocks: rows of a sequence with a prefix that are attended to at once.
+        lengths: tokens of each of the n sequences, including new ones.
+        new: for each sequence, how many of its last tokens are queries; the query concatenates them.
+        blocks: rows of a sequence with a prefix that are computed at once.
     """
     starts = [0, *accumulate(new)]
     calls: list[Call] = []
@@ -81,7 +82,7 @@ def plan(
 
 
 def _buckets(lengths: list[int], new: list[int]) -> list[list[int]]:
-    """Sequences that are padded to each other, so that padding stays within its bounds."""
+    """Group sequences by similar size, so that padding stays within its limits."""
     if not lengths:
         return []
     if PADDING.allows(len(lengths) * max(lengths) * max(new), sum(map(mul, lengths, new))):
@@ -92,16 +93,16 @@ def _buckets(lengths: list[int], new: list[int]) -> list[list[int]]:
 
 
 def _alone(entries: torch.Tensor, new: int, start: int, blocks: int) -> list[Call]:
-    """One sequence: in one call if it has no prefix, else in blocks of rows, each over the keys up to its end."""
+    """Calls for a single sequence: one without a prefix; otherwise blocks of rows, each with the keys up to its end."""
     length = len(entries)
     if new == length:
         return [Call(1, entries, slice(start, start + new), None, causal=True)]
     calls = []
     for first in range(0, new, blocks):
         end = min(first + blocks, new)
-        seen = length - new + end
-        mask = None if end - first == 1 else _mask(torch.arange(seen - end + first, seen)[None], seen)
-        calls.append(Call(1, entries[:seen], slice(start + first, start + end), None, mask))
+        keys = length - new + end
+        mask = None if end - first == 1 else _mask(torch.arange(keys - end + first, keys)[None], keys)
+        calls.append(Call(1, entries[:keys], slice(start + first, start + end), None, mask))
     return calls
 
 
@@ -126,7 +127,7 @@ def _together(
 
 
 def _mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
-    """float32[B, 1, Q, keys] of rows at int64[B, Q] positions of their sequences."""
+    """float32[B, 1, Q, keys]: the causal mask of rows at int64[B, Q] positions in their sequences."""
     hidden = torch.arange(keys) > positions[..., None]
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
@@ -141,7 +142,7 @@ def attend(
 ) -> None:
     """Write the attention of ``query`` [tokens, heads, width] into ``output`` [tokens, heads, value width].
 
-    Caches are [entries, KV heads, (value) width]. The heads that share a KV head are taken as its rows.
+    Caches are [entries, KV heads, (value) width]. The heads that share a KV head are treated as further rows.
     """
     for call in calls:
         picked = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)
@@ -161,7 +162,15 @@ def attend(
 def _attend(
     call: Call, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """[B * Q, heads, value width] of a query [B * Q, heads, width], keys and values [B, KV heads, S, (value) width]."""
+    """Attention of one call, [B * Q, heads, value width].
+
+    Args:
+        call: the call.
+        query: [B * Q, heads, width].
+        keys: [B, KV heads, S, width].
+        values: [B, KV heads, S, value width].
+        scaling: factor of the scores.
+    """
     count, kv_heads = call.sequences, keys.shape[1]
     shared = query.shape[1] // kv_heads
     if call.causal:
@@ -182,14 +191,14 @@ def _attend(
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Stands in for SGLang's backend of the name ``torch_native``, and leaves to it what is not causal self-attention
-    over a cache of the query's dtype."""
+    """Replaces SGLang's ``torch_native`` backend for causal self-attention over a cache of the query's dtype; the rest
+    is left to SGLang."""
 
     calls: list[Call]
-    """Of the forward that is under way."""
+    """Calls of the current forward pass."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan the calls of a forward, which are the same in every layer."""
+        """Plan the calls of a forward pass, which are the same in every layer."""
         super().init_forward_metadata(forward_batch)
         lengths = forward_batch.seq_lens.tolist()
         decodes = forward_batch.forward_mode.is_decode_or_idle()

@@ -1,9 +1,8 @@
 """The layers of a dense Qwen, Llama or Mistral in plain PyTorch, on a machine without an accelerator.
 
-A layer of SGLang 0.5.23 goes through some sixty Python calls that choose kernels, quantisation, communication and
-layouts which a CPU, float32 and one rank do not have. On a small model that is most of a step. Here a layer is its two
-dozen operations. Whatever is not exactly that, such as LoRA, experts, several ranks or bfloat16, takes SGLang's own
-way.
+A layer of SGLang 0.5.23 makes some sixty Python calls to choose kernels, quantisation, communication and layouts, none
+of which apply to float32 on one CPU rank. With a small model they take most of a step. Here a layer is just its two
+dozen operations. Every other case, such as LoRA, experts, several ranks or bfloat16, uses SGLang's own code.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def forward_model(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    """Replaces ``forward`` of SGLang's dense models: float32[tokens, hidden], after the last norm."""
+    """Replaces ``forward`` of SGLang's dense models. Returns float32[tokens, hidden], after the last norm."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()
@@ -62,7 +61,7 @@ def _attention(
     if hasattr(module, "q_norm"):
         q = rms_norm(q, (width,), module.q_norm.weight, module.q_norm.variance_epsilon)
         k = rms_norm(k, (width,), module.k_norm.weight, module.k_norm.variance_epsilon)
-    # Rotates both at once: (a, b) becomes (a cos - b sin, b cos + a sin).
+    # Rotate queries and keys at once: (a, b) becomes (a cos - b sin, b cos + a sin).
     qk = torch.cat((q, k), 1)
     cos, signed_sin = rotation
     q, k = torch.addcmul(qk * cos, qk.roll(width // 2, -1), signed_sin).split((heads, kv_heads), 1)
@@ -76,7 +75,7 @@ def _attention(
 
 
 def is_plain(model: Any) -> bool:
-    """Whether a model's layers are what :func:`forward_model` computes: dense, float32, on one rank, without LoRA."""
+    """Whether :func:`forward_model` can compute a model's layers: dense, float32, on one rank, without LoRA."""
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear

@@ -1,4 +1,4 @@
-"""The switch of what makes SGLang lean without an accelerator: :func:`install`; the package says what it does."""
+"""Installs the optimisations of SGLang's scheduler on CPUs that the package docstring lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monarch_rl.generator.patch import check_parameters, replace_method
 
 
 def install() -> None:
-    """Apply all of it. Raises RuntimeError if SGLang is not the one that this was written for."""
+    """Apply all optimisations. Raises RuntimeError if SGLang's version is not the expected one."""
     from sglang.srt.environ import EnvField
     from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
@@ -49,11 +49,11 @@ def install() -> None:
 
 
 def _read_variable(field: Any, original: Callable[..., Any]) -> Any:
-    """An environment variable of SGLang: parsed again only if it was set since."""
+    """Replaces ``EnvField.get``: parse an environment variable again only if it has been set since."""
     raw = os.environ._data.get(field.name.encode())  # type: ignore[attr-defined]
-    seen = field.__dict__.get("_monarch_rl_seen")
-    if seen is not None and seen[0] is raw:
-        return seen[1]
+    cached = field.__dict__.get("_monarch_rl_seen")
+    if cached is not None and cached[0] is raw:
+        return cached[1]
     value = original(field)
     if raw is not None or not callable(field.default):
         field._monarch_rl_seen = (raw, value)
@@ -61,12 +61,12 @@ def _read_variable(field: Any, original: Callable[..., Any]) -> Any:
 
 
 # -- one gloo device for all process groups of an engine rank ---------------------------------------------------------
-# gloo gives each group a device, and each device a thread that wakes a hundred times a second. SGLang makes nine
-# groups and more, most of them of one rank: together they took 1 % of a core of an engine that had nothing to do.
+# gloo creates a device per group, and per device a thread that wakes a hundred times a second. SGLang creates nine or
+# more groups, most of them with one rank; their threads used 1 % of a core in an idle engine.
 
 
 def share_gloo_device() -> None:
-    """From now on groups that this process makes share a device."""
+    """Have all gloo groups that this process creates from now on share one device."""
     group: Any = dist.ProcessGroupGloo
     group.__init__ = partialmethod(_on_shared_device, group.__init__, group.create_default_device())
 
@@ -81,7 +81,7 @@ def _on_shared_device(
     timeout: timedelta | None = None,
     enable_reconfigure: bool = False,  # torch 2.14 has it, 2.13 not
 ) -> None:
-    """Replaces ``ProcessGroupGloo.__init__`` with a time-out, which makes a device."""
+    """Replaces the form of ``ProcessGroupGloo.__init__`` that takes a timeout and creates a device."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     if timeout is not None:
@@ -95,28 +95,29 @@ def _on_shared_device(
 
 
 def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draw one column a row, by one uniform number each.
+    """Sample one column per row, with one uniform random number each.
 
-    SGLang draws an exponential number for every entry of the vocabulary: 57 ms of a core for 64 rows of 49,152, and
-    28 ms here; 0.10 and 0.02 ms for 50 rows of 98.
+    SGLang generates an exponential random number for every vocabulary entry: 57 ms of a core for 64 rows of 49,152
+    columns, against 28 ms here; 0.10 against 0.02 ms for 50 rows of 98.
 
     Args:
-        probabilities: float[rows, columns], not negative, up to a factor per row; some entry of each row is above 0.
+        probabilities: float[rows, columns], not negative, up to a factor per row; each row has an entry above 0.
 
     Returns:
         int32[rows]: columns whose probability is above 0.
     """
-    # In float64: float32 would round away what is less likely than 6e-8.
+    # In float64: with float32, probabilities below 6e-8 would be lost to rounding.
     ends = probabilities.cumsum(-1, dtype=torch.float64)
     total = ends[:, -1:]
     at = torch.rand(len(ends), 1, dtype=torch.float64) * total
-    # Below the end of the last column that can be drawn, also after rounding.
+    # Stay below the end of the last column with a positive probability, even after rounding.
     at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(ends, at, right=True)[:, 0].to(torch.int32)
 
 
 def sample_if_unseeded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replaces SGLang's ``sampling_from_probs_torch``, which draws with seeds too."""
+    """A replacement for SGLang's ``sampling_from_probs_torch`` (``original``), which it still calls for seeded
+    batches."""
 
     @wraps(original)
     def sample(probs: torch.Tensor, sampling_seed: Any = None, positions: Any = None) -> torch.Tensor:

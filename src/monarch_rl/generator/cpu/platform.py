@@ -5,36 +5,25 @@ CUDA. This module is an out-of-tree platform (entry point ``sglang.srt.platforms
 point ``sglang.srt.plugins``) that run the released wheel on any CPU with PyTorch operations alone. Both do
 nothing where torch sees an accelerator. SGLang loads them in each of its processes.
 
-What it stands in for, and why:
+What is replaced (the reason is in a comment or docstring at each replacement):
 
 ====================================== ===========================================================================
-the platform                           operators dispatch to their PyTorch form, attention to ``torch_native``;
-                                       no pinned memory, no graphs, gloo between ranks
-``torchvision``                        imported at the top of some of SGLang's configs; a module of inert names
-                                       takes its place if it is not installed (its CUDA build breaks
-                                       ``transformers`` beside a CPU torch)
-images, video, audio                   refused with the reason: no processor can run without torchvision, and a
-                                       text model would silently ignore them
-pinned memory                          hard-coded for LoRA batches, routed experts and log-probs; a CPU build of
-                                       torch raises on it, and there is no device to copy to: ignored
-``_cuda_host_register``                registers host pools with the CUDA driver: nothing to register
-``multinomial_with_seed``              compiled, and its hash is a Triton or an AVX512 kernel: the same hash and
-                                       the same draw in PyTorch, so that a seed draws what it draws on a GPU
-``SamplingBatchInfo`` seeds            SGLang honours ``sampling_seed`` only in its deterministic mode, whose
-                                       kernels are Triton's; here a request with a seed always gets it, and
-                                       requests without one draw freely beside it
-attention of DeepSeek-V3               to read a prompt SGLang takes keys and values uncompressed, and ``torch_native``
-                                       reads the cache, which holds them compressed: here it always takes those
-loading DeepSeek-V3                    on threads, where copies cannot be traced: here on the caller's thread
-free memory                            SGLang compares that of the whole machine before and after loading, and between
-                                       ranks, so it refuses to start because of what other processes take meanwhile:
-                                       here it is the machine's memory less what this process has taken
-waiting while paused                   SGLang's scheduler spins while it is paused; on a CPU other processes need
-                                       that core meanwhile: it sleeps until the next message
+the platform                           PyTorch operators, attention by ``torch_native``, gloo between ranks;
+                                       no pinned memory, no graphs
+``torchvision``, if not installed      an inert stand-in
+images, video, audio                   refused
+pinned memory                          ignored
+``_cuda_host_register``                does nothing
+``multinomial_with_seed``              the same hash and the same samples, in PyTorch
+seeds in ``SamplingBatchInfo``         always honoured
+attention of DeepSeek-V3               always over the compressed cache
+loading DeepSeek-V3                    on the caller's thread
+free memory                            the machine's memory minus this process's own
+waiting while paused                   sleeps until the next message
 ====================================== ===========================================================================
 
-Seen to work (``tests/generator``): dense and mixture-of-experts models, log-probs, routed experts, sampling
-masks, LoRA adapters from tensors, weight updates in flight. What makes it fast as well is in ``install.py``.
+Tested in ``tests/generator``: dense and mixture-of-experts models, log-probs, routed experts, sampling masks, LoRA
+adapters from tensors, weight updates in flight. Optimisations are in ``install.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +48,7 @@ IMAGES_UNSUPPORTED = (
     "ids only, or run on a GPU machine with SGLang's full set of packages."
 )
 UNSEEDED = -(1 << 63)
-"""Stands in a batch's seeds for a request that has none; requests cannot ask for it, see ``seeds_of_batch``."""
+"""Seed value of a request without a seed in a batch, see ``seeds_of_batch``; no request can have it."""
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -80,7 +69,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def activate() -> str | None:
-    """Entry point ``sglang.srt.platforms``: the platform's class, or ``None`` where there is an accelerator."""
+    """Entry point ``sglang.srt.platforms``: the name of the platform's class; None if there is an accelerator."""
     if torch.accelerator.is_available():
         return None
     _stand_in_for_torchvision()
@@ -88,15 +77,18 @@ def activate() -> str | None:
 
 
 def hooks() -> None:
-    """Entry point ``sglang.srt.plugins``: registers what the module docstring lists."""
+    """Entry point ``sglang.srt.plugins``: registers the replacements that the module docstring lists."""
     if torch.accelerator.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang pins the memory of LoRA batches, routed experts and log-probs unconditionally. A CPU build of torch raises
+    # an error for that, and there is no device to copy to.
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     register = HookRegistry.register
+    # Would register host pools with the CUDA driver.
     register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing, HookType.REPLACE)
     register(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _refuse_images, HookType.BEFORE
@@ -112,6 +104,7 @@ def hooks() -> None:
     deepseek = "sglang.srt.models.deepseek_common."
     handlers = deepseek + "attention_backend_handler.AttentionBackendRegistry."
     register(handlers + "get_handler", _absorb, HookType.AROUND)
+    # Copies on other threads cannot be traced (load_staged.py).
     register(deepseek + "deepseek_weight_loader.should_async_load", _no, HookType.REPLACE)
     register(
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
@@ -120,11 +113,13 @@ def hooks() -> None:
     )
 
 
-# ---- torchvision and images ----------------------------------------------------------------------------------
+# -- torchvision and images -------------------------------------------------------------------------------------------
+# Some of SGLang's configs import torchvision at the top. It is not installed, because its CUDA build breaks
+# transformers in combination with a CPU build of torch.
 
 
 class _Unavailable:
-    """Stands for any name in torchvision."""
+    """Stand-in for every name in torchvision."""
 
     BICUBIC = BILINEAR = NEAREST = LANCZOS = None
 
@@ -144,7 +139,7 @@ def _stand_in_for_torchvision() -> None:
         return
     from transformers.utils import import_utils
 
-    # transformers caches the true answer now, and so never takes the stand-in for torchvision.
+    # Have transformers cache the true answer first, so that it never mistakes the stand-in for torchvision.
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
     tops = ("torchvision", "torchvision.transforms", "torchvision.io", "torchvision.ops")
@@ -159,11 +154,12 @@ def _stand_in_for_torchvision() -> None:
 
 
 def _refuse_images(request: Any, *_: Any, **__: Any) -> None:
+    # No processor can run without torchvision, and a text model would silently ignore images.
     if any(getattr(request, kind, None) for kind in ("image_data", "video_data", "audio_data")):
         raise ValueError(IMAGES_UNSUPPORTED)
 
 
-# ---- memory --------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -178,19 +174,25 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def own_free_memory() -> int:
-    """Bytes that this process could have if it were alone on the machine, or in its container, less what it has.
+    """Memory limit of the machine or container, minus the memory of this process, in bytes.
 
-    Two readings differ by what this process took in between, and by nothing else. Whether there is that much is asked
-    before the engine starts (``memory.py``).
+    SGLang compares the machine's free memory before and after loading, and between ranks, so it would refuse to start
+    because of memory that other processes allocate meanwhile. Two readings of this function differ only by what this
+    process allocated in between. Whether enough memory is really free is checked before the engine starts
+    (``replica_memory.py``).
     """
     return memory_limit() - own_memory()
 
 
-# ---- attention -----------------------------------------------------------------------------------------------
+# -- attention --------------------------------------------------------------------------------------------------------
 
 
 def _absorb(original: Callable[..., Any], registry: Any, backend: str) -> Callable[..., Any]:
-    """Have ``torch_native`` compute DeepSeek's latent attention over the compressed cache, for every batch."""
+    """Have ``torch_native`` compute DeepSeek's latent attention over the compressed cache, for every batch.
+
+    For prompts SGLang would choose a form with uncompressed keys and values, but ``torch_native`` reads the cache,
+    which holds them compressed.
+    """
     if backend != "torch_native":
         handler: Callable[..., Any] = original(registry, backend)
         return handler
@@ -203,11 +205,15 @@ def _no(*_: Any) -> bool:
     return False
 
 
-# ---- seeds ---------------------------------------------------------------------------------------------------
+# -- seeds ------------------------------------------------------------------------------------------------------------
 
 
 def seeds_of_batch(info: Any, _: Any, batch: Any, *__: Any, **___: Any) -> Any:
-    """Give a new ``SamplingBatchInfo`` the seeds of its requests: int64[requests], ``UNSEEDED`` for none."""
+    """Set the seeds of a new ``SamplingBatchInfo``: int64[requests], ``UNSEEDED`` for requests without one.
+
+    SGLang itself honours seeds only in its deterministic mode, which uses Triton kernels. Here every request with a
+    seed uses it, next to unseeded requests in the same batch.
+    """
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     info.sampling_seed = torch.tensor([UNSEEDED if seed is None else seed for seed in seeds], dtype=torch.int64)
     return info
@@ -218,24 +224,30 @@ def _no_seed(seed: torch.Tensor | None) -> bool:
 
 
 def _sample(original: Callable[..., Any], probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
-    """Draw without seeds unless some request has one: hashing every entry of the vocabulary is slow."""
+    """Sample without seeds unless a request has one: hashing every vocabulary entry is slow."""
     return original(probs, None if _no_seed(sampling_seed) else sampling_seed, positions)
 
 
 def _sample_truncated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if len(args) != 7:
-        raise TypeError("SGLang calls top_k_top_p_min_p_sampling_from_probs_torch in another way than 0.5.23 does")
+        raise TypeError(
+            f"SGLang called top_k_top_p_min_p_sampling_from_probs_torch with {len(args)} arguments instead of 7, as in "
+            "SGLang 0.5.23, which monarch_rl requires: install the SGLang version of locks/cpu.txt"
+        )
     *before, seed, positions = args
     return original(*before, None if _no_seed(seed) else seed, positions, **kwargs)
 
 
 def multinomial_with_seed(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw one column a row, repeatably for rows with a seed.
+    """Sample one column per row, reproducibly for rows with a seed.
+
+    SGLang's own function is compiled, and hashes with a Triton or AVX512 kernel. This one uses the same hash, so a seed
+    samples the same tokens as on a GPU.
 
     Args:
         logprobs: float[rows, columns], up to a constant per row.
-        seed: int64[rows]; ``UNSEEDED`` rows draw freely.
-        positions: int[rows], each token's place in its sequence.
+        seed: int64[rows]; rows with ``UNSEEDED`` are sampled without a seed.
+        positions: int[rows], each token's position in its sequence.
 
     Returns:
         int64[rows, 1]: the argmax of log-probs plus Gumbel noise, -log(-log(u)).
@@ -245,7 +257,7 @@ def multinomial_with_seed(logprobs: torch.Tensor, seed: torch.Tensor, positions:
     free = seed == UNSEEDED
     if free.any():
         uniform[free] = torch.rand(int(free.sum()), logprobs.shape[1], dtype=torch.float64)
-    # The bounds are SGLang's: 0 has no logarithm, and 1 would win against any log-prob.
+    # Bounds as in SGLang: 0 has no logarithm, and 1 would win against any log-prob.
     noise = -uniform.log().clamp(torch.finfo(torch.float64).min, -(2.0**-32))
     return (logprobs.to(torch.float64) - noise.log()).argmax(1, keepdim=True)
 
@@ -269,7 +281,7 @@ def murmur3(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) 
 
 
 def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Modulo 2**32; the int64 product wraps modulo 2**64, which keeps the low bits right."""
+    """Product modulo 2**32. The int64 product wraps modulo 2**64, so its low bits are correct."""
     return (x * factor) & 0xFFFFFFFF
 
 
@@ -277,8 +289,9 @@ def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x << bits) | (x >> (32 - bits))) & 0xFFFFFFFF
 
 
-# ---- waiting -------------------------------------------------------------------------------------------------
+# -- waiting ----------------------------------------------------------------------------------------------------------
 
 
 def _sleep_until_message(result: Any, scheduler: Any) -> None:
+    # SGLang's scheduler spins while it is paused, but on a CPU other processes need that core.
     scheduler.maybe_sleep_on_idle()

@@ -1,7 +1,8 @@
-"""What is worth an entry in SGLang's prefix cache, on a machine without an accelerator.
+"""Decides what to insert into SGLang's prefix cache, on a machine without an accelerator.
 
-A request publishes its prompt when it is read, and what it drew when it ends: some 0.2 ms of Python each. The episodes
-of a group publish the same prompt again and again, and the answers of a small model are sooner computed again.
+A request inserts ("publishes") its prompt when it has been read, and its sampled tokens when it ends, for some 0.2 ms
+of Python each. The episodes of a group insert the same prompt repeatedly, and for a small model it is faster to compute
+an answer again.
 """
 
 from __future__ import annotations
@@ -12,31 +13,32 @@ from typing import Any
 from monarch_rl.generator.patch import check_parameters
 
 PROMPT_FROM = 4
-"""New tokens of a prompt from which it is published."""
+"""Minimum number of new prompt tokens for a prompt to be published."""
 SHORT_PROMPT = 64
-"""Tokens up to which copies of a prompt that were computed in one batch are kept until their requests end. Publishing
-frees them, which is worth its price for long ones."""
+"""Maximum prompt length at which only one of several equal prompts in a batch is published; the copies then stay in
+memory until their requests end. Publishing a copy frees it, which is worth the cost only for longer prompts."""
 ANSWER_FROM = 17
-"""New tokens of prompt and answer from which they are published whatever the model: a next turn may follow."""
+"""Minimum number of new tokens of prompt and answer for them to be published with any model, as a next turn may
+follow."""
 WORTH_AN_ENTRY = 1e7
-"""Tokens times parameters of the model from which fewer are published too, because their computation takes as long:
-0.4 ms at 50 GFLOP/s. A model of 10 million parameters keeps all."""
+"""Tokens times model parameters from which fewer new tokens are published, too, because computing them again takes as
+long: 0.4 ms at 50 GFLOP/s. A model with 10 million parameters publishes everything."""
 
 
 class Publishing:
-    """Decides what a scheduler publishes. ``parameters`` of the model are set before its first request."""
+    """Decides what a scheduler publishes. Set ``parameters``, the model's size, before the first request."""
 
     def __init__(self) -> None:
         self.parameters = 0
         self._published: set[Any] = set()
-        """Prompts that the batch whose results are handled has published."""
+        """Prompts that the current batch has published."""
 
     def start_batch(self) -> None:
-        """Forget the prompts of the batch before."""
+        """Start the results of a new batch."""
         self._published.clear()
 
     def wants_prompt(self, req: Any) -> bool:
-        """Whether a request should publish what has been read of its prompt."""
+        """Whether a request should publish the part of its prompt that has been read."""
         if req.extend_end - req.kv.cache_protected_len < PROMPT_FROM:
             return False
         if req.extend_end > SHORT_PROMPT:
@@ -47,13 +49,13 @@ class Publishing:
         return new
 
     def wants_answer(self, req: Any) -> bool:
-        """Whether a request that has ended should publish what is not in the cache of its prompt and answer."""
+        """Whether an ended request should publish the part of its prompt and answer that is not in the cache."""
         new = req.owned_kv_len() - req.kv.cache_protected_len
         return bool(new >= ANSWER_FROM or new * self.parameters >= WORTH_AN_ENTRY)
 
 
 def install() -> None:
-    """Change what SGLang's scheduler publishes. Raises RuntimeError if SGLang is not the one this was written for."""
+    """Patch SGLang's scheduler. Raises RuntimeError if SGLang's version is not the expected one."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components import batch_result_processor as results
 
@@ -71,7 +73,7 @@ def install() -> None:
         if publishing.wants_prompt(req):
             publish(req, tree_cache)
         else:
-            req.prefix_len = req.extend_end  # where the next extend resumes, published or not
+            req.prefix_len = req.extend_end  # the next extend resumes here, whether or not this was published
 
     @wraps(release)
     def release_sequence(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
@@ -95,5 +97,5 @@ def install() -> None:
 
 
 def count_parameters(scheduler: Any) -> int:
-    """Of this rank's part of a scheduler's model; all ranks have as many."""
+    """Number of parameters of a scheduler's model on this rank; it is the same on all ranks."""
     return sum(weight.numel() for weight in scheduler.tp_worker.model_runner.model.parameters())

@@ -1,8 +1,8 @@
-"""What becomes of a step's tokens in SGLang's scheduler, on a machine without an accelerator.
+"""Processes the results of a decoding step in SGLang's scheduler, on a machine without an accelerator.
 
-SGLang looks at every token of every request for what only few requests have: grammars, beams, stop strings, sessions,
-state of Mamba. Here a request that has none of it, and goes on, costs two appends; one that ends is handled by SGLang.
-So is every request under the overlap scheduler, whose results may be of requests that have ended in the meantime.
+For every token of every request SGLang checks features that few requests use: grammars, beams, stop strings, sessions,
+Mamba state. Here a request without such features costs two appends per step while it runs; SGLang handles its end. With
+the overlap scheduler SGLang handles all results, because they may belong to requests that have ended in the meantime.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def process_decode(processor: Any, original: Callable[..., Any], batch: Any, res
     processor.token_to_kv_pool_allocator.free_group_begin()
     reported = []
     for i, (req, token) in enumerate(zip(batch.reqs, tokens, strict=True)):
-        drawn = req.output_ids
-        drawn.append(token)
+        output_ids = req.output_ids
+        output_ids.append(token)
         if logprobs is not None and req.return_logprob:
             req.logprob.output_token_logprobs_val.append(logprobs[i])
             req.logprob.output_token_logprobs_idx.append(token)
-        if token in req._monarch_rl_ends or len(drawn) >= req.sampling_params.max_new_tokens or req.to_finish:
+        if token in req._monarch_rl_ends or len(output_ids) >= req.sampling_params.max_new_tokens or req.to_finish:
             req.time_stats.set_last_decode_finish_time()
             req.update_finish_state()
             processor._handle_finish_state_updated_req(req, batch, result, i, result.logits_output)
-        if req.finished_reason is not None or len(drawn) % INTERVAL == 0:
+        if req.finished_reason is not None or len(output_ids) % INTERVAL == 0:
             reported.append(req)
     if reported:
         processor.output_streamer.stream_output(reported, batch.return_logprob)
@@ -57,7 +57,7 @@ def _plain_result(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def _is_plain(req: Any) -> bool:
-    """Whether a request needs no more than its tokens and their log-probs. Found out once."""
+    """Whether a request needs only its tokens and their log-probs. Computed once per request."""
     plain: bool | None = req.__dict__.get("_monarch_rl_plain")
     if plain is None:
         sampling = req.sampling_params
@@ -81,7 +81,7 @@ def _is_plain(req: Any) -> bool:
 
 
 class _Ends:
-    """The tokens that may end a request: what is ``in`` it SGLang looks at."""
+    """The set of tokens that may end a request, and that SGLang must therefore check."""
 
     def __init__(self, req: Any) -> None:
         sampling = req.sampling_params

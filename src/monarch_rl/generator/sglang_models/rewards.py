@@ -1,7 +1,7 @@
-"""SGLang's classes of models with a head that rates a sequence, for the families of ``model/reward_head.py``.
+"""SGLang's classes of reward models, for the families of ``model/reward_head.py``.
 
-SGLang 0.5.23 gives those of Qwen3 and Qwen2 a bias that no file holds: numbers drawn at random, others in every engine.
-Hugging Face's heads have none.
+SGLang 0.5.23 gives the heads of Qwen3 and Qwen2 a bias that is in no file, and so is random and different in every
+engine. Hugging Face's heads have no bias.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Qwen3ForSequenceClassification(_Qwen3):  # type: ignore[misc,unused-ignore]
-    """Without a bias."""
+    """SGLang's class, with a head without bias."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -23,7 +23,7 @@ class Qwen3ForSequenceClassification(_Qwen3):  # type: ignore[misc,unused-ignore
 
 
 class Qwen2ForSequenceClassification(_Qwen2):  # type: ignore[misc,unused-ignore]
-    """Without a bias."""
+    """SGLang's class, with a head without bias."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -10,7 +10,7 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """What SGLang's own is, in a module that imports the models that read images as well: 0.4 CPU-seconds a start."""
+    """Same as SGLang's class, whose module also imports models that read images: 0.4 CPU-seconds per start."""
 
 
 EntryClass = [
