@@ -304,11 +304,11 @@ def check_rollouts(run: Run) -> int:
 def check_made_again(run: Run) -> int:
     """The steps that were made again from the journal. Raises if there are none, or their weights are others."""
     said = re.findall(
-        r"^steps? (\d+)(?: to (\d+))? made again from the journal; (.*)$", run.log.read_text(), re.MULTILINE
+        r"^steps? (\d+)(?: to (\d+))? replayed from the journal; (.*)$", run.log.read_text(), re.MULTILINE
     )
     steps = sum(int(last or first) - int(first) + 1 for first, last, _ in said)
-    if not any("bit for bit" in weights for *_, weights in said) or any("others" in weights for *_, weights in said):
-        raise RuntimeError(f"{steps} steps were made again from the journal: {said}")
+    if not any("bit for bit" in weights for *_, weights in said) or any("differ" in weights for *_, weights in said):
+        raise RuntimeError(f"{steps} steps were replayed from the journal: {said}")
     return steps
 
 

@@ -81,17 +81,17 @@ class FailingTrainer(Trainer):
 class FailingGenerator(Generator):
     """Fails when it is asked for an answer."""
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def _generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         end_if_told(self._name)
-        return await super()._draw(prompt_ids, sampling, on_part)
+        return await super()._generate(prompt_ids, sampling, on_part)
 
 
 class FailingBuffer(Buffer):
     """Fails when it is given groups."""
 
-    def _put(self, groups: list[PackedGroup]) -> None:
+    def _submit(self, groups: list[PackedGroup]) -> None:
         end_if_told("buffer")
-        super()._put(groups)
+        super()._submit(groups)
 
 
 async def slow_update(*arguments: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Says what chat templates can do: whether a conversation can grow, with which roles, and how a turn ends.
+"""Reports what chat templates support: multi-turn conversations, roles, thoughts, and how a turn ends.
 
     python tools/chat_templates.py MODEL_FOLDER_OR_TEMPLATE.jinja ...
 
-A run makes the same check of its model at start. The exit code is 1 if a template cannot hold a conversation.
+A run makes the same check of its model's template at start. The exit code is 1 if a template does not support
+conversations.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from monarch_rl.model.chat_shape import Row, Shape, find_shape
 from monarch_rl.model.messages import ChatError
 
 SPECIAL = re.compile(r"<[|｜][^<>{}'\" ]+[|｜]>|<(?:start|end)_of_turn>|<turn\|>|</?s>|\[/?[A-Z_]+\]")
-"""What looks like a special token in a template that comes without its tokenizer."""
+"""Pattern of special tokens in a template without a tokenizer."""
 
 
 def shape_of(path: Path) -> Shape:
-    """The shape of a model folder's template, or of a template that comes alone. Raises ChatError, OSError."""
+    """The shape of the template of a model folder, or of a template file. Raises ChatError, OSError."""
     if path.is_dir():
         return ChatTemplate(str(path)).shape()
     from jinja2 import TemplateError
@@ -44,7 +45,7 @@ def shape_of(path: Path) -> Shape:
 
 
 def line(path: Path) -> tuple[bool, str]:
-    """Whether the template can hold a conversation, and a row of the table about it."""
+    """Whether the template supports conversations, and its row of the table."""
     name = path.stem if path.is_file() else path.name
     try:
         shape = shape_of(path)

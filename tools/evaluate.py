@@ -3,13 +3,13 @@
     python tools/evaluate.py runs/grpo-20260101-120000-1 --task recipes/grpo.py
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
-The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run: then what it wrote last
-is taken, its newest whole checkpoint, which is written to a temporary folder (TMPDIR) meanwhile, or a model that it has
-saved since. The recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. Of a run of this
-recipe, and of its checkpoints, the run's own settings are the defaults, though one engine plays all. To the recipe, and
-so to the frozen models that it asks, `--model` is the model that the run began with, or else the one that is evaluated.
-Prints what a run prints, then the same figures as a JSON object. What a greedy evaluation of a checkpoint's version
-gave in its run, it gives here, too. A model's folder is version 0, in the dtype of its files.
+The first argument is a Hugging Face folder, a Hub name, a checkpoint, or a run folder. For a run folder, whichever is
+newer is evaluated: its newest complete checkpoint, which is exported to a temporary folder (TMPDIR), or the model that
+it has saved. The recipe's own flags follow; `--held-out` and `--evaluation.*` select the episodes. For a run of this
+recipe, and for its checkpoints, the run's settings are the defaults, except that there is one engine. The recipe, and
+so its frozen models, get as `--model` the model that the run started from, or else the evaluated one. Prints what a run
+prints, then the same metrics as a JSON object. A greedy evaluation of a checkpoint gives the same results as in its
+run. A model folder is version 0, in the dtype of its files.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from monarch_rl.runtime.scratch import ScratchFolder
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is evaluated."""
+    """The model to evaluate."""
 
     place: str
-    """A model's folder or Hub name, a run's folder, or a checkpoint."""
+    """A model folder or Hub name, a run folder, or a checkpoint."""
     run: Path | None = None
-    """Its run's folder, if there is one."""
+    """Folder of its run, if there is one."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the run."""
+    """Settings of the run."""
 
     @classmethod
     def of(cls, place: str) -> Evaluated:
-        """Raises BrokenCheckpoint."""
+        """Identify the model by its path or name. Raises BrokenCheckpoint."""
         folder = Path(place).resolve()
         if (folder / SETTINGS).is_file():
             return cls(place, folder, json.loads((folder / SETTINGS).read_text()))
@@ -62,15 +62,15 @@ class Evaluated:
 
     @property
     def begun_with(self) -> str:
-        """The model that the run began with."""
+        """The model that the run started from."""
         return str(self.settings.get("model", self.place))
 
     def flags(self, recipe: Path) -> list[str]:
-        """The settings of a run of ``recipe``, as its flags; those of another recipe's run are none of it."""
+        """The run's settings as flags of ``recipe``; empty if the run is of another recipe."""
         if self.run is None:
             return []
         if not self.run.name.startswith(f"{recipe.stem}-"):
-            print(f"{self.run} is no run of {recipe}: the recipe's defaults are taken, not the run's settings")
+            print(f"{self.run} is not a run of {recipe}: using the recipe's defaults instead of the run's settings")
             return []
         played = {name: value for name, value in self.settings.items() if name not in ("model", "output", "resume")}
         return list(as_flags(played))
@@ -78,11 +78,13 @@ class Evaluated:
 
 @contextmanager
 def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices) -> Iterator[tuple[str, int]]:
-    """The model to evaluate and its version: what a run's folder stands for is that of :func:`source_of`; a checkpoint
-    is exported for the block, in the dtype that an engine with these settings serves on these devices.
+    """The folder or name of the model to evaluate, and its version.
+
+    For a run folder, :func:`source_of` selects the model. A checkpoint is exported for the duration of the block, in
+    the dtype that an engine with these settings serves on these devices.
 
     Raises:
-        ValueError: the run has saved neither; or the checkpoint cannot be exported.
+        ValueError: the run has neither a checkpoint nor a model, or the checkpoint cannot be exported.
     """
     if evaluated.run is None:
         yield evaluated.place, 0
@@ -98,11 +100,12 @@ def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices
 
 
 async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None) -> list[Evaluation]:
-    """Play the held-out sets that the settings name.
+    """Evaluate the held-out sets that the settings name.
 
     Args:
-        version: number of the model's weights.
-        cluster: for the engines of the recipe's frozen models.
+        recipe: the recipe, with its settings.
+        version: policy version of the model's weights.
+        cluster: cluster for the engines of the recipe's frozen models.
     """
     offered, settings = devices(), recipe.settings
     async with (
@@ -115,7 +118,7 @@ async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None)
 
 
 async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, places: int) -> Evaluation:
-    """Play one held-out set, ``places`` episodes at once."""
+    """Evaluate one held-out set, with ``places`` concurrent episodes."""
     settings = recipe.settings
     return await run_held_out(
         settings.evaluation.plan(held_out, settings.rollout.seed or 0),
@@ -130,13 +133,12 @@ async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, places: int)
 
 
 def main() -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or Hub name, or a run's folder")
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="model folder, Hub name, checkpoint, or run folder")
     parser.add_argument(
-        "--task", type=Path, required=True, metavar="RECIPE", help="file whose held-out items are played"
+        "--task", type=Path, required=True, metavar="RECIPE", help="recipe whose held-out items are evaluated"
     )
     own, flags = parser.parse_known_args()
     evaluated = Evaluated.of(own.model)

@@ -1,13 +1,13 @@
-"""Writes a checkpoint, or the model that a run has saved, as a Hugging Face folder: for transformers, peft or SGLang.
+"""Exports a checkpoint, or the model that a run has saved, as a Hugging Face folder for transformers, peft or SGLang.
 
-    python tools/export.py runs/grpo-20260101-120000-1 out                       what it wrote last
-    python tools/export.py runs/grpo-20260101-120000-1/checkpoints/best out      a certain one
+    python tools/export.py runs/grpo-20260101-120000-1 out                       the newest weights of a run
+    python tools/export.py runs/grpo-20260101-120000-1/checkpoints/best out      a specific checkpoint
     python tools/export.py RUN out --dtype bfloat16 --file-mib 4096              smaller, in several files with an index
-    python tools/export.py RUN out --adapter                                     LoRA alone, for peft
+    python tools/export.py RUN out --adapter                                     only the LoRA adapter, for peft
 
-Of a run its newest whole checkpoint is taken, or the model that it has saved if that has later steps. LoRA is merged
-into the weights unless it is written alone. The folder appears when it is complete; one of that name is replaced. Takes
-the memory of the model in float32.
+For a run, its newest complete checkpoint is exported, or the model that it has saved if that has later steps. LoRA is
+merged into the weights, unless --adapter is given. The folder is created once it is complete; an existing folder of
+that name is replaced. Needs memory for the model in float32.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from monarch_rl.offline.program import run_program
 
 
 def main() -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="a run's folder, a checkpoint, or a model's folder")
+    parser.add_argument("source", help="run folder, checkpoint, or model folder")
     parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument("--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="of the weights")
-    parser.add_argument("--file-mib", type=float, default=4096, help="MiB that a file of weights may have")
-    parser.add_argument("--adapter", action="store_true", help="write LoRA alone")
+    parser.add_argument(
+        "--dtype", default="", choices=["", "float32", "bfloat16", "float16"], help="dtype of the written weights"
+    )
+    parser.add_argument("--file-mib", type=float, default=4096, help="maximum MiB per weight file")
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter")
     own = parser.parse_args()
     with source_of(own.source, trained=own.adapter) as source:
         export(source, own.folder, own.dtype, int(own.file_mib * 2**20), own.adapter)

@@ -1,14 +1,14 @@
-"""Puts small faults into the sources, one after the other, and shows which test catches each: the tests' own test.
+"""Tests the tests: injects small faults into the sources, one at a time, and shows which test catches each.
 
     python tools/faults.py [--only ID ...] [--clean] [--root CHECKOUT] [--out FILE]
 
-``faults.toml`` beside this file lists them: what each breaks, the edit, and the tests that should fail. Each is made in
-a copy of the checkout, where these tests then run, the cheapest tier first, until one fails. Failing counts only where
-the sources could still be imported. A fault whose text is gone from the sources is an error: write it anew.
+``faults.toml`` in this folder lists the faults: what each breaks, the edit, and the tests that should fail. Each edit
+is made in a copy of the checkout, where these tests then run, the cheapest tier first, until one fails. A failure
+counts only if the sources can still be imported. A fault whose text is no longer in the sources is an error: update it.
 
-    --clean   run each test that has caught a fault once more without it: it must pass
-    --root    another checkout, an older commit's say; its tests are those that run
-    --out     also write what is printed to this file
+    --clean   run each test that caught a fault again without the fault: it must pass
+    --root    use another checkout, such as an older commit, with its own tests
+    --out     also write the output to this file
 """
 
 from __future__ import annotations
@@ -36,34 +36,35 @@ from hypothesis import Phase, settings
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_name("faults.toml")
 REPORT = "MONARCH_RL_FAULTS_REPORT"
-"""Variable with the file in which pytest, with this module as a plugin, writes what became of each test."""
+"""Variable with the file to which pytest, with this module as a plugin, writes the outcome of each test."""
 TIERS = ("quick", "core", "rest")
-"""The first two are what ./tools/test always runs."""
+"""./tools/test always runs the first two."""
 BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
-"""Exceptions that say that the edit is no fault but nonsense."""
+"""Exceptions that show that the edit broke the sources instead of making a fault."""
 LATE = ("TimeoutError", "TimeoutExpired")
-"""Exceptions by which a test gives up where the machine may merely be too busy."""
+"""Exceptions of tests that may only have failed because the machine was busy."""
 LIMIT_S = 3600.0
-"""For the tests of one fault: it merely ends a hang."""
+"""Seconds for the tests of one fault; only ends a hang."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the list."""
+    """One entry of the list."""
 
     id: str
     what: str
-    """What it breaks, in a sentence."""
+    """What the fault breaks, in a sentence."""
     file: str
     before: str
     after: str
     caught_by: tuple[str, ...]
-    """``folder/test_file.py::test_function``, in tests/; with ``[case]`` where other cases take long in vain."""
+    """``folder/test_file.py::test_function``, in tests/; with ``[case]`` if the other cases are slow and irrelevant."""
 
     def put_into(self, text: str) -> str:
-        """The sources with the fault. Raises ValueError unless ``before`` is there exactly once, or SyntaxError."""
+        """The source text with the fault. Raises ValueError unless it contains ``before`` exactly once, or
+        SyntaxError."""
         if (count := text.count(self.before)) != 1:
-            raise ValueError(f"{self.file} has {count} times, not once: {self.before!r}")
+            raise ValueError(f"{self.file} must contain this once, but contains it {count} times: {self.before!r}")
         changed = text.replace(self.before, self.after)
         compile(changed, self.file, "exec")
         return changed
@@ -75,7 +76,7 @@ def read_faults() -> list[Fault]:
 
 
 def problems(fault: Fault, root: Path) -> Iterator[str]:
-    """Why a fault cannot be tried with the sources and tests in ``root``."""
+    """Reasons why a fault cannot be tested with the sources and tests in ``root``."""
     try:
         fault.put_into((root / fault.file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
@@ -83,7 +84,7 @@ def problems(fault: Fault, root: Path) -> Iterator[str]:
     for test in fault.caught_by:
         file, _, name = test.partition("[")[0].partition("::")
         if name not in functions_of(root / "tests" / file):
-            yield f"{fault.id}: there is no tests/{test}"
+            yield f"{fault.id}: tests/{test} does not exist"
 
 
 def functions_of(file: Path) -> set[str]:
@@ -93,11 +94,11 @@ def functions_of(file: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-# -- the plugin, in pytest's process ---------------------------------------------------------------------------------
+# -- the plugin, in pytest's process ----------------------------------------------------------------------------------
 
 
 def pytest_sessionstart() -> None:
-    """Have hypothesis stop at the first example that fails: finding the simplest one is most of what it would cost."""
+    """Make hypothesis stop at the first failing example: shrinking it would take most of the time."""
     phases = (Phase.explicit, Phase.generate)
     settings.register_profile("faults", settings.default, phases=phases)
     settings.load_profile("faults")
@@ -115,7 +116,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
-    """Note each test that ran to its end, or what ended it: set-up included, because fixtures run programs."""
+    """Record each test that finished or failed, including failures in set-up, because fixtures run programs."""
     if call.when == "teardown" or (call.when == "setup" and call.excinfo is None):
         return
     kind, message = ("", "") if call.excinfo is None else (call.excinfo.type.__name__, str(call.excinfo.value))
@@ -124,15 +125,15 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-# -- the runner ------------------------------------------------------------------------------------------------------
+# -- the runner -------------------------------------------------------------------------------------------------------
 
 
 class Copy:
-    """A checkout's files in a folder of their own.
+    """A copy of a checkout.
 
     Args:
-        root: the checkout: what git tracks and what it would.
-        folder: empty.
+        root: the checkout, of which tracked files and untracked files that are not ignored are copied.
+        folder: an empty folder for the copy.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -145,12 +146,13 @@ class Copy:
                 shutil.copy2(root / name, self.path / name)
 
     def write(self, file: str, text: str) -> None:
-        """Replace a source. Its bytecode goes: that of a text as long, written in the same second, would stay valid."""
+        """Replace a source file, and remove its bytecode: for a text of the same length, written in the same second,
+        the old bytecode would stay valid."""
         (self.path / file).write_text(text, encoding="utf-8")
         Path(importlib.util.cache_from_source(str(self.path / file))).unlink(missing_ok=True)
 
     def run(self, tests: tuple[str, ...]) -> tuple[list[dict[str, str]], str]:
-        """Run tests until the first one fails: what became of each, and pytest's last lines."""
+        """Run tests until the first one fails; returns the outcome of each, and the end of pytest's output."""
         self._report.write_text("")
         places = os.pathsep.join(map(str, (self.path / "src", self._plugins)))
         environment = os.environ | {"PYTHONPATH": places, REPORT: str(self._report)}
@@ -171,13 +173,13 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                output = f"not done after {LIMIT_S:g} s"
+                output = f"the tests did not end within {LIMIT_S:g} s"
         rows = [json.loads(line) for line in self._report.read_text(encoding="utf-8").splitlines()]
         return (rows if process.returncode in (0, 1) else []), output[-3000:]
 
 
 def try_fault(fault: Fault, copy: Copy, clean: bool) -> tuple[dict[str, str] | None, str]:
-    """The first test that fails with the fault, or None and why there is none."""
+    """The first test that fails with the fault, or None and the reason."""
     whole = (copy.path / fault.file).read_text(encoding="utf-8")
     copy.write(fault.file, fault.put_into(whole))
     rows, output = copy.run(tuple(f"tests/{test}" for test in fault.caught_by))
@@ -186,7 +188,7 @@ def try_fault(fault: Fault, copy: Copy, clean: bool) -> tuple[dict[str, str] | N
     if not failed:
         return None, f"{len(rows)} tests passed" if rows else output
     caught = failed[0]
-    # A set-up fails by assertion where a program did; whatever else it raises, the machine is to blame.
+    # A set-up raises AssertionError if a program that it runs failed; any other exception is due to the machine.
     unprepared = caught["when"] == "setup" and caught["error"] != "AssertionError"
     late = caught["error"] in LATE or caught["message"].startswith("Timeout (")  # pytest-timeout's
     if unprepared or late or caught["error"] in BROKEN:
@@ -207,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     faults = [fault for fault in read_faults() if given.only is None or fault.id in given.only]
     if unknown := set(given.only or ()) - {fault.id for fault in faults}:
-        parser.error(f"there is no fault {', '.join(sorted(unknown))} in {FAULTS.name}")
+        parser.error(f"unknown fault: {', '.join(sorted(unknown))} is not in {FAULTS.name}")
     commit = _git(given.root, "rev-parse", "--short", "HEAD").strip()
     lines: list[str] = []
 
@@ -247,7 +249,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _cpu_s() -> float:
-    """Of the processes that have been started here, and that they have waited for."""
+    """CPU-seconds of all child processes that have ended, including their own children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,11 +1,12 @@
-"""The packages of GPU machines on a CPU: installs locks/gpu.txt and runs parts of tools/gpu_check.py, CUDA hidden.
+"""Tests the packages of GPU machines on a CPU: installs locks/gpu.txt and runs parts of tools/gpu_check.py, CUDA
+hidden.
 
-    python tools/gpu_stack.py        # what ./tools/test --gpu-stack runs; 6 GB in .cache/gpu-stack, minutes
+    python tools/gpu_stack.py        # run by ./tools/test --gpu-stack; 6 GB in .cache/gpu-stack, takes minutes
 
-CI knows only what locks/cpu.txt holds. Here it is seen that torch, torchtitan, Monarch and SGLang of the other lock can
-be installed side by side and imported, that trainer and weights compute the same with them, and that an engine starts.
-Kernels of GPUs are not run. Prints a summary, writes it to benchmarks/results/gpu_stack.txt, and exits 1 if a part
-failed.
+CI only tests the packages of locks/cpu.txt. This tool checks that torch, torchtitan, Monarch and SGLang of the other
+lock can be installed together and imported, that trainer and weights compute the same with them, and that an engine
+starts. It does not run GPU kernels. Prints a summary, writes it to benchmarks/results/gpu_stack.txt, and exits with 1
+if a part failed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ FOLDER = ROOT / ".cache" / "gpu-stack"
 SUMMARY = ROOT / "benchmarks" / "results" / "gpu_stack.txt"
 PARTS = ("trainer", "weights", "members", "engine")
 PART_DEADLINE_S = 1800
-"""Generous: the parts are written for a GPU, and other programs may have the cores."""
+"""Generous, because the parts are designed for a GPU, and other programs may use the cores."""
 
 
 def tree(*folders: str) -> str:
-    """Git's hash of these folders as they are, committed or not."""
+    """Git's tree hash of these folders in their current state, committed or not."""
     with tempfile.TemporaryDirectory() as scratch:
         index = {**os.environ, "GIT_INDEX_FILE": f"{scratch}/index"}
         subprocess.run(["git", "add", "--", *folders], cwd=ROOT, env=index, check=True)
@@ -40,7 +41,7 @@ def tree(*folders: str) -> str:
 
 
 def run_parts() -> Iterator[dict[str, Any]]:
-    """What each part found, as it ends."""
+    """Yield the result of each part when it ends."""
     command = [str(FOLDER / "bin" / "python"), "tools/gpu_check.py", "--device", "cpu", "--parts", ",".join(PARTS)]
     command += ["--part-deadline-s", str(PART_DEADLINE_S)]
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -50,7 +51,7 @@ def run_parts() -> Iterator[dict[str, Any]]:
         for line in process.stdout:
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError:  # a library's own word
+            except json.JSONDecodeError:  # output of a library
                 print(line, end="")
 
 

@@ -1,20 +1,20 @@
-"""Finds what in tests depends on how fast the machine is just then: run by ./tools/test over tests/.
+"""Finds tests that depend on the current speed of the machine. Run by ./tools/test on tests/.
 
     python tools/lint_clocks.py [FILE OR FOLDER ...]
 
-Reported are
+It reports
 - comparisons (``<``, ``<=``, ``>``, ``>=``) of the wall clock: of ``time.monotonic()``, ``time.time()``,
-  ``time.perf_counter()`` and an event loop's ``time()``, and of what is computed from these in the same function, in an
+  ``time.perf_counter()`` and an event loop's ``time()``, and of values computed from these in the same function, in an
   attribute, or in a function of the same file that returns it. Loops with ``deadline = time.monotonic() + x`` have one;
-- waits and timeouts of less than 60 s, or for what is left until a deadline: ``wait(10)``, ``join(10)``,
+- waits and timeouts of less than 60 s, or of the time left until a deadline: ``wait(10)``, ``join(10)``,
   ``result(10)``, ``poll(10)``, ``asyncio.wait_for(x, 10)``, ``asyncio.timeout(10)`` and anything with ``timeout=10``,
   where the seconds are a number, a constant of a module or a parameter's default. Less than 0.05 s is a tick, and
-  ``while not x.wait(0.1)`` has no limit;
+  ``while not x.wait(0.1)`` has no limit, so these are not reported;
 - ``pytest.mark.timeout`` of less than 600 s.
 
-``tests/patience.py`` has the waits that count only time in which the waiter ran. Virtual time is no wall clock: an
-event loop's ``time()`` counts as virtual in a file that has ``run_virtual``. An exception says why, beside its
-statement or above it: ``# clock: this timeout is to pass``.
+Use the waits of ``tests/patience.py`` instead, which only count time in which the waiter ran. Virtual time is not the
+wall clock: an event loop's ``time()`` counts as virtual in a file that contains ``run_virtual``. A comment next to or
+above a statement makes an exception and states the reason: ``# clock: this timeout is to pass``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TESTS = ROOT / "tests"
 PATIENCE = "tests/patience.py"
 CLOCKS = {f"{name}{unit}" for name in ("monotonic", "time", "perf_counter") for unit in ("", "_ns")}
 ARITHMETIC = {"abs", "float", "int", "list", "max", "min", "pairwise", "round", "sorted", "sum", "zip"}
-"""Calls whose result is a time if an argument is one."""
+"""Calls that return a time if an argument is one."""
 RUNNERS = {"run", "run_until_complete"}
-"""Calls whose result is their argument's."""
+"""Calls that return the result of their argument."""
 WAITS = {"acquire", "exception", "join", "poll", "result", "settimeout", "timeout", "wait", "wait_for"}
-"""Calls with seconds among their arguments. Others are recognised by ``timeout=``."""
+"""Calls with seconds among their positional arguments. Others are recognized by ``timeout=``."""
 TICK_S, SHORT_S = 0.05, 60.0
 SHORT_TEST_S = 600.0
 REASON = re.compile(r"#\s*clock:\s*\S")
@@ -46,7 +46,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def lint(sources: dict[str, str]) -> list[Finding]:
-    """The findings in these files, given as text by path from the root. Raises SyntaxError."""
+    """The findings in files, given as text by path relative to the root. Raises SyntaxError."""
     files: dict[str, _File] = {}
     for path, text in sources.items():
         files[path] = _File(path, text, files)
@@ -75,7 +75,7 @@ class _File:
         ordered = any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops)
         if not ordered or not any(self._is_time(value) for value in (node.left, *node.comparators)):
             return None
-        return f"`{_short(node)}` compares the wall clock: assert the cause, or wait by {PATIENCE}"
+        return f"`{_short(node)}` compares the wall clock: assert the cause, or wait with {PATIENCE}"
 
     def _called(self, node: ast.Call) -> str | None:
         name = _last_name(node.func)
@@ -84,22 +84,22 @@ class _File:
         if _is_condition(node, self._parents):
             return None
         if any(self._is_time(value) and _is_difference(value) for value in given):
-            return f"`{_short(node)}` waits for what the wall clock leaves: wait by {PATIENCE}"
+            return f"`{_short(node)}` waits for the rest of a wall-clock deadline: wait with {PATIENCE}"
         seconds = [number for value in given if (number := self._number(value, node)) is not None]
         of_a_test = ast.unparse(node.func) == "pytest.mark.timeout"
         if not any(TICK_S <= number < (SHORT_TEST_S if of_a_test else SHORT_S) for number in seconds):
             return None
         if of_a_test:
-            return f"`{_short(node)}` is less than {SHORT_TEST_S:g} s, which a machine that stands still may take"
-        return f"`{_short(node)}` waits for less than {SHORT_S:g} s: wait by {PATIENCE}"
+            return f"`{_short(node)}` is less than {SHORT_TEST_S:g} s, which a machine that pauses may take"
+        return f"`{_short(node)}` waits for less than {SHORT_S:g} s: wait with {PATIENCE}"
 
-    # -- what is computed from a clock ---------------------------------------------------------------------------
+    # -- values computed from a clock ----------------------------------------------------------------------------
 
     def _is_time(self, value: ast.expr) -> bool:
         return self._computed(value, self._times)
 
     def _computed(self, value: ast.AST, times: set[tuple[ast.AST | None, str]]) -> bool:
-        """Whether an expression has a clock in it, given the variables and functions that do."""
+        """Whether an expression involves a clock, given the variables and functions that do."""
         if isinstance(value, ast.Call):
             name = _last_name(value.func)
             if self._is_clock(value) or (None, f"{name}()") in times:
@@ -125,7 +125,7 @@ class _File:
 
     @cached_property
     def _times(self) -> set[tuple[ast.AST | None, str]]:
-        """Variables that hold a time, with the outermost function that they are in, and ``name()`` of functions."""
+        """Variables that hold a time, with their outermost function, and ``name()`` of functions that return one."""
         times: set[tuple[ast.AST | None, str]] = set()
         while found := set(self._assigned(times)) - times:
             times |= found
@@ -142,14 +142,14 @@ class _File:
                     yield None, f"{function.name}()"
 
     def _variable(self, node: ast.Name | ast.Attribute) -> tuple[ast.AST | None, str]:
-        """A name belongs to a function, an attribute to all of the file."""
+        """The scope and name of a variable: names belong to a function, attributes to the whole file."""
         functions = list(_around(node, self._parents))
         return (functions[-1] if functions and isinstance(node, ast.Name) else None), ast.unparse(node)
 
-    # -- how long a wait is --------------------------------------------------------------------------------------
+    # -- the duration of a wait ----------------------------------------------------------------------------------
 
     def _number(self, value: ast.expr, at: ast.AST | None = None) -> float | None:
-        """What a number, a constant of a module, a parameter's default or a sum or product of these is."""
+        """The value of a number, a module's constant, a parameter's default, or arithmetic of these; else None."""
         if isinstance(value, ast.Constant):
             return float(value.value) if isinstance(value.value, int | float) and value.value is not True else None
         if isinstance(value, ast.BinOp) and type(value.op) in OPERATORS:
@@ -181,13 +181,14 @@ class _File:
 
     @cached_property
     def _imported(self) -> dict[str, tuple[str, str]]:
-        """The module and the name there of what is imported."""
+        """By local name: the module of each imported object, and its name there."""
         imports = (node for node in self._nodes if isinstance(node, ast.ImportFrom) and node.module)
         return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets and values of a statement. A list that something is appended to holds it; so does a loop's variable."""
+    """Targets and values of a statement. Appending to a list assigns to the list; a loop assigns the iterable to its
+    variables."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _pairs(target, node.value)
@@ -210,7 +211,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[Function]:
-    """The functions that a node is in, innermost first."""
+    """The functions that contain a node, innermost first."""
     parent = parents.get(node)
     while parent is not None:
         if isinstance(parent, Function):
@@ -219,7 +220,7 @@ def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[Function
 
 
 def _defaults(function: Function) -> dict[str, ast.expr | None]:
-    """The parameters of a function, with their defaults."""
+    """The parameters of a function, with their defaults; None without a default."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     without: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
@@ -228,7 +229,7 @@ def _defaults(function: Function) -> dict[str, ast.expr | None]:
 
 
 def _is_condition(node: ast.Call, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether it is all that a loop goes on for: ``while not event.wait(0.1)``."""
+    """Whether a call is the whole condition of a loop: ``while not event.wait(0.1)``."""
     parent = parents[node]
     return isinstance(parent, ast.UnaryOp) and isinstance(loop := parents[parent], ast.While) and loop.test is parent
 

@@ -1,14 +1,15 @@
-"""Finds work and waits on a stream that may be another thread's: run by ./tools/test over src/ and recipes/.
+"""Finds work and waits on a stream that may belong to another thread. Run by ./tools/test on src/ and recipes/.
 
     python tools/lint_streams.py [FILE OR FOLDER ...]
 
-Transfers and checksums must neither wait for training nor hold it up (docs/weights.md, "Streams"). Reported are calls
+Transfers and checksums must neither wait for training nor delay it (docs/weights.md, "Streams"). It reports calls
 - of ``current_stream``, ``default_stream``, ``synchronize`` or ``set_stream`` outside a ``with`` block that chooses a
   stream, such as ``with side_stream.use():`` or ``with torch.cuda.stream(...):``. A block around the function does not
   count;
-- of ``wait_stream``, ``wait_event`` or ``block_current_stream`` anywhere: with these one stream waits for another.
+- of ``wait_stream``, ``wait_event`` or ``block_current_stream`` anywhere, which make one stream wait for another.
 
-An exception says why, beside its statement or above it: ``# streams: as long as it computes nothing else``.
+A comment next to or above a statement makes an exception and states the reason:
+``# streams: as long as it computes nothing else``.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def lint(path: str, text: str) -> list[Finding]:
 def _message(node: ast.Call, parents: dict[ast.AST, ast.AST]) -> str | None:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name in BETWEEN_STREAMS:
-        return f"`{name}` makes a stream wait for another one: wait in a thread, by runtime/streams.py"
+        return f"`{name}` makes a stream wait for another one: wait in a thread instead, with runtime/streams.py"
     if name in OF_A_STREAM and not any(_chooses(block) for block in _blocks(node, parents)):
-        return f"`{name}` outside a `with` block that chooses a stream: use runtime/streams.py, or say why"
+        return f"`{name}` outside a `with` block that chooses a stream: use runtime/streams.py, or add `# streams: ...`"
     return None
 
 
 def _blocks(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.With | ast.AsyncWith]:
-    """The ``with`` statements around a node, within its function."""
+    """The ``with`` statements that contain a node, within its function."""
     child, parent = node, parents.get(node)
     while parent is not None and not isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         if isinstance(parent, ast.With | ast.AsyncWith) and child in parent.body:

@@ -1,22 +1,23 @@
-"""Finds waits on others that could last forever: run by ./tools/test over src/ and recipes/.
+"""Finds waits on other processes or threads that could last forever. Run by ./tools/test on src/ and recipes/.
 
     python tools/lint_waits.py [FILE OR FOLDER ...]
 
-Reported is
-- an ``await`` of anything that is not bounded. Bounded are ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with
-  a timeout, ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``;
-  work of this process on a thread (where that is on files of a run, ``on_disk`` has a deadline and names the disk: this
-  is not judged); a coroutine defined in the files that are read, because its own awaits are checked, also where an exit
-  stack enters it; ``asyncio.gather`` and ``shield`` of bounded things; a name that only bounded things are assigned to.
-  So an actor's endpoint, a channel, a queue, an event, a condition, a bare future or task is reported;
-- a ``within`` that does not name, with ``on``, the process that it waits for;
+It reports
+- an ``await`` of anything unbounded. Bounded are ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with a
+  timeout, ``asyncio.sleep``, and anything inside ``async with asyncio.timeout(...)``; work of this process on a thread
+  (for files of a run use ``on_disk``, which has a deadline and names the disk: this is not checked); coroutines defined
+  in the files that are read, because their own awaits are checked, even if an exit stack enters them;
+  ``asyncio.gather`` and ``shield`` of bounded awaitables; a name to which only bounded awaitables are assigned. So
+  actor endpoints, channels, queues, events, conditions, and bare futures and tasks are reported;
+- a ``within`` without ``on``, the name of the process that it waits for;
 - ``join()``, ``wait()``, ``get()``, ``acquire()``, ``recv()``, ``accept()``, ``communicate()`` without any argument,
-  ``subprocess.run`` and its like without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not wait);
-- a torch.distributed world or group made without ``timeout``: nothing else bounds its collectives.
+  ``subprocess.run`` and similar calls without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not
+  block);
+- a torch.distributed world or group created without ``timeout``: nothing else bounds its collectives.
 
-Locks are not reported: the code that holds one follows the rules above; nor is ``get()`` of what a file makes a
-``ContextVar``. Coroutines are known only by name, so a method
-of another library with the name of one of ours is overlooked. An exception says why, beside its statement or above it:
+Locks are not reported, because the code that holds one follows the rules above; nor is ``get()`` of a ``ContextVar``
+created in the files that are read. Coroutines are identified by name only, so a method of another library with the name
+of one of ours is missed. A comment next to or above a statement makes an exception and states the reason:
 ``# waits: as long as the run; lost processes are Monarch's to report``.
 """
 
@@ -30,9 +31,9 @@ from collections.abc import Iterator
 from linting import Excuses, Finding, parents_of, read, report
 
 BOUNDED = {"within", "sleep", "to_thread", "run_in_executor"}
-"""Calls that end by themselves, by their last name."""
+"""Last names of calls that are bounded."""
 TIMEOUTS = {"timeout", "timeout_at"}
-"""Context managers that bound what is awaited in them."""
+"""Context managers that bound the awaits inside them."""
 TOGETHER = {"gather", "shield", "ensure_future", "create_task", "enter_async_context"}
 """Calls that are as bounded as their arguments."""
 ENDPOINTS = {"call", "call_one", "choose"}
@@ -44,7 +45,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def lint(sources: dict[str, str]) -> list[Finding]:
-    """The bare waits in these files, given as text by path. Raises SyntaxError."""
+    """The unbounded waits in files, given as text by path. Raises SyntaxError."""
     trees = {path: ast.parse(text, path) for path, text in sources.items()}
     known = {
         node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)
@@ -55,7 +56,7 @@ def lint(sources: dict[str, str]) -> list[Finding]:
 
 
 def _context_variable(node: ast.AST) -> Iterator[str]:
-    """The names that a statement gives to a new context variable."""
+    """The names to which a statement assigns a new ``ContextVar``."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
         return
     if _last_name(node.value.func) == "ContextVar":
@@ -82,13 +83,13 @@ class _File:
     def _awaited(self, node: ast.Await) -> str | None:
         if self._bounded(node.value, node) or self._in_timeout(node):
             return None
-        return f"`await {_short(node.value)}` may last forever: put it into within(...), or say why in `# waits: ...`"
+        return f"`await {_short(node.value)}` may last forever: use within(...), or state the reason in `# waits: ...`"
 
     def _called(self, node: ast.Call) -> str | None:
         name = _last_name(node.func)
         keywords = {keyword.arg for keyword in node.keywords}
         if name == "within" and not {"on", None} & keywords:
-            return "within(...) does not say whom it waits on: give on="
+            return "within(...) does not name the process that it waits on: give on="
         if name in WORLDS and "timeout" not in keywords:
             return f"{name}() without timeout=: its collectives may last forever"
         if name in RUNNERS and _first_name(node.func) == "subprocess" and not {"timeout", None} & keywords:
@@ -98,11 +99,11 @@ class _File:
         if name == "get" and _last_name(node.func.value) in self._variables:
             return None
         if name in BLOCKING or (name == "result" and not isinstance(self._function(node), ast.AsyncFunctionDef)):
-            return f"`{_short(node)}` may block forever: give it a timeout, or say why in `# waits: ...`"
+            return f"`{_short(node)}` may block forever: give it a timeout, or state the reason in `# waits: ...`"
         return None
 
     def _is_awaitable(self, node: ast.Call) -> bool:
-        """Whether it is awaited, or passed to a call that awaits it: then the rule for ``await`` judges it."""
+        """Whether the call is awaited, or passed to a call that awaits it: then the rule for ``await`` applies."""
         parent = self._parents.get(node)
         while isinstance(parent, ast.Starred | ast.keyword):
             parent = self._parents.get(parent)
@@ -142,7 +143,7 @@ class _File:
         return False
 
     def _assigned(self, name: str, at: ast.AST) -> Iterator[ast.expr]:
-        """What is assigned to ``name`` in the function around ``at``."""
+        """The values assigned to ``name`` in the function that contains ``at``."""
         for node in ast.walk(self._function(at) or self._tree):
             targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):

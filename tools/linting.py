@@ -1,4 +1,4 @@
-"""What the linters of this folder share: a finding, comments that excuse a statement, the files to read, the report."""
+"""Shared code of the linters in this folder: findings, comments that make exceptions, reading files, and the report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BLOCKS = DEFINITIONS | ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What is wrong in one place."""
+    """A problem in one place."""
 
     path: str
     line: int
-    """0: the file as a whole."""
+    """Line number; 0 for the file as a whole."""
     message: str
 
     def __str__(self) -> str:
@@ -30,7 +30,8 @@ class Finding:
 
 
 class Excuses:
-    """The statements of a file that a comment excuses: one that matches ``reason``, beside a statement or above it."""
+    """The statements of a file that are excused by a comment that matches ``reason``, next to or above the
+    statement."""
 
     def __init__(self, text: str, reason: re.Pattern[str]) -> None:
         self._text_lines = text.splitlines()
@@ -40,7 +41,7 @@ class Excuses:
         }
 
     def covers(self, node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-        """Whether the statement that ``node`` is part of is excused; of a block, its first line is the statement."""
+        """Whether the statement that contains ``node`` is excused; for a block statement, only its header counts."""
         statement = node
         while not isinstance(statement, ast.stmt):
             statement = parents[statement]
@@ -60,15 +61,15 @@ def parents_of(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 
 
 def read(arguments: Iterable[str]) -> dict[str, str]:
-    """All Python files at or below the paths, by their path from the repository's root; without a path, those of
-    ``FOLDERS``."""
+    """All Python files at or below the given paths, by their path relative to the repository's root; without paths,
+    those in ``FOLDERS``."""
     places = [Path(argument).resolve() for argument in arguments] or [ROOT / folder for folder in FOLDERS]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     return {str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file): file.read_text() for file in files}
 
 
 def report(findings: Iterable[Finding], summary: str) -> int:
-    """Print the findings and, with their number before it, the summary; the exit code."""
+    """Print the findings, and the summary preceded by their number; returns the exit code."""
     findings = list(findings)
     print(*findings, f"{len(findings)} {summary}", sep="\n")
     return 1 if findings else 0

@@ -1,13 +1,13 @@
 """Write or check the locks: the exact versions of the environments for CPUs and for GPUs.
 
-    python tools/lock.py             # resolve again; versions already in a lock are kept where they still fit
-    python tools/lock.py --upgrade   # resolve again, newest versions
-    python tools/lock.py --check     # offline: do the locks satisfy pyproject.toml?
+    python tools/lock.py             # resolve again, keeping locked versions where they still fit
+    python tools/lock.py --upgrade   # resolve again, with the newest versions
+    python tools/lock.py --check     # offline: check that the locks satisfy pyproject.toml
 
-locks/gpu.txt is what pyproject.toml asks for, with the extras ``gpu`` and ``dev``. locks/cpu.txt is the same without
-what needs CUDA: locks/cpu.toml replaces and excludes packages, each with its reason. Both are for Linux on x86_64 with
-glibc 2.34 or newer (sglang's wheel), and are resolved for Python 3.11, the oldest version supported. A lock names no
-index: tools/set_up says where torch comes from.
+locks/gpu.txt has the requirements of pyproject.toml with the extras ``gpu`` and ``dev``. locks/cpu.txt has the same
+without packages that need CUDA: locks/cpu.toml replaces and excludes packages, with the reason for each. Both are for
+Linux on x86_64 with glibc 2.34 or newer (sglang's wheel), and are resolved for Python 3.11, the oldest supported
+version. A lock does not name a package index: tools/set_up sets where torch comes from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
 EXTRAS = ("gpu", "dev")
-UV = "uv==0.13.9"  # installed for the moment where no uv is on PATH
+UV = "uv==0.13.9"  # installed temporarily if uv is not on PATH
 
 
 def changes(name: str) -> tuple[list[str], list[str]]:
@@ -40,7 +40,7 @@ def changes(name: str) -> tuple[list[str], list[str]]:
 
 
 def write(name: str, uv: str, *options: str) -> None:
-    """Resolve one lock. Raises CalledProcessError; uv has said why."""
+    """Resolve one lock. Raises CalledProcessError, after uv has printed the reason."""
     overrides, excluded = changes(name)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "overrides").write_text("\n".join(overrides))
@@ -53,8 +53,8 @@ def write(name: str, uv: str, *options: str) -> None:
 
 
 def faults(requirements: list[str], lock: str, overrides: list[str], excluded: list[str]) -> Iterator[str]:
-    """What is wrong with the text of a lock: a line that pins nothing, a requirement that it does not satisfy, and a
-    package that is in it although it is excluded."""
+    """Problems of a lock's text: lines that do not pin a version, unsatisfied requirements, and excluded packages that
+    it contains."""
     lines = [line for line in lock.splitlines() if line and not line.startswith("#")]
     yield from (f"`{line}` is not `name==version`" for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line))
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
@@ -64,12 +64,12 @@ def faults(requirements: list[str], lock: str, overrides: list[str], excluded: l
         if name in excluded or (name in replaced and str(requirement) not in overrides):
             continue
         if name not in pinned or not requirement.specifier.contains(pinned[name], prereleases=True):
-            yield f"{requirement} is asked for, and the lock has {pinned.get(name, 'none')}"
-    yield from (f"{name} is excluded, and in the lock" for name in excluded if name in pinned)
+            yield f"{requirement} is required, but the lock has {pinned.get(name, 'none')}"
+    yield from (f"{name} is excluded, but in the lock" for name in excluded if name in pinned)
 
 
 def check(name: str) -> list[str]:
-    """The faults of a committed lock."""
+    """The problems of a committed lock."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     requirements = project["dependencies"] + [e for extra in EXTRAS for e in project["optional-dependencies"][extra]]
     return [f"locks/{name}.txt: {each}" for each in faults(requirements, _text(name), *changes(name))]
@@ -81,8 +81,8 @@ def _text(name: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions, not those already locked")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a lock must be written again")
+    parser.add_argument("--upgrade", action="store_true", help="use the newest versions instead of the locked ones")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a lock is out of date")
     arguments = parser.parse_args()
     if arguments.check:
         found = [*check("cpu"), *check("gpu")]

@@ -1,11 +1,11 @@
-"""Make the tiny model of the main job: a Qwen3 of some 0.5 M parameters that spells its text in characters.
+"""Make the tiny model of the default recipe: a Qwen3 with about 0.5 M parameters and a character-level tokenizer.
 
-With ``--kind moe`` it is a Qwen3-MoE of about 2 M parameters, of which each token uses as many as the dense model has.
-With ``--recipe`` it has a chat template, too, and learns from the conversations that a recipe shows.
+With ``--kind moe`` it is a Qwen3-MoE with about 2 M parameters, of which each token uses as many as the dense model
+has. With ``--recipe`` it also has a chat template, and learns from the demonstration conversations of a recipe.
 
-It starts with random weights. A short supervised run, with the project's own trainer on a task of reasoning-gym,
-teaches it the format (an answer, then the end token); its answers are still often wrong. The rest is left to
-reinforcement learning. The result is cached: a second call with the same settings returns at once.
+The model starts with random weights. A short supervised run, with the project's own trainer on a task of reasoning-gym,
+teaches it the format (an answer, then the end token); its answers are still often wrong, so that there is something
+left for reinforcement learning. The result is cached: a second call with the same settings returns at once.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ from monarch_rl.trainer.settings import TrainerSettings
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 END, PAD = "<|end|>", "<|pad|>"
 CHOSEN = 2
-"""Experts of a token."""
+"""Experts per token."""
 CHAT_TEMPLATE = (
     "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{{ '\n' }}{% endif %}"
     "{% for message in messages %}{{ message.role[0] }}: "
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
     "{% else %}{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
 )
-"""With ``--recipe``: short, because each character is a token."""
+"""Chat template with ``--recipe``: short, because each character is a token."""
 Example = tuple[list[int], list[bool]]
-"""Token ids, and which of them are learned."""
+"""Token IDs, and which of them are trained."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Make the tiny model of the main job (see the top of this file)."""
+    """Make the tiny model of the default recipe (see the top of this file)."""
 
     kind: Literal["dense", "moe"] = "dense"
-    """`dense` is a Qwen3; `moe` a Qwen3-MoE: 8 experts in each layer, 2 of them for each token."""
+    """`dense` is a Qwen3; `moe` a Qwen3-MoE with 8 experts per layer, 2 of them per token."""
     output: Path | None = None
-    """Folder of the model, in Hugging Face's format; None is .cache/tiny-qwen3, or .cache/tiny-qwen3-moe."""
+    """Folder of the model, in Hugging Face's format; None means .cache/tiny-qwen3, or .cache/tiny-qwen3-moe."""
     task: TaskSettings = TaskSettings(
         name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> "
     )
-    """The task of the supervised run, which takes questions of the warm-up split: none of them is held out."""
+    """The task of the supervised run, which uses questions of the warm-up split, none of them held out."""
     recipe: Path | None = None
-    """A recipe to learn from instead: its `demonstration(index)`, messages of a conversation, and its `TOOLS`. With it
-    the model has a chat template."""
+    """Recipe to learn from instead of the task: from its `demonstration(index)`, the messages of a conversation, and
+    its `TOOLS`. The model then has a chat template."""
     hidden_size: int = 128
     """Width of the model."""
     head_size: int = 32
-    """Width of a head."""
+    """Width of an attention head."""
     layers: int = 3
-    """Blocks of the model."""
+    """Number of transformer blocks."""
     steps: int = 40
-    """Optimiser steps of the supervised run."""
+    """Optimizer steps of the supervised run."""
     examples_per_step: int = 128
-    """Questions with answers in one step."""
+    """Questions with answers per step."""
     lr: float = 3e-3
     """AdamW's peak learning rate; it decays linearly to 0."""
     ranks: int = 2
@@ -83,7 +83,7 @@ class Settings:
     seed: int = 0
     """Seed of the random weights."""
     force: bool = False
-    """Make it again even if it is there."""
+    """Make the model again even if it exists."""
 
     @property
     def folder(self) -> Path:
@@ -91,7 +91,7 @@ class Settings:
 
 
 def write_random_model(folder: Path, settings: Settings) -> None:
-    """A random model and its character-level tokenizer, as a Hugging Face folder."""
+    """Write a random model and its character-level tokenizer as a Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         PreTrainedTokenizerFast,
@@ -120,7 +120,7 @@ def write_random_model(folder: Path, settings: Settings) -> None:
         "num_key_value_heads": 2,
         "head_dim": settings.head_size,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": settings.kind == "dense",  # SGLang does not tie a Qwen3-MoE's
+        "tie_word_embeddings": settings.kind == "dense",  # SGLang does not tie those of a Qwen3-MoE
         "eos_token_id": vocabulary[END],
         "pad_token_id": vocabulary[PAD],
         "bos_token_id": None,
@@ -139,7 +139,7 @@ def write_random_model(folder: Path, settings: Settings) -> None:
 
 
 def questions(tokenizer: Any, task: TaskSettings) -> Callable[[int], Example]:
-    """A question, of which nothing is learned, its answer and the end token, by index."""
+    """By index: a question, its answer and the end token; the question is not trained."""
     source = TaskSource(task, "warm_up")
 
     def example(index: int) -> Example:
@@ -151,7 +151,7 @@ def questions(tokenizer: Any, task: TaskSettings) -> Callable[[int], Example]:
 
 
 def conversations(tokenizer: Any, recipe: Path) -> Callable[[int], Example]:
-    """A conversation that the recipe shows, of which the assistant's turns are learned, by index."""
+    """By index: a demonstration conversation of the recipe; only the assistant's turns are trained."""
     shown = runpy.run_path(str(recipe))
     schemas = list(as_tools(shown.get("TOOLS", ())).schemas) or None
 
@@ -166,7 +166,7 @@ def conversations(tokenizer: Any, recipe: Path) -> Callable[[int], Example]:
 
 
 def make_examples(folder: Path, settings: Settings) -> list[Episode]:
-    """What the supervised run learns from, as episodes; what it learns is trainable."""
+    """The examples of the supervised run as episodes, in which the tokens to train are trainable."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -213,21 +213,22 @@ def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], s
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[str]:
-    """A folder beside ``folder`` while the block runs. Exits with a sentence where none can be made."""
+    """A temporary folder next to ``folder``, for the duration of the block. Exits with a message if none can be
+    created."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent)
     except OSError as error:  # a read-only file system, another user's folder, a full disk
         sys.exit(
             f"the tiny model cannot be made in {folder.parent} ({error.strerror or error}): make that folder writable, "
-            "or make the model elsewhere (tools/make_tiny_model.py --output FOLDER) and give it with --model FOLDER"
+            "or make the model elsewhere (tools/make_tiny_model.py --output FOLDER) and use it with --model FOLDER"
         )
     with scratch:
         yield scratch.name
 
 
 def described(settings: Settings) -> str:
-    """What the model is made with: all that could make it another one."""
+    """Everything that determines the model, as JSON."""
     made_with = {k: v for k, v in asdict(settings).items() if k not in ("output", "force", "recipe")}
     if settings.recipe is not None:
         made_with["recipe"] = settings.recipe.read_text()
@@ -239,7 +240,7 @@ def main(settings: Settings) -> None:
     stamp = folder / "made_with.stamp"
     made_with = described(settings)
     if not settings.force and stamp.is_file() and stamp.read_text() == made_with:
-        print(f"{folder} is there")
+        print(f"{folder} exists already")
         return
     started = time.monotonic()
     with scratch_folder(folder) as scratch:

@@ -1,11 +1,11 @@
-"""Print what a run takes of its GPUs' memory, and what fits: the arithmetic of docs/memory.md.
+"""Print how much GPU memory a run needs, and what fits: the arithmetic of docs/memory.md.
 
-    python tools/memory.py                                         models x GPUs
-    python tools/memory.py --model Qwen3-8B --gpu 80               one of them, by purpose
+    python tools/memory.py                                         table of models x GPUs
+    python tools/memory.py --model Qwen3-8B --gpu 80               one model, by purpose
     python tools/memory.py --model ./my-model --trainer.ranks 8    a folder or a model of the table, with settings
     python tools/memory.py --model Qwen3-1.7B --colocate           a trainer rank and a replica on one GPU
 
-Nothing is run, and no GPU is needed.
+Only computes; needs no GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from monarch_rl.weights.endpoint import TransferSettings
 
 GIB = 2**30
 GPUS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
-"""GB by which a GPU is sold (RTX 4090, A100, H100, H200), and GiB that torch reports of it."""
+"""Nominal GB of a GPU (RTX 4090, A100, H100, H200), and the GiB that torch reports."""
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 TP = (1, 2, 4, 8)
 
@@ -69,17 +69,17 @@ MODELS = {
     "Qwen3-30B-A3B": _moe(2048, 48, 32, 768),
     "Qwen3-235B-A22B": _moe(4096, 94, 64, 1536),
 }
-"""Published shapes, as in the models' ``config.json``."""
+"""Published shapes, from the models' ``config.json``."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run takes of its GPUs' memory (see the top of this file)."""
+    """Settings of the run (see the top of this file)."""
 
     model: str = ""
     """A model of the table, or a Hugging Face folder; empty prints the table."""
     gpu: int = 80
-    """GB of a GPU: 24, 40, 80 or 141, or another number, which is then taken for GiB."""
+    """Memory of a GPU: 24, 40, 80 or 141 GB, or any other number of GiB."""
     trainer: TrainerSettings = field(
         default_factory=lambda: TrainerSettings(ranks=1, activation_checkpoint="full", tokens_per_microbatch=8192)
     )
@@ -97,15 +97,16 @@ class Options:
 
 
 def device_bytes(gigabytes: int) -> int:
-    """Bytes that torch reports of a GPU that is sold with this memory."""
+    """Bytes that torch reports for a GPU with this nominal memory."""
     return int(GPUS.get(gigabytes, gigabytes) * GIB)
 
 
 def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]:
-    """The fewest trainer ranks that fit, with GiB on each; and the fewest engine ranks, with tokens in the KV cache."""
+    """The fewest trainer ranks that fit, with GiB per rank; and the fewest engine ranks that fit, with the KV cache's
+    tokens and ``memory_fraction``."""
     trainer = replica = "-"
     for ranks in RANKS:
-        with suppress(ValueError):  # a run refuses them
+        with suppress(ValueError):  # a run would refuse this number
             changed = replace(sides.trainer, ranks=ranks)
             check_trained(config, changed)
             plan = plan_memory(config, sides._replace(trainer=changed), memory)
@@ -124,7 +125,7 @@ def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]
 
 
 def check(config: dict[str, Any], sides: Sides) -> None:
-    """Raise ValueError for what a run would refuse, however much memory there is."""
+    """Raise ValueError for settings that a run would refuse with any amount of memory."""
     check_trained(config, sides.trainer)
     check_served(config, sides.generator, on_gpu=True)
     check_context(config, sides.generator)
@@ -137,12 +138,12 @@ def named(model: str) -> dict[str, Any]:
     if model in MODELS:
         return MODELS[model]
     if not Path(model).is_dir():
-        raise ValueError(f"model {model}: there is no such folder, and the table has {', '.join(MODELS)}")
+        raise ValueError(f"model {model} is neither a folder nor a model of the table: {', '.join(MODELS)}")
     return read_config(Path(model))
 
 
 def table(sides: Sides) -> str:
-    """Models x GPUs."""
+    """The table of models x GPUs."""
     lines = ["| model | parameters | " + " | ".join(f"{gpu} GB" for gpu in GPUS) + " |", "|---" * (2 + len(GPUS)) + "|"]
     for name, config in MODELS.items():
         cells = ["; ".join(fewest(config, sides, device_bytes(gpu))) for gpu in GPUS]
@@ -151,7 +152,7 @@ def table(sides: Sides) -> str:
 
 
 def purposes(plan: MemoryPlan) -> str:
-    """A trainer rank and a replica, by purpose."""
+    """Memory of a trainer rank and of a replica, by purpose."""
     lines = ["| GiB | trainer rank | replica |", "|---|---|---|"]
     for purpose in dict.fromkeys([*plan.trainer, *plan.replica]):
         trainer, replica = (
@@ -163,11 +164,11 @@ def purposes(plan: MemoryPlan) -> str:
 
 
 def main(options: Options) -> int:
-    """The exit code: 1 if it does not fit. Raises ValueError for what a run would refuse."""
+    """Returns the exit code, 1 if the run does not fit. Raises ValueError for settings that a run would refuse."""
     t = options.trainer
     if not options.model:
         if options.colocate:
-            raise ValueError("the table is of devices of their own; name a model to see what shares a GPU")
+            raise ValueError("the table does not cover --colocate: use it with --model")
         print(
             "Each GPU: fewest trainer ranks x GiB on each; fewest engine ranks: tokens in the KV cache, memory_fraction"
             f"\n(activation_checkpoint {t.activation_checkpoint}, {t.tokens_per_microbatch} tokens a micro-batch, "

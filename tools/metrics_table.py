@@ -1,6 +1,6 @@
-"""Writes the table of docs/metrics.md from the registry of metrics.
+"""Writes the tables in docs/metrics.md from the metrics registry.
 
-python tools/metrics_table.py            write it
+python tools/metrics_table.py            write the tables
 python tools/metrics_table.py --check    exit with 1 if the file is not up to date
 """
 
@@ -17,7 +17,7 @@ END = "<!-- made by tools/metrics_table.py: end -->"
 
 
 def updated(text: str) -> str:
-    """The documentation with the table of today between its two markers. Raises ValueError without the markers."""
+    """The documentation ``text`` with the current tables between its markers. Raises ValueError without the markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     if "--check" not in arguments:
         DOCS.write_text(new)
     elif new != text:
-        print(f"{DOCS} is not what the registry says: run python tools/metrics_table.py")
+        print(f"{DOCS} is out of date: run python tools/metrics_table.py")
         return 1
     return 0
 

@@ -1,14 +1,14 @@
-"""Do engine and trainer give the same log-probs to the same tokens?
+"""Compares the log-probs that engine and trainer compute for the same tokens.
 
     python tools/parity.py MODEL
     python tools/parity.py .cache/tiny-qwen3-moe --generator.dtype bfloat16 --plot parity.png
-    python tools/parity.py MODEL --trainer-model OTHER        # of the same shape: how far apart are they?
+    python tools/parity.py MODEL --trainer-model OTHER        # compare two models of the same shape
 
-A real engine draws sequences of the model, in a process of its own: sampled, sampled from truncated distributions, and
-greedily. Then a real trainer computes their log-probs, in processes of its own. Prints how far apart the log-probs are,
-how often the most likely token is the same, and, for a mixture of experts, how often the trainer's routers choose other
-experts and how far apart the log-probs are with the engine's experts. The last lines are the verdict and all figures in
-one line of JSON; the exit code is 1 if they differ by more than the limits, and 2 if a side failed.
+A real engine, in its own process, generates sequences: sampled, sampled from truncated distributions, and greedily.
+Then a real trainer, in its own processes, computes their log-probs. Prints the differences of the log-probs, how often
+the most likely token is the same, and, for a mixture of experts, how often the trainer's routers choose other experts
+and the differences of the log-probs with the engine's experts. The last lines are the verdict and all numbers in one
+line of JSON. The exit code is 1 if the differences exceed the limits, and 2 if a side failed.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ RunMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of the verdict; None takes the default of the coarser of the two dtypes.
+    """Limits of the verdict; None means the default for the coarser of the two dtypes.
 
-    float32 rounds to 6e-8 of a value. Three layers differ by 2e-6 at p99 (benchmarks/results/parity_dense_cpu.txt);
-    1e-4 leaves room for deep models, and 1e-8 is twice its k3, which is half the square.
-    bfloat16 rounds to 2e-3. Three layers differ by 0.03 at p99 with routes replayed, and have a k3 of 5e-5
-    (parity_moe_cpu.txt there); 0.2 and 2e-3 leave room for deep models, whose k3 is of the order of 1e-3 in published
-    runs (arXiv:2510.11370). A ratio beyond a factor of 2 is 0.7 nats, three times the limit of p99: 1 % is what p99
-    leaves open.
+    float32 has a relative rounding error of 6e-8. Three layers differ by 2e-6 at p99
+    (benchmarks/results/parity_dense_cpu.txt); 1e-4 leaves a margin for deep models, and 1e-8 is twice the corresponding
+    k3, which is half the square.
+    bfloat16 has a relative rounding error of 2e-3. Three layers differ by 0.03 at p99 with routes replayed, and have a
+    k3 of 5e-5 (benchmarks/results/parity_moe_cpu.txt); 0.2 and 2e-3 leave a margin for deep models, whose k3 is of the
+    order of 1e-3 in published runs (arXiv:2510.11370). A ratio of 2 is 0.7 nats, three times the limit of p99; the 1 %
+    of tokens that p99 does not bound may exceed it.
     """
 
     p99: float | None = None
-    """|log-prob difference| of 99 % of tokens, nats. Default: float32 1e-4, bfloat16 0.2."""
+    """99th percentile of the |log-prob difference|, in nats. Default: float32 1e-4, bfloat16 0.2."""
     k3: float | None = None
-    """Mean k3 estimate of the KL divergence, nats a token. Default: float32 1e-8, bfloat16 2e-3."""
+    """Mean k3 estimate of the KL divergence, in nats per token. Default: float32 1e-8, bfloat16 2e-3."""
     outside: float | None = None
     """Share of tokens whose ratio is outside the bounds. Default: float32 0, bfloat16 0.01."""
     top_differs: float | None = None
-    """Share of greedily drawn tokens that are not the trainer's most likely. Default: float32 0.002, bfloat16 0.05:
-    only near ties may go either way."""
+    """Share of greedily generated tokens that are not the trainer's most likely ones. Default: float32 0.002, bfloat16
+    0.05, because only near ties may differ."""
     routes_differ: float | None = None
     """Share of the engine's experts that the trainer's routers would not choose. Default: float32 0.002; bfloat16 0.15,
     because about 10 % are reported for 48 layers of 128 experts in bfloat16 (arXiv:2510.11370)."""
@@ -72,7 +73,7 @@ class Limits:
                 raise ValueError(f"limits.{limit.name.replace('_', '-')} must not be negative, got {value}")
 
     def of(self, dtype: str) -> RunMetrics:
-        """All limits, by name."""
+        """All limits by name, with the defaults for ``dtype``."""
         default = DEFAULTS["float32" if dtype == "float32" else "bfloat16"]
         own = {name: value for name, value in asdict(self).items() if value is not None}
         return default | own
@@ -86,34 +87,34 @@ DEFAULTS: dict[str, RunMetrics] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Do engine and trainer give the same log-probs to the same tokens? (See the top of this file.)"""
+    """Compare the log-probs of engine and trainer for the same tokens (see the top of this file)."""
 
     model: Annotated[str, tyro.conf.Positional]
     """Hugging Face folder or Hub name."""
     trainer_model: str | None = None
-    """Folder or Hub name of what the trainer holds instead: other weights of the same shape."""
+    """Folder or Hub name of another model of the same shape for the trainer."""
     prompts: Literal["task", "random"] = "task"
-    """`task`: questions of a task, through the model's tokenizer; `random`: random ids, and no tokenizer is needed."""
+    """`task`: questions of a task, through the model's tokenizer; `random`: random token IDs, without a tokenizer."""
     prompt_tokens: int = 16
-    """Tokens of a random prompt."""
+    """Tokens per random prompt."""
     sequences: int = 64
-    """Sequences of each prompt set, each after a prompt of its own. No end token ends one: each draws
-    `rollout.max-new-tokens`."""
+    """Sequences per prompt set, each with its own prompt. End tokens are ignored: each sequence has
+    `rollout.max-new-tokens` tokens."""
     seed: int = 0
-    """Seed of random prompts; that of the draws is `generator.random-seed`."""
+    """Seed of random prompts; the seed of sampling is `generator.random-seed`."""
     ratio_low: float = 0.5
     """Tokens with a ratio trainer / engine below this, or above ratio-high, count as outside."""
     ratio_high: float = 2.0
     """See ratio-low. Recipes cap the importance weight at 2 (trainer.loss.importance-cap)."""
     deadline_s: float = 900.0
-    """Seconds that each side may take, beside the engine's start."""
+    """Deadline of each side in seconds, not including the engine's start."""
     plot: Path | None = None
-    """PNG file to draw."""
+    """PNG file to write."""
     limits: Limits = Limits()
     task: TaskSettings = TaskSettings()
     rollout: RolloutSettings = RolloutSettings(top_k=50, top_p=0.95, keep_sampling_mask=True)
-    """Temperature and length of the draws, and the truncation of the truncated prompt set; `rollout.top-k 0` with
-    `rollout.top-p 1` leaves that set out."""
+    """Temperature and length of the generated sequences, and the truncation of the truncated prompt set;
+    `rollout.top-k 0` with `rollout.top-p 1` omits that set."""
     generator: GeneratorSettings = GeneratorSettings(replicas=1)
     trainer: TrainerSettings = TrainerSettings(ranks=1)
 
@@ -122,25 +123,25 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
-            raise ValueError(f"ratio-low {self.ratio_low} and ratio-high {self.ratio_high} must have 1 between them")
+            raise ValueError(f"1 must lie between ratio-low and ratio-high, got {self.ratio_low} and {self.ratio_high}")
         if self.deadline_s <= 0:
             raise ValueError(f"deadline-s must be positive, got {self.deadline_s}")
         if not self.rollout.temperature:
-            raise ValueError("rollout.temperature must be above 0: a greedy set is drawn in any case")
+            raise ValueError("rollout.temperature must be above 0: a greedy set is always included")
         if self.trainer.router_replay != "off":
             raise ValueError(
-                f"trainer.router-replay {self.trainer.router_replay}: leave it off; both ways are measured"
+                f"trainer.router-replay {self.trainer.router_replay}: leave it off, because this tool measures both"
             )
         if self.trainer.lora.rank:
-            raise ValueError("trainer.lora.rank: adapters are not compared here; save the model with them merged")
+            raise ValueError("trainer.lora.rank: adapters are not supported; export the model with the adapter merged")
 
 
-# ---- before any process starts -------------------------------------------------------------------------------
+# -- before any process starts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is compared; models and settings are checked."""
+    """The checked models and settings of a comparison."""
 
     engine_model: Path
     trainer_model: Path
@@ -151,12 +152,12 @@ class Job:
 
     @property
     def dtype(self) -> str:
-        """The coarser one."""
+        """The coarser of the two dtypes."""
         return "float32" if {self.engine_dtype, self.trainer_dtype} == {"float32"} else "bfloat16"
 
 
 def prepare(s: Settings) -> Job:
-    """Raises ValueError for what cannot be compared."""
+    """Check models and settings. Raises ValueError if they cannot be compared."""
     folder = resolve_model(s.model, tokenizer=s.prompts == "task")
     config = read_config(folder)
     check_folder(folder, config)
@@ -173,7 +174,10 @@ def prepare(s: Settings) -> Job:
         check_same_shape(config, other_config)
     devices = torch.cuda.device_count()
     if devices and max(s.trainer.ranks, s.generator.tp) > devices:
-        raise ValueError(f"trainer.ranks {s.trainer.ranks}, generator.tp {s.generator.tp}: there are {devices} GPUs")
+        raise ValueError(
+            f"trainer.ranks {s.trainer.ranks} and generator.tp {s.generator.tp} must be at most {devices}, the number "
+            "of GPUs"
+        )
     if s.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs matplotlib: pip install -e ".[dev]"')
     prompts = random_prompts(s, config) if s.prompts == "random" else task_prompts(s, folder)
@@ -185,14 +189,15 @@ def prepare(s: Settings) -> Job:
     ):
         if longest > limit:
             raise ValueError(
-                f"the longest sequence may have {longest} tokens, {name} is {limit}: draw fewer or raise the limit"
+                f"the longest sequence may have {longest} tokens, but {name} is {limit}: lower rollout.max-new-tokens "
+                "or raise the limit"
             )
     dtypes = [resolve_dtype(dtype, devices > 0) for dtype in (s.generator.dtype, s.trainer.compute_dtype)]
     return Job(folder, other, config, make_prompt_sets(s.rollout, prompts), *dtypes)
 
 
 def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
-    """Raises ValueError if tokens or routes of one model mean nothing to the other."""
+    """Raise ValueError if tokens or routes of one model are meaningless to the other."""
     shapes = [
         (c["architectures"][0], c["vocab_size"], num_experts(c), c.get("num_experts_per_tok"), sparse_layers(c))
         for c in (config, other)
@@ -200,7 +205,7 @@ def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
     if shapes[0] != shapes[1]:
         raise ValueError(
             "trainer-model must have the model's architecture, vocabulary and experts; (architecture, vocabulary, "
-            f"experts, experts of a token, layers that have some) are {shapes[0]} and {shapes[1]}"
+            f"experts, experts per token, layers with experts) are {shapes[0]} and {shapes[1]}"
         )
 
 
@@ -222,28 +227,28 @@ def make_prompt_sets(r: RolloutSettings, prompts: list[list[int]]) -> list[Promp
     return [*prompt_sets, PromptSet("greedy", prompts, Sampling(r.max_new_tokens, temperature=0.0))]
 
 
-# ---- figures and verdict -------------------------------------------------------------------------------------
+# -- differences and verdict ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Differences:
-    """How far apart the two sides are: all figures."""
+    """All measured differences between the two sides."""
 
     rows: dict[str, RunMetrics]
     """By prompt set and choice of experts: ``sampled``, ``sampled_replayed`` and so on; see :func:`figures`."""
     top_differs: RunMetrics
-    """Share of greedily drawn tokens that are not the trainer's most likely: ``own``, ``replayed``."""
+    """Share of greedily generated tokens that are not the trainer's most likely ones: ``own``, ``replayed``."""
     routes_differ: list[float]
-    """Share of the engine's experts that the trainer would not choose, in each layer that has some; of the sampled
-    set, prompts included."""
+    """Share of the engine's experts that the trainer would not choose, for each layer with experts; over the sampled
+    set, including prompts."""
     tokens_rerouted: float
-    """Share of tokens that differ in any layer."""
+    """Share of tokens whose experts differ in any layer."""
     costs: RunMetrics
-    """Bytes for each token, and ids kept of one that was drawn from a truncated distribution."""
+    """Bytes per token, and IDs in the sampling mask of a token from a truncated distribution."""
 
     @property
     def judged(self) -> dict[str, RunMetrics]:
-        """The rows that the verdict judges: with the engine's experts where there are some, like in training."""
+        """The rows that the verdict uses: with the engine's experts if the model has experts, as in training."""
         replayed = {name: row for name, row in self.rows.items() if name.endswith("_replayed")}
         return replayed or self.rows
 
@@ -277,13 +282,13 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
 
 
 def trainer_logprobs(name: str, reading: Reading) -> dict[str, torch.Tensor]:
-    """Log-probs with the trainer's own experts, and with the engine's where there are some; by the names of rows."""
+    """By row name: log-probs with the trainer's own experts, and, if the model has experts, with the engine's."""
     replayed = {} if reading.replayed is None else {f"{name}_replayed": reading.replayed}
     return {name: reading.own} | replayed
 
 
 def judge(differences: Differences, limits: RunMetrics) -> tuple[RunMetrics, list[str]]:
-    """The figures that are judged, by the names of the limits, and the names of those that exceed their limit."""
+    """The judged numbers, by limit, and the names of the exceeded limits."""
     rows = differences.judged.values()
     worst = {name: max(row[name] for row in rows) for name in ("p99", "k3", "outside")}
     worst["top_differs"] = differences.top_differs.get("replayed", differences.top_differs["own"])
@@ -327,7 +332,7 @@ COLUMNS = ("mean", "p50", "p90", "p99", "p99_9", "max", "k3", "outside")
 
 
 def draw_plot(path: Path, job: Job, differences: Differences, readings: dict[str, Reading]) -> None:
-    """Share of tokens beyond a difference, the two log-probs against each other, and routes by layer."""
+    """Plot the share of tokens above each difference, the log-probs of both sides, and differing routes by layer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -361,7 +366,7 @@ def draw_plot(path: Path, job: Job, differences: Differences, readings: dict[str
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to 4 digits, in lists and objects too."""
+    """Round floats to 4 significant digits, including those in lists and dictionaries."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
@@ -370,7 +375,6 @@ def rounded(value: Any) -> Any:
 
 
 def main(s: Settings) -> int:
-    """The exit code."""
     job = prepare(s)
     limits = s.limits.of(job.dtype)
     readings = compare(

@@ -1,13 +1,13 @@
-"""Plays episodes of a recipe without a trainer, and prints them: what was said, in colours by role, and the rewards.
+"""Runs episodes of a recipe without a trainer, and prints them: the messages, coloured by role, and the rewards.
 
     python tools/play.py recipes/own_data.py --episodes 3
     python tools/play.py recipes/grpo.py --model .cache/tiny-qwen3 --task.name spell_backward
 
-The recipe's own flags follow. Its initial model (`--model`) plays in a real engine, as rollout workers would have it
-play: the same items, the same chat template, the same sampling. Frozen models that the recipe asks have their own
-engines, as in a run; the devices of its trainer and of further replicas are not needed. What an episode's code raises
-is shown with the place in that code. Rewards that compare a group, and stages, are not computed. Exit code 1 if an
-episode failed, 2 if the settings cannot work.
+The recipe's own flags follow. Its initial model (`--model`) runs in a real engine, as in rollout workers: with the same
+items, the same chat template and the same sampling. The recipe's frozen models have their own engines, as in a run;
+devices for the trainer and for more replicas are not needed. Exceptions of an episode's code are shown with their place
+in that code. Rewards relative to the group, and stages, are not computed. The exit code is 1 if an episode failed, and
+2 if the settings are invalid.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.devices import devices
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-"""By role."""
+"""Colour of a message by role."""
 
 
 async def play(recipe: Recipe, episodes: int, first: int, console: Console, cluster: Cluster | None = None) -> int:
-    """Play training items ``first``, ``first`` + 1, ... and print them; returns how many episodes failed.
+    """Run episodes of training items ``first``, ``first`` + 1, ... and print them; returns how many failed.
 
     Args:
-        cluster: for the engines of the recipe's frozen models.
+        recipe: the recipe, with its settings.
+        episodes: number of episodes.
+        first: cursor of the first training item.
+        console: output.
+        cluster: cluster for the engines of the recipe's frozen models.
     """
     offered = devices()
     async with (
@@ -49,7 +53,7 @@ async def play(recipe: Recipe, episodes: int, first: int, console: Console, clus
 
 
 async def play_at(opened: Table, indices: range, console: Console) -> int:
-    """Play these training items and print them; returns how many episodes failed."""
+    """Run an episode of each of these training items and print it; returns how many episodes failed."""
     failed = 0
     for index in indices:
         played = await opened.train_episode(index)
@@ -66,7 +70,7 @@ async def play_at(opened: Table, indices: range, console: Console) -> int:
 
 
 def described(sequence: Episode, number: int) -> str:
-    """Which sequence of its episode it is."""
+    """Title of a sequence within its episode."""
     seat = f", seat {sequence.seat}" if sequence.seat else ""
     fork = sequence.fork
     return f"sequence {number}{seat}" + (f", from turn {fork.turns} of sequence {fork.sequence} on" if fork else "")
@@ -85,24 +89,23 @@ def show(played: Episode | EpisodeFailed, console: Console) -> None:
     if any(reward is not None for reward in given):
         parts += f"; of its turns: {of_turns}"
     info = f" {played.info}" if played.info else ""
-    ended = f"{played.num_trainable} tokens drawn, ended by {played.finish_reason}"
+    ended = f"{played.num_trainable} tokens sampled, ended by {played.finish_reason}"
     console.print(Text(f"reward {played.reward:g}{parts} ({ended}){info}", style="bold"), soft_wrap=True)
 
 
 def show_message(message: dict[str, Any], console: Console) -> None:
-    """Print who says what."""
+    """Print a message with its role."""
     style = COLOURS.get(message["role"], "")
     said = Text.assemble((f"{message['role']:>9}  ", f"bold {style}"), (message["content"], style))
     console.print(said, soft_wrap=True)
 
 
 def main() -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("recipe", type=Path, help="the recipe's file; its flags follow (python RECIPE --help)")
-    parser.add_argument("--episodes", type=int, default=3, help="how many to play, one item each (default 3)")
+    parser.add_argument("recipe", type=Path, help="the recipe's file; its flags follow (see python RECIPE --help)")
+    parser.add_argument("--episodes", type=int, default=3, help="number of episodes, one item each (default 3)")
     parser.add_argument("--first", type=int, default=0, help="cursor of the first training item (default 0)")
     own, flags = parser.parse_known_args()
     recipe = load_recipe(own.recipe, flags)

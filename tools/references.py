@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What a refactoring must leave as it is: weights after five steps, metric names, files of a run and their keys, flags.
+"""References of what a refactoring must not change: weights after five steps, metric names, a run's files and keys,
+flags.
 
     python tools/references.py --output tests/references              write the references of this tree
-    python tools/references.py --tree ../base --output /tmp/base      of another tree, such as a worktree of a commit
-    python tools/references.py --check tests/references               print in what this tree differs
+    python tools/references.py --tree ../base --output /tmp/base      ... of another tree, such as a worktree of a
+    commit python tools/references.py --check tests/references               print the differences of this tree
 
-A dense model, a mixture of experts and LoRA are trained for five steps at lag 0 with a fixed seed, so that weights are
-the same bit for bit on the same kind of processor with the same torch. Elsewhere the tool says that it does not compare
-their checksums.
+A dense model, a mixture of experts and LoRA are trained for five steps at lag 0 with a fixed seed, so weights are
+identical bit for bit on the same kind of processor with the same torch. Otherwise the tool reports that it does not
+compare their checksums.
 
-The other tree is run by this interpreter and needs nothing installed. Models are those of ``tests/references``.
+The other tree is run by this interpreter and need not be installed. The models are in ``tests/references``.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ RECIPES = {"dense": "grpo", "moe": "grpo_moe", "lora": "grpo_lora"}
 MODELS = {"dense": "model-dense", "moe": "model-moe", "lora": "model-dense"}
 ARGUMENTS = (
     *("--steps=5", "--buffer.max-policy-lag=0", "--rollout.seed=0", "--generator.replicas=1", "--rollout.workers=1"),
-    "--generator.max-running-requests=1",  # an engine batch of several has other sums
+    "--generator.max-running-requests=1",  # sums differ with the size of the engine's batch
     *("--groups-per-step=4", "--held-out=8", "--rollout.max-new-tokens=8", "--rollout.logged-groups=2"),
     *("--trainer.ranks=2", "--trainer.lr=1e-3", "--trainer.lr-warmup-steps=0", "--task.pass-mark=0"),
     *("--checkpoint.every-steps=3", "--checkpoint.restarts=0", "--journal.mib=8"),
 )
 RUN_S = 900.0
-"""Seconds of a run of five steps, at most: some 15 s on two quiet cores."""
+"""Deadline in seconds of a run of five steps, which takes about 15 s on two idle cores."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Settings:
     """Write or check references (see the top of this file)."""
 
     tree: Path = ROOT
-    """The tree whose sources and recipes are run."""
+    """Tree whose sources and recipes are run."""
     output: Path | None = None
-    """Folder in which the references are written, a file for each kind and one for flags."""
+    """Folder to write the references to: one file per kind and one for flags."""
     check: Path | None = None
     """Folder with references to compare with."""
     kinds: tuple[str, ...] = tuple(RECIPES)
-    """Which of `dense`, `moe` and `lora`; without any only flags are looked at."""
+    """Kinds to run, of `dense`, `moe` and `lora`; if empty, only flags are compared."""
     keep: Path | None = None
-    """Folder in which the runs are left; None removes them."""
+    """Folder for the runs; None removes them."""
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -66,7 +67,7 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def trained(tree: Path, kind: str, output: Path) -> Path:
-    """The folder of a run of ``kind`` with the sources of ``tree``. Raises RuntimeError if it failed."""
+    """Run ``kind`` with the sources of ``tree``; returns the run folder. Raises RuntimeError if the run failed."""
     command = [sys.executable, str(tree / "recipes" / f"{RECIPES[kind]}.py"), f"--model={REFERENCES / MODELS[kind]}"]
     command += [f"--output={output / kind}", *ARGUMENTS]
     done = subprocess.run(
@@ -79,13 +80,13 @@ def trained(tree: Path, kind: str, output: Path) -> Path:
         stderr=subprocess.STDOUT,
     )
     if done.returncode:
-        raise RuntimeError(f"{RECIPES[kind]} ended with {done.returncode}:\n{done.stdout}")
+        raise RuntimeError(f"{RECIPES[kind]} ended with exit code {done.returncode}:\n{done.stdout}")
     (run,) = (output / kind).iterdir()
     return run
 
 
 def processor() -> str:
-    """What the bits of a matrix product depend on: the processor's instructions and torch."""
+    """The processor's instruction set and torch's version, which determine the bits of a matrix product."""
     import torch
 
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
@@ -104,7 +105,7 @@ def described(run: Path) -> dict[str, Any]:
 
 
 def keys_of(path: Path) -> set[str]:
-    """The names in a file of JSON objects, nested ones as ``outer.inner``; none of other files."""
+    """The keys in a file of JSON objects, nested ones as ``outer.inner``; empty for other files."""
     if path.suffix not in (".json", ".jsonl") or path.name.startswith("tokenizer"):
         return set()
     rows = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
@@ -112,7 +113,7 @@ def keys_of(path: Path) -> set[str]:
 
 
 def names_of(value: Any, above: str = "") -> set[str]:
-    """The keys of an object and of those in it. Files by their path and packages by their name count as values."""
+    """The keys of an object, including nested ones. Keys that are file paths or package names count as values."""
     if isinstance(value, list):
         return {name for item in value for name in names_of(item, f"{above}[]")}
     if not isinstance(value, dict) or above in ("positions", "packages", "item", "info", "parts", "counters"):
@@ -137,7 +138,7 @@ def all_flags() -> dict[str, dict[str, str]]:
 
 
 def flags_in(tree: Path) -> dict[str, dict[str, str]]:
-    """The flags of the recipes of ``tree``, in a process of its own."""
+    """The flags of the recipes of ``tree``, read in another process."""
     path = f"import sys; sys.path[:0] = [{str(tree / 'recipes')!r}, {str(Path(__file__).parent)!r}]; "
     program = f"{path}import json, references; print(json.dumps(references.all_flags()))"
     done = subprocess.run(
@@ -150,7 +151,7 @@ def flags_in(tree: Path) -> dict[str, dict[str, str]]:
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """A line for each difference of two references; weights of another kind of processor are not compared."""
+    """A line for each difference of two references; weights from different kinds of processors are not compared."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         if isinstance(before, list) and isinstance(now, list):
             gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
@@ -171,7 +172,7 @@ def main(settings: Settings) -> int:
     from monarch_rl.runtime.scratch import temporary_directory
 
     if settings.output is None and settings.check is None:
-        sys.exit("error: give --output FOLDER, to write references, or --check FOLDER, to compare with some")
+        sys.exit("error: give --output FOLDER to write references, or --check FOLDER to compare with references")
     tree = settings.tree.resolve()
     found: dict[str, Any] = {"flags": flags_in(tree)}
     with temporary_directory() as scratch:
@@ -185,7 +186,7 @@ def main(settings: Settings) -> int:
         if settings.check is not None:
             before = json.loads((settings.check / f"{name}.json").read_text())
             if before.get("processor") != reference.get("processor"):
-                print(f"{name}: weights are not compared: the references are of {before['processor']}")
+                print(f"{name}: weights are not compared, because the references are from {before['processor']}")
             changed += differences(before, reference, name)
     print("\n".join(changed) if changed else "nothing differs" if settings.check else "written")
     return 1 if changed else 0

@@ -1,14 +1,14 @@
-"""Makes updates of a run again, from its journal, without engines or rollouts.
+"""Replays the updates of a run from its journal, without engines or rollouts.
 
     python tools/replay.py runs/grpo-20260101-120000-1 --from 100 --to 120
     python tools/replay.py RUN --from 100 --to 120 --objective recipes/mine.py:my_loss
     python tools/replay.py RUN --open 117
 
-Prints for each step whether the weights after it are those of the run, bit for bit, on every trainer rank, and loss,
-gradient norm, KL and clipped share beside those of the run. With another objective the same batches make other updates,
-each from the weights that the one before has made. `--open` shows the episodes of a step, token by token, as its update
-saw them. Needs a run with `--journal.mib` above 0 (docs/journal.md). Under the run's own objective the exit code is 1
-if weights differ, and 2 if there are none of the run to compare with.
+Prints for each step whether the weights after it are identical to the run's, bit for bit, on every trainer rank, and
+loss, gradient norm, KL and clipped share next to the run's. With another objective, the same batches give different
+updates, each starting from the weights of the previous one. `--open` shows the episodes of a step, token by token, as
+its update saw them. Needs a run with `--journal.mib` above 0 (docs/journal.md). With the run's own objective, the exit
+code is 1 if weights differ, and 2 if the journal has no checksums to compare with.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from monarch_rl.trainer.plan_file import read_plan
 
 
 def objective_of(name: str, plan: Any) -> ByValue[Any]:
-    """The objective or the policy loss of this name, or ``FILE:FUNCTION``. Raises ValueError if there is none, or if
-    the run's other settings of the loss do not go with it."""
+    """The objective or policy loss called ``name``, or the function ``FILE:FUNCTION``. Raises ValueError if it does not
+    exist, or is incompatible with the run's other loss settings."""
     from monarch_rl.algorithms.functions import named
     from monarch_rl.algorithms.losses import POLICY_LOSSES
     from monarch_rl.trainer.objective import OBJECTIVES, reinforcement
@@ -56,7 +56,7 @@ def objective_of(name: str, plan: Any) -> ByValue[Any]:
 
 
 def job_of(run: Path, first: int | None, last: int | None, objective: str, opened: int | None) -> tuple[ReplayJob, int]:
-    """What to make again, and the first step to show."""
+    """The job for these arguments, and the first step to show."""
     journal = run / FOLDER
     reader = JournalReader(journal, 0)
     if opened is not None and first is None:
@@ -87,7 +87,7 @@ def show_opened(episodes: list[OpenedEpisode], model: Path, console: Console) ->
 
 
 def sizes(journal: Path) -> str:
-    """The bytes of a journal beside those of token ids (int32) and log-probs (float32) alone."""
+    """The size of a journal, compared with only token IDs (int32) and log-probs (float32)."""
     tokens = trained = written = 0
     folders = sorted(journal.glob("rank*"))
     for folder in folders:
@@ -97,7 +97,7 @@ def sizes(journal: Path) -> str:
             for episode in (e for places in reader.batch(version).unpack().microbatches for _, _, e in places):
                 tokens, trained = tokens + episode.num_tokens, trained + episode.num_trainable
     if not tokens:
-        raise ValueError(f"{journal} has no batch")
+        raise ValueError(f"{journal} contains no batch: run with --journal.mib above 0")
     alone = 4 * tokens + 4 * trained
     return (
         f"{tokens:,} tokens, {trained:,} of them trained, of {len(folders)} ranks: {written / tokens:.2f} bytes each, "
@@ -106,32 +106,31 @@ def sizes(journal: Path) -> str:
 
 
 def verdict(steps: list[ReplayedStep]) -> str:
-    """In one sentence."""
+    """The result of the comparison, in one sentence."""
     known = [step for step in steps if step.equal is not None]
     if not known:
         return "nothing was compared: the journal has no checksums of the weights after these steps"
     equal = sum(bool(step.equal) for step in known)
-    first = next((f"; the first that differs is {step.step}" for step in known if not step.equal), "")
-    return f"the weights after {equal} of {len(known)} steps are those of the run, bit for bit{first}"
+    first = next((f"; the first difference is at step {step.step}" for step in known if not step.equal), "")
+    return f"the weights after {equal} of {len(known)} steps are identical to the run's, bit for bit{first}"
 
 
 def exit_code(steps: list[ReplayedStep]) -> int:
-    """0 if all weights that could be compared are equal, 1 if not, 2 if none could be."""
+    """0 if all compared weights are equal, 1 if not, 2 if none could be compared."""
     known = [step.equal for step in steps if step.equal is not None]
     return 0 if known and all(known) else 1 if known else 2
 
 
 def main() -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--from", dest="first", type=int, help="first step to show (default: the first in the journal)")
     parser.add_argument("--to", dest="last", type=int, help="last step (default: the last in the journal)")
     parser.add_argument(
-        "--objective", default="", help="objective, policy loss (such as gspo) or FILE:FUNCTION, in place of the run's"
+        "--objective", default="", help="objective, policy loss (such as gspo) or FILE:FUNCTION, instead of the run's"
     )
     parser.add_argument("--open", dest="opened", type=int, help="step whose episodes are shown")
-    parser.add_argument("--bytes", action="store_true", help="print what the journal takes, and end")
+    parser.add_argument("--bytes", action="store_true", help="only print the size of the journal")
     own = parser.parse_args()
     if own.bytes:
         print(sizes(own.run / FOLDER))

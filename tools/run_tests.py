@@ -1,16 +1,16 @@
 """Run the project's checks: lint, types and contracts, then the tests by tiers (``tests/tiers.py``), in two processes.
 
-    python tools/run_tests.py            every quick test, a real proof of each mechanism, a sample of the rest
+    python tools/run_tests.py            all quick tests, an end-to-end test of each mechanism, and a sample of the rest
     python tools/run_tests.py --quick    short tests that start no engine, no mesh and no ranks
-    python tools/run_tests.py --core     the real proofs alone
+    python tools/run_tests.py --core     only the end-to-end tests of the mechanisms
     python tools/run_tests.py --all      everything; writes benchmarks/results/test_all.txt
-    python tools/run_tests.py --all --costs    and tests/costs.json
+    python tools/run_tests.py --all --costs    also writes tests/costs.json
 
-A heavy test that fails is run once more, alone, when all else has ended: if it passes then, it is counted as flaky and
-does not fail the checks. Other tests are repeated only where the machine was at fault (no memory, no disk), and none is
-if more than eight have failed. A test of the sample fails the checks only if it fails twice and its package has changed
-since the last ``--all``; otherwise it is owed: listed in the summary, and the first of each later sample, until it
-passes. The exit code is 0 if the checks pass.
+A heavy test that fails is repeated once, alone, after all others have ended: if it then passes, it counts as flaky and
+does not fail the checks. Other tests are repeated only if the machine was at fault (no memory, no disk). If more than
+eight tests have failed, none is repeated. A test of the sample fails the checks only if it fails twice and its package
+has changed since the last ``--all``; otherwise it is pending ("owed"): listed in the summary, and first in each later
+sample until it passes. The exit code is 0 if the checks pass.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ CHECKS: dict[str, list[str]] = {
 }
 TYPES = [PYTHON, "-m", "mypy"]
 CHECK_S = 1800.0
-"""Seconds for one check: the end of a hang."""
+"""Seconds for one check; only ends a hang."""
 TESTS_S = 4 * 3600.0
 """Seconds for all tests; each test has its own deadline."""
 END_S = 90.0
-"""Seconds that an interrupted pytest may take to end what its tests have started."""
+"""Seconds for an interrupted pytest to end the processes that its tests have started."""
 MARK = "MONARCH_RL_CHECKS"
-"""A variable that everything below has, so that whatever a crashed test leaves is found and ended."""
+"""Environment variable of all descendants, by which processes that a crashed test leaves behind are found and ended."""
 SUMMARY = ROOT / "benchmarks" / "results" / "test_all.txt"
 MOST_REPEATS = 8
-"""Tests that are run once more: of more, the cause is one that a repeat does not change."""
+"""Maximum number of tests to repeat: if more have failed, the cause is one that repeating does not change."""
 INFRASTRUCTURE = re.compile(
     r"^(E\s.*)?(MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
     r"Temporary failure in name resolution)",
     re.MULTILINE,
 )
-"""What a log says where the machine is at fault; not its lines of source."""
+"""Log lines that show that the machine is at fault; does not match lines of source code."""
 
 
 @dataclass
 class Results:
-    """What became of the tests of one call of pytest."""
+    """Outcomes of one call of pytest."""
 
     code: int
     outcomes: dict[str, str]
@@ -93,12 +93,12 @@ class Results:
     tiers: dict[str, Tier]
     costs: dict[str, Cost]
     left_out: dict[str, float] = field(default_factory=dict)
-    """Units of the rest that the sample did not take, and their committed seconds."""
+    """Test functions of the rest that are not in the sample, with their seconds in the cost table."""
     skips: dict[str, str] = field(default_factory=dict)
-    """Why tests were skipped."""
+    """Reasons of skipped tests."""
     heavy: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
-    """Tests that were handed out."""
+    """Tests that were assigned to a worker."""
 
     @property
     def failed(self) -> list[str]:
@@ -106,14 +106,14 @@ class Results:
 
     @property
     def incomplete(self) -> str:
-        """Why these are not the results of all tests that were asked for; empty if they are."""
+        """Why results of requested tests are missing; empty if none are."""
         if self.code not in (0, 1):  # 1: tests have failed
-            return f"pytest ended with {self.code}"
+            return f"pytest ended with exit code {self.code}"
         if self.code == 1 and not self.failed:
-            return "pytest failed, but no test"
-        # A unit of the sample that a crashed worker has left behind may be left out in the end.
+            return "pytest failed, but no test did"
+        # A function of the sample that a crashed worker did not finish may be left out in the end.
         missing = {test for test in self.given - self.outcomes.keys() if function_of(test) not in self.left_out}
-        return f"{len(missing)} tests have not ended, as {min(missing)}" if missing else ""
+        return f"{len(missing)} tests have not ended, such as {min(missing)}" if missing else ""
 
 
 @dataclass
@@ -127,14 +127,14 @@ class Verdict:
 
 @dataclass
 class Clock:
-    """Where the minutes of the checks went."""
+    """Durations of the phases of the checks."""
 
     began: float = field(default_factory=time.time)
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def minutes(self) -> float:
-        """Since the checks began."""
+        """Minutes since the checks began."""
         return (time.time() - self.began) / 60
 
     @contextmanager
@@ -149,23 +149,21 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     for name in ("quick", "core", "all"):
         which.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--costs", action="store_true", help="write what the tests cost to tests/costs.json")
-    parser.add_argument("--no-repeats", action="store_true", help="do not run a test that failed once more")
-    parser.add_argument("--at-a-time", type=int, default=2, help="processes that run tests (default 2)")
-    parser.add_argument("paths", nargs="*", help="only tests in these files and folders, of all tiers")
+    parser.add_argument("--costs", action="store_true", help="write the costs of the tests to tests/costs.json")
+    parser.add_argument("--no-repeats", action="store_true", help="do not repeat failed tests")
+    parser.add_argument("--at-a-time", type=int, default=2, help="number of test processes (default 2)")
+    parser.add_argument("paths", nargs="*", help="run only tests in these files and folders, of all tiers")
     asked = parser.parse_args()
     if asked.all and asked.paths:
         parser.error("--all runs all tests: give no paths")
     if asked.costs and any("::" in path for path in asked.paths):
-        parser.error("--costs writes whole modules: name files or folders")
+        parser.error("--costs writes whole modules: give files or folders, not single tests")
     if asked.costs and not (asked.all or asked.quick or asked.core or asked.paths):
-        parser.error(
-            "--costs needs whole tiers or modules: --all, --quick, --core or paths; a sample has parts of them"
-        )
-    for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
+        parser.error("--costs needs whole tiers or modules, not a sample: give --all, --quick, --core or paths")
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a signal that is ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     os.environ[MARK] = uuid.uuid4().hex
-    os.environ["SPT_NOENV"] = "1"  # or SGLang's titles overwrite the variables by which processes are found
+    os.environ["SPT_NOENV"] = "1"  # otherwise SGLang's process titles overwrite the environment that has the mark
     clock, types = Clock(), None
     if not asked.core and not asked.paths:
         with clock.phase("lint and contracts"):
@@ -182,7 +180,7 @@ def main() -> int:
 
 
 def checked() -> list[str]:
-    """Run what needs no test; the names of the checks that failed."""
+    """Run the checks other than tests; returns the names of those that failed."""
     wrong = []
     for name, command in CHECKS.items():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_S)
@@ -193,12 +191,12 @@ def checked() -> list[str]:
 
 
 def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str] | None) -> int:
-    """Run the tests, decide which failures count, print and write the summaries; the exit code.
+    """Run the tests, decide which failures count, and print and write the summaries; returns the exit code.
 
     Args:
-        asked: the command line.
-        clock: since the beginning of the checks.
-        types: mypy, which runs beside the tests; None if it was not asked for.
+        asked: parsed command line.
+        clock: clock of the checks.
+        types: mypy's process, which runs alongside the tests; None if it was not requested.
     """
     tiers = "all" if asked.all or asked.paths else "none" if asked.quick or asked.core else "sample"
     sources, changed, owed = commit_and_trees(), changed_since_summary(), tests_owed()
@@ -207,18 +205,18 @@ def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str]
         results = pytest([*arguments_of(asked, tiers, clock.began, changed, owed), *examples])
     wrong = [results.incomplete] if results.incomplete else []
     if types:
-        with clock.phase("types (beside the tests)"):
+        with clock.phase("types (alongside the tests)"):
             output, _ = types.communicate(timeout=CHECK_S)
         if types.returncode:
             wrong.append("types")
             print(f"-- types\n{output}", flush=True)
     with clock.phase("tests that failed, once more"):
-        sweep()  # nothing that a crashed test has left is beside them
+        sweep()  # so that nothing left behind by a crashed test runs alongside them
         repeats = set() if asked.no_repeats else repeatable(results)
         verdict = judged(results, repeats, changed, owed, everything=tiers == "all", examples=examples)
     report(results, verdict, clock, sampled=tiers == "sample")
     if wrong:
-        print(f"no file is written: {'; '.join(wrong)}")
+        print(f"no files are written, because of: {'; '.join(wrong)}")
     else:
         if asked.costs:
             write_costs(results, everything=not asked.paths)
@@ -230,7 +228,7 @@ def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str]
 
 
 def examples_of(asked: argparse.Namespace, began: float) -> list[str]:
-    """Which examples property tests try: those of the commit, but new ones with ``--all``."""
+    """pytest's options for the examples of property tests: the same for each commit, but new ones with ``--all``."""
     if not asked.all:
         return []
     print(f"property tests: --hypothesis-seed={int(began)}", flush=True)
@@ -240,7 +238,7 @@ def examples_of(asked: argparse.Namespace, began: float) -> list[str]:
 def arguments_of(
     asked: argparse.Namespace, rest: str, began: float, changed: Collection[str], owed: Collection[str]
 ) -> list[str]:
-    """What pytest is started with."""
+    """pytest's other arguments."""
     arguments = [f"-n{asked.at_a_time}", "--max-worker-restart=2", f"--rest={rest}", f"--began={began}"]
     arguments += [f"--changed={','.join(sorted(changed))}", f"--commit-number={commits_up_to('HEAD')}"]
     arguments += [f"--owed={test}" for test in owed]
@@ -250,7 +248,7 @@ def arguments_of(
 
 
 def pytest(arguments: Sequence[str]) -> Results:
-    """Run pytest in a group of its own: a Ctrl-C reaches it once, from here."""
+    """Run pytest in its own process group, so that a Ctrl-C reaches it only once, from here."""
     with tempfile.TemporaryDirectory() as plan:
         command = [PYTHON, "-m", "pytest", f"--plan={plan}", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, process_group=0)
@@ -274,12 +272,12 @@ def pytest(arguments: Sequence[str]) -> Results:
 
 
 def read(file: Path) -> Any:
-    """What a JSON file holds; an empty mapping where pytest has not come to write it."""
+    """Contents of a JSON file; an empty mapping if pytest did not get to write it."""
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def repeatable(results: Results) -> set[str]:
-    """The failed tests that are run once more: those with real processes, and where the machine was at fault."""
+    """The failed tests to repeat: those with real processes, and those for which the machine was at fault."""
     return {
         test for test in results.failed if test in results.heavy or INFRASTRUCTURE.search(results.logs.get(test, ""))
     }
@@ -293,22 +291,22 @@ def judged(
     everything: bool,
     examples: Sequence[str] = (),
 ) -> Verdict:
-    """Run ``repeats`` once more, alone, and decide which failures count.
+    """Repeat the tests ``repeats`` once, alone, and decide which failures count.
 
     Args:
-        results: of all tests.
-        repeats: those of the failed ones that are run once more.
-        changed: folders of tests whose sources have changed.
-        owed: tests of the rest that have failed before.
-        everything: the rest was asked for, so its failures count like others.
-        examples: options by which property tests try the same examples again.
+        results: results of all tests.
+        repeats: failed tests to repeat.
+        changed: test folders whose sources have changed.
+        owed: pending tests: tests of the rest that failed earlier and have not passed since.
+        everything: whether the whole rest was requested, so that its failures count like others.
+        examples: pytest's options that make property tests try the same examples again.
     """
     verdict = Verdict(owed=[test for test in owed if results.outcomes.get(test) not in ("passed", "failed")])
     passed: set[str] = set()
     if len(repeats) > MOST_REPEATS:
-        print(f"\n{len(repeats)} tests have failed: that is no chance, so none is run once more", flush=True)
+        print(f"\n{len(repeats)} tests have failed, too many to be chance: none is repeated", flush=True)
     elif repeats:
-        print(f"\n{len(repeats)} tests that failed are run once more, with nothing beside them", flush=True)
+        print(f"\n{len(repeats)} tests that failed are repeated, with nothing else running", flush=True)
         outcomes = pytest(["-p", "no:xdist", *examples, *sorted(repeats)]).outcomes
         passed = {test for test in repeats if outcomes.get(test) == "passed"}
     for test in results.failed:
@@ -321,11 +319,11 @@ def judged(
     return verdict
 
 
-# -- the commit ------------------------------------------------------------------------------------------------------
+# -- the commit -------------------------------------------------------------------------------------------------------
 
 
 def git(*arguments: str) -> str:
-    """What git prints; nothing where it fails or this is no repository."""
+    """Output of git; empty if it fails or this is not a repository."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60.0)
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -335,14 +333,14 @@ def commits_up_to(revisions: str) -> int:
 
 
 def trees() -> str:
-    """The hashes of the trees that tests depend on."""
+    """Hashes of the folders that tests depend on."""
     return " ".join(
         f"{folder} {git('rev-parse', '--short=12', f'HEAD:{folder}')}" for folder in ("src", "tests", "tools")
     )
 
 
 def last_full_run() -> dict[str, str]:
-    """The fields of the committed summary of ``--all``; empty where there is none."""
+    """The fields of the committed summary of ``--all``; empty if there is none."""
     if not SUMMARY.exists():
         return {}
     lines = SUMMARY.read_text().splitlines()
@@ -350,14 +348,14 @@ def last_full_run() -> dict[str, str]:
 
 
 def tests_owed() -> list[str]:
-    """Tests of the rest that have failed and not passed since, by the committed summary."""
+    """Pending tests: tests of the rest that have failed and not passed since, according to the committed summary."""
     owed: list[str] = json.loads(last_full_run().get("owed", "[]"))
     return owed
 
 
 def changed_since_summary() -> set[str]:
-    """The folders of tests whose sources have changed since the last full run that was committed; all, if that is not
-    known."""
+    """Test folders whose sources have changed since the last full run whose summary was committed; all folders if its
+    commit is unknown."""
     commit = last_full_run().get("commit", "").split(" ")[0]
     if not commit or not git("cat-file", "-t", commit):  # a shallow clone does not have it
         return all_folders()
@@ -369,20 +367,20 @@ UNCOMMITTED = " with uncommitted changes"
 
 
 def uncommitted() -> str:
-    """What follows a commit's hash where the trees that tests depend on are not those of the commit."""
+    """Suffix of a commit's hash if the folders that tests depend on have uncommitted changes."""
     return UNCOMMITTED if git("status", "--porcelain", "src", "tests", "tools") else ""
 
 
 def commit_and_trees() -> list[str]:
-    """Two lines of the summary, on what is about to be run."""
+    """Two lines of the summary that identify the tested sources."""
     return [f"commit: {git('rev-parse', 'HEAD')}{uncommitted()}", f"trees: {trees()}"]
 
 
-# -- what is printed and written -------------------------------------------------------------------------------------
+# -- printing and writing results -------------------------------------------------------------------------------------
 
 
 def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> None:
-    """Print what the tests cost, where the minutes went, what was left out, and what is owed."""
+    """Print the costs of the tests, the durations of the phases, which tests were left out, and which are pending."""
     print(*table(results.costs), sep="\n")
     print("\nCPU-seconds  idle seconds  tests  tier")
     for tier in TIERS:
@@ -393,20 +391,20 @@ def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> N
     if factor := slowness(results.costs, results.tiers, committed):
         print(f"This machine needs {factor:.2f} of the table's CPU-seconds.")
     for line in dearer(results.costs, results.tiers, committed):
-        print(f"DEARER: {line}: mend it, or run ./tools/test --all --costs and commit tests/costs.json")
+        print(f"DEARER: {line}: make it cheaper, or run ./tools/test --all --costs and commit tests/costs.json")
     print("\n  minutes  of the checks")
     for name, seconds in clock.phases.items():
         print(f"{seconds / 60:9.1f}  {name}")
-    print("\n    tests  skipped, because")
+    print("\n    tests  skipped because")
     for reason, number in Counter(results.skips.values()).most_common():
         print(f"{number:9}  {reason}")
     if sampled:
         taken = [test for test in results.outcomes if results.tiers.get(test) == "rest"]
         dear = sum(1 for seconds in results.left_out.values() if seconds > SAMPLE_S)
-        print("\nthe sample, which follows from the commit and from how much time was left:")
+        print("\nthe sample, which depends on the commit and on the remaining time:")
         print(*(f"    {function}" for function in dict.fromkeys(map(function_of, taken))), sep="\n")
         print(f"sample: {len(taken)} tests of the rest; {len(results.left_out)} test functions were left out")
-        print(f"{dear} of these take longer than a sample may: only ./tools/test --all has them")
+        print(f"{dear} of these take too long for a sample: only ./tools/test --all runs them")
     print(since_full_run())
     for name, tests in (("FLAKY", verdict.flaky), ("OWED", verdict.owed), ("FAILED", verdict.failed)):
         for test in tests:
@@ -416,7 +414,7 @@ def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> N
 
 
 def since_full_run() -> str:
-    """How old the committed summary of ``--all`` is."""
+    """A line on the age of the committed summary of ``--all``."""
     full = last_full_run()
     if not full:
         return "no ./tools/test --all has been committed"
@@ -427,11 +425,11 @@ def since_full_run() -> str:
 
 
 def write_costs(results: Results, everything: bool) -> None:
-    """Write what the tests that passed have cost, in the table's CPU-seconds, whatever machine this is.
+    """Write the costs of the tests that passed to the table, scaled to the machine on which the table was measured.
 
     Args:
-        results: of all tests of the modules that were run.
-        everything: no modules were named, so that those that were not collected are gone.
+        results: results of all tests of the modules that were run.
+        everything: whether all modules were run, so that tests that were not collected no longer exist.
     """
     before = CostTable.read()
     failed = {function_of(test) for test in results.failed}
@@ -443,16 +441,16 @@ def write_costs(results: Results, everything: bool) -> None:
     factor = slowness(passed, results.tiers, before)
     scaled = {test: Cost(cost.cpu_s / (factor or 1.0), cost.idle_s) for test, cost in passed.items()}
     before.updated(scaled, results.tiers, everything).write()
-    how = f"divided by {factor:.2f}" if factor else "as measured: the table has too few of them to compare machines by"
+    how = f"divided by {factor:.2f}" if factor else "not scaled: the table has too few of these tests"
     print(f"tests/costs.json: {len(passed)} tests, {how}")
 
 
 def write_owed(owed: Sequence[str]) -> None:
-    """Note in the summary which tests are owed now, where there is one."""
+    """Record the pending tests in the summary, if there is one."""
     if set(owed) != set(tests_owed()) and SUMMARY.exists():
         lines = [line for line in SUMMARY.read_text().splitlines() if not line.startswith("owed:")]
         SUMMARY.write_text("\n".join([*lines, f"owed: {json.dumps(sorted(owed))}"]) + "\n")
-        print(f"the tests that are owed are others now: commit {SUMMARY.relative_to(ROOT)}")
+        print(f"the list of owed tests has changed: commit {SUMMARY.relative_to(ROOT)}")
 
 
 def write_summary(results: Results, verdict: Verdict, clock: Clock, sources: Sequence[str]) -> None:
@@ -474,7 +472,14 @@ def write_summary(results: Results, verdict: Verdict, clock: Clock, sources: Seq
 
 
 def closed(clock: Clock, broken: str, verdict: Verdict | None = None, results: Results | None = None) -> int:
-    """Print the last lines; the exit code. ``broken`` says what else than a test has failed."""
+    """Print the last lines; returns the exit code.
+
+    Args:
+        clock: clock of the checks.
+        broken: failures other than of tests; empty if there are none.
+        verdict: which test failures count; None if no test was run.
+        results: results of the tests; None if no test was run.
+    """
     verdict, counted = verdict or Verdict(), Counter(results.outcomes.values() if results else ())
     passed = counted["passed"] + len(verdict.flaky)
     print(f"\n{passed} passed, {len(verdict.failed)} failed, {counted['skipped']} skipped")
@@ -485,12 +490,12 @@ def closed(clock: Clock, broken: str, verdict: Verdict | None = None, results: R
 
 
 def sweep() -> None:
-    """End what tests have left behind: whatever carries this run's mark."""
+    """Kill the processes that tests have left behind, identified by this run's mark."""
     mark, own = os.environ[MARK], os.getpid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid != own and process.environ().get(MARK) == mark:
-                print(f"left by the tests, ended now: {process.pid} {' '.join(process.cmdline())[:200]}", flush=True)
+                print(f"killing a process of the tests: {process.pid} {' '.join(process.cmdline())[:200]}", flush=True)
                 process.kill()
 
 

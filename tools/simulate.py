@@ -1,10 +1,10 @@
-"""Predict a run before renting for it: step time, idle shares and lag; recommends a lag and a split of the devices.
+"""Predict step time, idle shares and policy lag of a run, and recommend a lag bound and a split of the devices.
 
     python tools/simulate.py --devices 16 --costs.length.mean 2000 --costs.length.sigma 1
-    python tools/simulate.py --from-run runs/grpo-...            # costs measured there; flags replace some of them
+    python tools/simulate.py --from-run runs/grpo-...            # with the costs of a real run, which flags override
 
-The real buffer, publisher and workers run in virtual time; engines, trainer and scores take the seconds of their
-latency models (docs/sizing.md). Prints a table, draws it, and prints the figures last, as one line of JSON.
+The real buffer, publisher and workers run in virtual time; engines, trainer and scores are latency models
+(docs/sizing.md). Prints one line per simulated run, writes a plot, and prints the metrics as a last line of JSON.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Settings:
     devices: int = 0
     """Devices to split between trainer and generators; 0 keeps the plan's split."""
     max_lag: int = 4
-    """Lags 0 to this are tried."""
+    """Largest lag bound to try, from 0."""
     steps: int = 40
-    """Optimiser steps of each simulated run."""
+    """Optimizer steps per simulated run."""
     warm_up: int = 10
-    """Steps at the beginning that do not count."""
+    """First steps that do not count."""
     grain: int = 0
-    """Tokens that one simulated token stands for; 0 chooses by the mean length, 1 is exact and slow."""
+    """Real tokens per simulated token; 0 chooses it by the mean length, 1 is exact and slow."""
     output: Path = Path("sizing.png")
     """PNG file to write."""
     from_run: Path | None = None
-    """Folder of a run: its settings and measured costs are the defaults."""
+    """Run folder whose settings and measured costs are the defaults."""
     plan: Plan = field(default_factory=Plan)
     costs: Costs = field(default_factory=Costs)
 
@@ -52,7 +52,7 @@ class Settings:
         if self.devices < 0 or self.max_lag < 0 or self.grain < 0:
             raise ValueError("devices, max-lag and grain must not be negative")
         if not 0 <= self.warm_up < self.steps:
-            raise ValueError(f"warm-up {self.warm_up} leaves nothing of {self.steps} steps")
+            raise ValueError(f"warm-up must be at least 0 and less than steps ({self.steps}), got {self.warm_up}")
 
 
 def line(plan: Plan, found: RunMetrics) -> str:
@@ -79,7 +79,7 @@ def figures(found: RunMetrics) -> dict[str, Any]:
 
 
 def draw(cases: list[Case], best: Case, path: Path) -> None:
-    """Step time by split and lag, idle shares by split, the lag of trained tokens, the gain by lag."""
+    """Plot step time by split and lag, idle shares by split, the lag of trained tokens, and the speed-up by lag."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
             idle.plot(x, [c.found.trainer_idle_share for c in row], marker="o", label="trainer")
             idle.plot(x, [c.found.generator_idle_share for c in row], marker="o", label="generators")
     steps.plot(best.plan.trainer_devices, best.found.step_s, "k*", markersize=14, label="recommended")
-    steps.set(ylabel="seconds a step", ylim=(0, 1.3 * max(case.found.step_s for case in cases)))
+    steps.set(ylabel="seconds per step", ylim=(0, 1.3 * max(case.found.step_s for case in cases)))
     idle.set(ylabel=f"idle share at lag <= {best.max_policy_lag}", ylim=(0, 1))
     for axis in (steps, idle):
         axis.set(xlabel="trainer devices", xticks=counts)
@@ -113,7 +113,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
 
 
 def main(settings: Settings, made: Made | None) -> None:
-    gc.freeze()  # the libraries' own objects need no second look, and there are many
+    gc.freeze()  # exempts the many objects of libraries from garbage collection
     started, simulated = time.perf_counter(), 0
 
     def predicted(plan: Plan, costs: Costs = settings.costs) -> RunMetrics:
@@ -126,13 +126,13 @@ def main(settings: Settings, made: Made | None) -> None:
     summary: dict[str, Any] = {}
     if made is not None:
         found = predicted(made.plan, made.costs)
-        print(f"That run took {made.step_s:.3g} s a step, {found.step_s / made.step_s:.0%} of it predicted.")
+        print(f"That run took {made.step_s:.3g} s per step; predicted: {found.step_s / made.step_s:.0%} of that.")
         summary["run"] = {"step_s": made.step_s, "predicted_over_observed": found.step_s / made.step_s}
     cases = search(settings.plan, settings.devices, settings.max_lag, predicted)
     best = recommend(cases)
     draw(cases, best, settings.output)
     seconds = time.perf_counter() - started
-    print(f"Recommended: {line(best.plan, best.found)}; {gain(cases, best):.2f} x depth 0. Drawn in {settings.output}.")
+    print(f"Recommended: {line(best.plan, best.found)}; {gain(cases, best):.2f} x lag 0. Plot: {settings.output}.")
     summary |= {
         "max_policy_lag": best.max_policy_lag,
         "trainer_devices": best.plan.trainer_devices,
@@ -151,7 +151,7 @@ def main(settings: Settings, made: Made | None) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to 4 digits, in lists and objects too."""
+    """Round floats to 4 significant digits, including those in lists and dictionaries; None if not finite."""
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     if isinstance(value, list):
@@ -160,7 +160,7 @@ def rounded(value: Any) -> Any:
 
 
 def parse() -> tuple[Settings, Made | None]:
-    """Settings read from a run become the defaults, so that flags can change them."""
+    """Parse the command line, with the settings of ``--from-run`` as defaults, so that flags override them."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--from-run", type=Path)
     folder = first.parse_known_args()[0].from_run

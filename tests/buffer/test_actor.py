@@ -104,7 +104,7 @@ def test_deadlines_name_who_holds_what(process: Any) -> None:
         assert isinstance(failure.value.exception, DeadlineExceeded)
         message = str(failure.value.exception)
         assert "trainer rank 1 waited 0.1 s" in message and "version 0" in message
-        assert "groups 1 and 1 that no worker" in message
+        assert "groups 1 and 1 that no worker has started" in message
         assert "group 1 by rollout worker 7 for " in message
         await fill(buffer, 1)
         with pytest.raises(ActorError) as failure:
@@ -112,7 +112,7 @@ def test_deadlines_name_who_holds_what(process: Any) -> None:
         message = str(failure.value.exception)
         assert "rollout worker 8 waited 0.1 s for a free slot" in message
         assert "--rollout.slot-deadline-s" in message
-        assert "0 free of 3, 1 playing, 2 complete" in message
+        assert "0 free of 3, 1 in progress, 2 complete" in message
         await buffer.drop.call_one(1, "score hung")  # the call that gave up was given no slot
         assert (await buffer.counts.call_one()).slots_free == 1
         assert "dropped so far: {'score hung': 1}" in await buffer.report.call_one()
@@ -365,9 +365,9 @@ class CountingBuffer:
 
     def __init__(self, buffer: Any) -> None:
         self.reserve, self.puts = buffer.reserve, list[int]()
-        self._put_if_room = buffer.submit_if_room
+        self._submit_if_room = buffer.submit_if_room
         self.submit_if_room = self
 
     def call_one(self, *groups: bytes) -> Any:
         self.puts.append(len(groups))
-        return self._put_if_room.call_one(*groups)
+        return self._submit_if_room.call_one(*groups)

@@ -131,14 +131,14 @@ def test_what_cannot_be_is_refused_by_name_and_state() -> None:
     assert ticket is not None
     with pytest.raises(ValueError, match="group 0 .*no token"):
         buffer.submit(packed(0))
-    with pytest.raises(ValueError, match="version 1 drew"):
+    with pytest.raises(ValueError, match="version 1 sampled"):
         buffer.submit(packed(0, [1]))
     buffer.submit(packed(0, [0]))
     with pytest.raises(ValueError, match="group 0 .*complete"):
         buffer.submit(packed(0, [0]))
     with pytest.raises(ValueError, match="version 1 .*trained.* 0 groups"):
         buffer.trained(1)
-    with pytest.raises(ValueError, match="version 1 was asked for"):
+    with pytest.raises(ValueError, match="version 1 was requested"):
         buffer.take(1)
     buffer.take(0)
     with pytest.raises(ValueError, match=r"group 0 .*dropped \(late\)"):
@@ -445,7 +445,7 @@ def test_a_core_goes_on_from_its_state() -> None:
     assert new is not None and (new.group_id, new.task_cursor) == (5, 12)
     resumed.trained(2)
     assert resumed.counts().trained == 4 and resumed.counts().lag_counts == [4, 4, 0]
-    with pytest.raises(ValueError, match="slots 5 .* 6"):
+    with pytest.raises(ValueError, match="slots was 5 .* 6"):
         BufferCore.restore(2, BufferSettings(2, window=0), buffer.state())
 
 
@@ -473,7 +473,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
         assert resumed.submit(packed(group_id, [3], attempt=ATTEMPTS))
     assert ids(resumed) is None, "0 is due first"
     assert resumed.submit(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
-    with pytest.raises(ValueError, match="version 4 .*again"):
+    with pytest.raises(ValueError, match="version 4 .*replayed"):
         resumed.note_replayed(4, [2], np.zeros(0, np.int64))
 
 

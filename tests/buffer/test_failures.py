@@ -30,7 +30,7 @@ class Groups:
 
     def put(self, group_id: int) -> None:
         self.playing.remove(group_id)
-        self.log.note_put()
+        self.log.note_submitted()
 
     def drop(self, group_id: int, reason: str, moment: float = 0.0) -> None:
         self.playing.remove(group_id)

@@ -11,12 +11,12 @@ from monarch_rl.buffer.settings import BufferSettings
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"max_policy_lag": -1}, "max-policy-lag must"),
         ({"window": -1}, "buffer.window must"),
         ({"max_policy_lag": None, "late": "drop"}, "buffer.late drop"),
-        ({"late": "mask", "window": 4}, "buffer.late mask .*window of 4"),
+        ({"late": "mask", "window": 4}, "buffer.late mask .*buffer.window 4"),
         ({"window": "greedy"}, "buffer.window greedy .*buffer.late"),
         ({"reject_lag": -1}, "buffer.reject-lag must not"),
         ({"reject_lag": 2}, "buffer.reject-lag 2 .*max-policy-lag 2"),
@@ -24,8 +24,8 @@ from monarch_rl.buffer.settings import BufferSettings
         ({"max_mib": 0}, "buffer.max-mib"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         BufferSettings(**settings)
 
 

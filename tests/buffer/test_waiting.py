@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from monarch_rl.buffer.waiting import Line
+from monarch_rl.buffer.waiting import WaitQueue
 from monarch_rl.runtime import starvation
 from monarch_rl.runtime.starvation import CoreTime, Look
 from monarch_rl.simulate.clock import run_virtual
@@ -18,7 +18,7 @@ WAIT_S = 600.0
 
 def test_first_come_first_served_and_nobody_else_is_tried() -> None:
     async def test() -> None:
-        line, free, tried, order = Line(alike=True), 0, 0, list[int]()
+        line, free, tried, order = WaitQueue(alike=True), 0, 0, list[int]()
 
         def served(who: int) -> bool:
             nonlocal free, tried
@@ -43,7 +43,7 @@ def test_first_come_first_served_and_nobody_else_is_tried() -> None:
 
 def test_a_wait_that_is_over_takes_nothing() -> None:
     async def test() -> None:
-        line, given = Line(), list[str]()
+        line, given = WaitQueue(), list[str]()
         free = False
 
         def served() -> bool:
@@ -67,7 +67,7 @@ def test_a_wait_that_is_over_takes_nothing() -> None:
 
 def test_everybody_is_tried_when_they_are_not_alike_or_on_demand() -> None:
     async def test(alike: bool) -> None:
-        line, able = Line(alike), set[int]()
+        line, able = WaitQueue(alike), set[int]()
         waits = [asyncio.ensure_future(line.wait(partial(able.__contains__, who), WAIT_S)) for who in range(3)]
         await asyncio.sleep(0)
         able.add(1)
@@ -87,7 +87,7 @@ def test_everybody_is_tried_when_they_are_not_alike_or_on_demand() -> None:
 
 def test_what_goes_wrong_is_the_waiters() -> None:
     async def test() -> None:
-        line, wrong = Line(), False
+        line, wrong = WaitQueue(), False
 
         def served() -> bool:
             if wrong:
@@ -117,7 +117,7 @@ def test_a_machine_without_cores_stretches_the_deadline_and_the_place_is_kept(mo
     monkeypatch.setattr(starvation, "look", starved_look)
 
     async def test() -> None:
-        line, free, order = Line(alike=True), False, list[int]()
+        line, free, order = WaitQueue(alike=True), False, list[int]()
 
         def served(who: int) -> bool:
             if free:
@@ -138,7 +138,7 @@ def test_a_machine_without_cores_stretches_the_deadline_and_the_place_is_kept(mo
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 1.5])
 def test_a_deadline_passes_on_a_machine_with_cores(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, 0.0)}))
-    assert not asyncio.run(patiently(Line().wait(never, seconds)))
+    assert not asyncio.run(patiently(WaitQueue().wait(never, seconds)))
 
 
 def test_virtual_time_knows_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_virtual_time_knows_no_starvation(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def seconds(served: Callable[[], bool]) -> float:
         began = asyncio.get_running_loop().time()
-        assert not await Line().wait(served, 600.0)
+        assert not await WaitQueue().wait(served, 600.0)
         return asyncio.get_running_loop().time() - began
 
     assert run_virtual(seconds(never)) == pytest.approx(600.0)

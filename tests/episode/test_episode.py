@@ -320,7 +320,7 @@ def test_arrays_of_a_turn_have_one_length() -> None:
         Turn(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(2, bool))
 
 
-def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
+def test_sampling_masks_are_split_and_joined_by_tokens() -> None:
     sets = [[5, 3], [], [7], [1, 2, 4]]
     sampling_masks = SamplingMasks(
         np.asarray([len(ids) for ids in sets], np.int32), np.asarray(sum(sets, []), np.int32)
@@ -333,16 +333,16 @@ def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
     assert [part.counts.tolist() for part in parts] == [[2], [], [0, 1, 3]]
     joined = SamplingMasks.join([sampling_masks[:2], SamplingMasks.none(1), sampling_masks[2:]])
     assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == sampling_masks.ids.tolist()
-    with pytest.raises(ValueError, match=" 6 ids .* 5"):
+    with pytest.raises(ValueError, match=" 6 ids.* 5"):
         SamplingMasks(sampling_masks.counts, sampling_masks.ids[1:])
 
 
-def test_a_kept_set_that_would_be_lost_is_refused() -> None:
+def test_a_sampling_mask_that_would_be_lost_is_refused() -> None:
     sampling_masks = SamplingMasks(np.ones(1, np.int32), np.zeros(1, np.int32))
     turn = Turn(
         np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), sampling_masks
     )
-    with pytest.raises(ValueError, match="kept set .*not trainable"):
+    with pytest.raises(ValueError, match="sampling mask .*not trainable"):
         pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
     with pytest.raises(ValueError, match="1 of the 2 turns"):
         _ = Episode([turn, replace(turn, sampling_masks=None)], 0.0, "stop").sampling_masks

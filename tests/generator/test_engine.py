@@ -328,7 +328,7 @@ def test_a_cancelled_request_is_ended_and_waits_are_named(
         drawing = Drawing.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
         await drawing.goes_on()
         waits = [(wait.what, wait.on) for wait in engine.waits()]
-        assert waits == [(f"tokens after {n} others", "the engine of generator 0") for n in (1, 2)]
+        assert waits == [(f"new tokens after {n} prompt tokens", "the engine of generator 0") for n in (1, 2)]
         for task in drawing.tasks:
             task.cancel()
         await asyncio.wait(drawing.tasks)
@@ -354,7 +354,7 @@ def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -
 
 
 def test_a_process_holds_one_engine(engine: Engine, run: LoopThread) -> None:
-    with pytest.raises(RuntimeError, match="in this process already"):
+    with pytest.raises(RuntimeError, match="already has an engine"):
         run(Engine.start("anything", SETTINGS))
 
 

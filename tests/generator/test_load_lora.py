@@ -257,8 +257,8 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     staging, spoilt = Staging(tensors[1]), Staging(tensors[1])
     order = commit_module._serialized_order
 
-    def orders(rank: int, area: bytes, sheet: bytes, mask_tokens: int) -> Any:
-        return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet, mask_tokens)
+    def orders(rank: int, area: bytes, sheet: bytes, retained_tokens: int) -> Any:
+        return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet, retained_tokens)
 
     async def play() -> tuple[list[Completion], list[Completion], str]:
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
@@ -293,4 +293,4 @@ def test_an_engine_without_adapters_says_so() -> None:
     sheet = LoadSheet(staging.manifest, 1)
     sheet.ask(expected_of(tensors))
     load(nn.Linear(2, 2), [(write_order(0, staging.area(0).handle, sheet.handle, 0), torch.empty(0))])
-    assert "the engine was not started for one" in str(sheet.judge())
+    assert "the engine was started without one" in str(sheet.judge())

@@ -107,11 +107,11 @@ def test_the_most_likely_tokens(engine: Engine, run: LoopThread, readings: list[
 
 def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) -> None:
     for asked, said in (
-        (engine.readings.logprobs([]), r"place 0 .*\b0 tokens"),
-        (engine.readings.logprobs([5, 6], 2), r"place 2 .*\b2 tokens"),
+        (engine.readings.logprobs([]), r"start 0 .*\b0 given tokens"),
+        (engine.readings.logprobs([5, 6], 2), r"start 2 .*\b2 given tokens"),
         (engine.readings.logprobs([5, 6], 0, 0.0), "temperature 0.0"),
-        (engine.readings.top_logprobs([5, 6], 3, 0), "place 0"),
-        (engine.readings.top_logprobs([5, 6], 0), r"\b0 most likely"),
+        (engine.readings.top_logprobs([5, 6], 3, 0), "position 0"),
+        (engine.readings.top_logprobs([5, 6], 0), r"\bof 0 tokens"),
         (engine.readings.logprobs([5] * 2000), "context"),
     ):
         with pytest.raises(GenerationError, match=said):

@@ -126,9 +126,9 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
     code = (
         "import os\n"
         "from monarch_rl.generator import scheduler_pieces as s\n"
-        "from monarch_rl.runtime.device_work import Piece\n"
+        "from monarch_rl.runtime.device_work import GpuOperation\n"
         f"memory = s.attach(bytes.fromhex(os.environ[{VARIABLE!r}])).numpy().data\n"
-        "s._write(memory, 1, Piece('a prefill of 5 tokens', 12.5, 60.0))\n"
+        "s._write(memory, 1, GpuOperation('a prefill of 5 tokens', 12.5, 60.0))\n"
     )
     done = patience.run([sys.executable, "-c", code], env=os.environ.copy())
     assert done.returncode == 0, done.stderr

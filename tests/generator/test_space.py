@@ -16,7 +16,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.scheduler_process import SchedulerTarget
 from monarch_rl.generator.sglang_engine import EngineStopped
-from monarch_rl.offline.play import EngineHere
+from monarch_rl.offline.play import LocalEngine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from tests import patience
@@ -103,7 +103,7 @@ def test_an_engine_compiles_where_paths_have_spaces(
     async def play() -> int:
         engine = await Engine.start(str(deepseek), SETTINGS)
         try:
-            return len((await EngineHere(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)).token_ids)
+            return len((await LocalEngine(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)).token_ids)
         finally:
             await engine.shutdown()
 
@@ -125,7 +125,7 @@ def test_a_compiler_that_fails_is_named_by_the_requests_at_once(
         try:
             named = r"(?s)exit code 1: .*CppCompileError.*no quartz"
             with pytest.raises(EngineStopped, match=named):
-                await EngineHere(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)
+                await LocalEngine(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)
             with pytest.raises(EngineStopped, match=named):
                 engine.check()
         finally:

@@ -130,8 +130,8 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
     spoilt.byte(version, name, place).bitwise_xor_(1)
     order = commit_module._serialized_order
 
-    def orders(of: int, area: bytes, sheet: bytes, mask_tokens: int) -> Any:
-        return order(of, spoilt.area(version).handle if of == rank else area, sheet, mask_tokens)
+    def orders(of: int, area: bytes, sheet: bytes, retained_tokens: int) -> Any:
+        return order(of, spoilt.area(version).handle if of == rank else area, sheet, retained_tokens)
 
     async def play() -> Completion:
         with monkeypatch.context() as patch:

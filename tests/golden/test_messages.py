@@ -64,7 +64,7 @@ def waits(is_lost: bool) -> None:
 
 def resumed(changed: RunSettings, folder: Path) -> None:
     run = finished_step(RunSettings(output=folder))
-    resume.going_on(replace(changed, output=folder, resume=str(run)))
+    resume.resolve_resume(replace(changed, output=folder, resume=str(run)))
 
 
 REFUSED: dict[str, Callable[[Path], object]] = {
@@ -81,7 +81,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "a deadline": lambda _: waits(is_lost=False),
     "a process that is lost": lambda _: waits(is_lost=True),
     "a resume that would break the bound": lambda folder: resumed(RunSettings(groups_per_step=8), folder),
-    "a resume of nothing": lambda folder: resume.going_on(RunSettings(resume=str(folder / "none"))),
+    "a resume of nothing": lambda folder: resume.resolve_resume(RunSettings(resume=str(folder / "none"))),
 }
 
 

@@ -106,8 +106,8 @@ ENDS_DIFFERENTLY = (
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        (LAST_ONLY, "loses the turns before the last"),
-        (FOR_IMAGES, "loses what the user says"),
+        (LAST_ONLY, "loses turns before the last"),
+        (FOR_IMAGES, "loses user messages"),
         (ENDS_DIFFERENTLY, "'</s>' and an earlier one with '<|end|>"),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         conversation.add([image])
     with pytest.raises(ChatError, match="system, user, assistant, tool"):
         conversation.add([{"role": "human", "content": "?"}])
-    with pytest.raises(ChatError, match="no message"):
+    with pytest.raises(ChatError, match="not a message"):
         conversation.add(3)  # type: ignore[arg-type]
     with pytest.raises(ChatError, match="role and content"):
         conversation.add([{"content": "?"}])

@@ -86,24 +86,32 @@ def test_ids_of_calls_are_unique_within_a_conversation(qwen3: ChatTemplate) -> N
     ("name", "arguments", "error"),
     [
         ("subtract", {"a": 1}, "There is no tool 'subtract'. The tools are: add, search."),
-        ("add", {}, "The call of add does not fit: a is missing."),
-        ("add", {"a": "1"}, "The call of add does not fit: a must be integer, not '1'."),
-        ("add", {"a": True}, "The call of add does not fit: a must be integer, not True."),
-        ("add", {"a": 1.5}, "The call of add does not fit: a must be integer, not 1.5."),
-        ("add", {"a": 1, "c": 2}, "The call of add does not fit: there is no argument 'c'; it takes a, b, how, more."),
+        ("add", {}, "The call of add does not match its schema: a is missing."),
+        ("add", {"a": "1"}, "The call of add does not match its schema: a must be integer, not '1'."),
+        ("add", {"a": True}, "The call of add does not match its schema: a must be integer, not True."),
+        ("add", {"a": 1.5}, "The call of add does not match its schema: a must be integer, not 1.5."),
+        (
+            "add",
+            {"a": 1, "c": 2},
+            "The call of add does not match its schema: there is no argument 'c'; it takes a, b, how, more.",
+        ),
         (
             "add",
             {"a": 1, "how": "odd"},
-            "The call of add does not fit: how must be one of 'exact', 'rough', not 'odd'.",
+            "The call of add does not match its schema: how must be one of 'exact', 'rough', not 'odd'.",
         ),
-        ("add", {"a": 1, "more": [1, "2"]}, "The call of add does not fit: more[1] must be number, not '2'."),
+        (
+            "add",
+            {"a": 1, "more": [1, "2"]},
+            "The call of add does not match its schema: more[1] must be number, not '2'.",
+        ),
         ("add", {"a": 1, "more": [1, 2.5]}, ""),
         ("add", {"a": 1, "more": None}, ""),
         ("add", [1, 2], "The arguments of add are not a JSON object."),
         (
             "search",
             {"query": "x", "where": {"site": 3}},
-            "The call of search does not fit: where.site must be string, not 3.",
+            "The call of search does not match its schema: where.site must be string, not 3.",
         ),
         ("search", {"query": "x", "where": {"site": "a", "lang": "b"}}, ""),
     ],
@@ -198,7 +206,7 @@ def test_without_tools_nothing_is_a_call(qwen3: ChatTemplate) -> None:
 
 def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
     conversation = Conversation(ChatTemplate(write_model(tmp_path, "tagged")))
-    with pytest.raises(ChatError, match="no place for tools"):
+    with pytest.raises(ChatError, match="does not render tools"):
         conversation.add(user("1+2?"), tools=TOOLS)
 
 
@@ -240,7 +248,7 @@ def test_what_cannot_be_described_to_a_model_is_refused() -> None:
             as_tools([broken])
     with pytest.raises(ChatError, match="no name"):
         as_tools([{"type": "function", "function": {}}])
-    with pytest.raises(ChatError, match="3 is no tool"):
+    with pytest.raises(ChatError, match="3 is not a tool"):
         as_tools([3])  # type: ignore[list-item]
     with pytest.raises(ChatError, match="add, add"):
         as_tools([add, add])

@@ -63,7 +63,7 @@ def test_what_was_not_compared_is_not_said_to_be_equal() -> None:
     assert (
         verdict([equal, unknown]).startswith("the weights after 1 of 1 steps are") and exit_code([equal, unknown]) == 0
     )
-    assert "the first that differs is 7" in verdict([equal, other]) and exit_code([other, unknown]) == 1
+    assert "the first difference is at step 7" in verdict([equal, other]) and exit_code([other, unknown]) == 1
 
 
 def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, Staged, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.pipeline.checkpoints import SAID_AGAIN_S, Checkpoints, Position
+from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, Position
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
@@ -269,7 +269,7 @@ def test_trainer_ranks_that_could_not_write_have_another_group_for_the_next_chec
                 await run.step()
                 await run._checkpoints_settled()
                 if step == 4:
-                    await asyncio.sleep(SAID_AGAIN_S)
+                    await asyncio.sleep(REPEAT_ERROR_S)
             seen.append(trainer)
 
     seen: list[SavingTrainer] = []

@@ -207,7 +207,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
     system = harness.system
     below = psutil.Process().children(recursive=True)
     (victim,) = [process for process in below if _title(process).startswith("monarch_rl::trainer-1")]
-    transfer = system.publisher.meeting.transfer
+    transfer = system.publisher.transfer_group.transfer
 
     async def struck(*arguments: Any) -> Any:
         """The rank has answered that it is there, and dies before it sends."""
@@ -217,7 +217,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
         victim.kill()
         return await sending
 
-    system.publisher.meeting.transfer = struck  # type: ignore[method-assign, assignment]
+    system.publisher.transfer_group.transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
     with pytest.raises(PublishError, match=rf"version {system.version + 1} .*: trainer rank 1 "):
         await system.publisher.settled()

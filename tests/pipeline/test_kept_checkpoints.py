@@ -74,7 +74,7 @@ def test_the_best_version_has_a_checkpoint_of_its_own(tmp_path: Path, next_accur
                 if step in found:
                     next_accuracy(found[step])
                     await run.evaluate()
-                    assert step != 5 or (run._parts.checkpoints and run._parts.checkpoints.writing)
+                    assert step != 5 or (run._components.checkpoints and run._components.checkpoints.writing)
 
     run_virtual(whole())
     assert best_result(tmp_path) == Measurement(ACCURACY, 0.75, 5)
@@ -142,7 +142,9 @@ def test_a_result_that_the_disk_refuses_is_said_and_costs_no_checkpoint(
 
     with caplog.at_level(logging.WARNING):
         run_virtual(whole())
-    assert "the result of version 2 is in no checkpoint: [Errno 28] No space left on device" in caplog.text
+    assert (
+        "the evaluation of version 2 was recorded in no checkpoint: [Errno 28] No space left on device" in caplog.text
+    )
     assert list(complete(tmp_path / "checkpoints")) == [2]
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import ActorError
 
-from monarch_rl.pipeline.publishing import Delivery, Meeting, Publisher, PublishError, Replicas
+from monarch_rl.pipeline.publishing import Publication, Publisher, PublishError, Replicas, TransferGroup
 from monarch_rl.weights.checksum import NotFinite, add_checksums, signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
 from monarch_rl.weights.manifest import Manifest
@@ -24,7 +24,7 @@ from tests.patience import patiently
 
 def publisher() -> Publisher:
     absent: Any = None
-    return Publisher(Meeting(absent, [], Manifest((), 0, ()), TransferSettings()), absent, Replicas())
+    return Publisher(TransferGroup(absent, [], Manifest((), 0, ()), TransferSettings()), absent, Replicas())
 
 
 async def fails() -> None:
@@ -34,7 +34,7 @@ async def fails() -> None:
 def test_a_failed_delivery_ends_the_wait_for_a_batch_at_once() -> None:
     async def go() -> None:
         waiting = publisher()
-        waiting._deliveries.append(asyncio.create_task(fails()))
+        waiting._unfinished.append(asyncio.create_task(fails()))
         batch = asyncio.get_running_loop().create_future()
         with pytest.raises(RuntimeError, match="generator 1: 2 of 21"):
             await patiently(waiting.or_failed(batch), "a delivery that has failed")
@@ -46,7 +46,7 @@ def test_a_failed_delivery_ends_the_wait_for_a_batch_at_once() -> None:
 def test_a_delivery_that_arrives_changes_nothing() -> None:
     async def go() -> None:
         waiting = publisher()
-        waiting._deliveries.append(asyncio.create_task(asyncio.sleep(0)))
+        waiting._unfinished.append(asyncio.create_task(asyncio.sleep(0)))
         assert await waiting.or_failed(asyncio.sleep(0.01, "metrics")) == "metrics"
         await waiting.settled()
 
@@ -125,13 +125,13 @@ class Harness:
         async def update_workers(paused: list[int], lost: list[int]) -> None:
             self.dispatch.append((paused, lost))
 
-        meeting = Meeting(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
+        transfer_group = TransferGroup(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
         buffer: Any = Handle(published=published)
-        self.publisher = Publisher(meeting, buffer, Replicas(update_workers))
+        self.publisher = Publisher(transfer_group, buffer, Replicas(update_workers))
         self.replicas = replicas
 
     async def set_up(self, index: int, replica: Any) -> None:
-        self.publisher.replicas.add(await self.publisher.meeting.set_up_replica(index, replica))
+        self.publisher.replicas.add(await self.publisher.transfer_group.set_up_replica(index, replica))
 
     async def publish(self, *versions: int) -> None:
         if not self.publisher.generators:
@@ -143,19 +143,19 @@ class Harness:
 
 
 def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
-    """It knows the meeting and the replicas, and no publisher."""
+    """It has the transfer group and the replicas, and no publisher."""
 
     async def go() -> None:
         behind, current = Replica(), Replica()
         harness = Harness(behind, current)
-        meeting, replicas = harness.publisher.meeting, harness.publisher.replicas
+        transfer_group, replicas = harness.publisher.transfer_group, harness.publisher.replicas
         for index, handle in enumerate(harness.replicas):
             await harness.set_up(index, handle)
         next(replica for replica in replicas if replica.index == 1).version = 7
-        delivery = Delivery(7, meeting, replicas)
-        await delivery.run()
+        publication = Publication(7, transfer_group, replicas)
+        await publication.run()
         assert not replicas.behind(7) and (behind.received, current.received) == (1, 0)
-        assert (delivery.sent_bytes, delivery.paused_s, delivery.verify_share) == (1, 0.1, 0.2)
+        assert (publication.sent_bytes, publication.paused_s, publication.verify_share) == (1, 0.1, 0.2)
         assert not harness.served, "only the publisher tells the buffer"
 
     asyncio.run(go())
@@ -167,7 +167,7 @@ def test_a_replica_that_never_receives_is_removed_alone() -> None:
     together: list[int] = []
 
     async def send(*_: Any) -> list[int]:
-        if len(harness.publisher.meeting.connected or []) > 1:
+        if len(harness.publisher.transfer_group.connected or []) > 1:
             together.append(1)
             raise RuntimeError("connection closed by peer")
         return []
@@ -222,7 +222,7 @@ def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_b
 
         harness = Harness(Replica(commit=commit), Replica(commit=commit), send=send)
         await harness.publish(1)
-        with pytest.raises(PublishError, match=r"version 2, .*step 2 .*: norm\.weight .*\[3\]"):
+        with pytest.raises(PublishError, match=r"version 2, .*step 2, .*: norm\.weight .*\[3\]"):
             await harness.publish(2)
         assert committed == [1, 1] and not harness.publisher.lost and harness.served == [1]
         assert [replica.version for replica in harness.publisher.replicas] == [1, 1]

@@ -22,7 +22,7 @@ from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
-from monarch_rl.pipeline.replayed_steps import Shown, make_again
+from monarch_rl.pipeline.replayed_steps import OnReplayed, replay_steps
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
@@ -57,9 +57,9 @@ def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (RunSettings(groups_per_step=8), "groups-per-step 8 .* 32, .* bound"),
-        (RunSettings(buffer=BufferSettings(1)), "buffer.max-policy-lag 1 .* 2, .* bound"),
-        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "trainer.lr 1e-05 .* schedule"),
+        (RunSettings(groups_per_step=8), "--groups-per-step was 32 and is now 8, .* bound"),
+        (RunSettings(buffer=BufferSettings(1)), "--buffer.max-policy-lag was 2 and is now 1, .* bound"),
+        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "--trainer.lr was 1e-06 and is now 1e-05, .* schedule"),
     ],
 )
 def test_settings_that_break_the_bound_or_the_schedule_are_refused(
@@ -67,18 +67,18 @@ def test_settings_that_break_the_bound_or_the_schedule_are_refused(
 ) -> None:
     run = finished_step(RunSettings(output=tmp_path))
     with pytest.raises(ValueError, match=said):
-        resume.going_on(replace(changed, output=tmp_path, resume=str(run)))
+        resume.resolve_resume(replace(changed, output=tmp_path, resume=str(run)))
 
 
 def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path: Path) -> None:
     run = finished_step(RunSettings(output=tmp_path))
     more = RunSettings(output=tmp_path, resume=str(run), steps=300, held_out=7)
-    resumed = resume.going_on(more)
+    resumed = resume.resolve_resume(more)
     assert resumed is not None and {"steps 250 -> 300", "held_out 200 -> 7"} <= set(resumed.differences)
     decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
     run = finished_step(decaying)
-    with pytest.raises(ValueError, match="steps 300 .* schedule"):
-        resume.going_on(replace(decaying, steps=300, resume=str(run)))
+    with pytest.raises(ValueError, match="--steps was 250 and is now 300, .* schedule"):
+        resume.resolve_resume(replace(decaying, steps=300, resume=str(run)))
 
 
 @pytest.mark.parametrize("flag", ["epochs", "minibatches"])
@@ -86,12 +86,12 @@ def test_more_updates_a_batch_are_refused_where_the_schedule_depends_on_them(tmp
     constant, twice = RunSettings(output=tmp_path), dict[str, Any]({flag: 2})
     run = finished_step(constant)
     more = replace(constant, resume=str(run), trainer=TrainerSettings(**twice))
-    resumed = resume.going_on(more)
+    resumed = resume.resolve_resume(more)
     assert resumed is not None and f"trainer.{flag} 1 -> 2" in resumed.differences
     decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
     run = finished_step(decaying)
-    with pytest.raises(ValueError, match=f"trainer.{flag} 2 .* 1, .* schedule"):
-        resume.going_on(replace(decaying, resume=str(run), trainer=TrainerSettings(lr_min_factor=0.1, **twice)))
+    with pytest.raises(ValueError, match=f"--trainer.{flag} was 1 and is now 2, .* schedule"):
+        resume.resolve_resume(replace(decaying, resume=str(run), trainer=TrainerSettings(lr_min_factor=0.1, **twice)))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
 ) -> None:
     run = finished_step(RunSettings(output=tmp_path, trainer=trainer))
     other = RunSettings(model="other/model", output=tmp_path, resume=str(run), trainer=trainer)
-    with pytest.raises(ValueError, match=f"model other/model .*Qwen/Qwen3-0.6B, .*{said}"):
-        resume.going_on(other)
+    with pytest.raises(ValueError, match=f"--model was Qwen/Qwen3-0.6B and is now other/model, .*{said}"):
+        resume.resolve_resume(other)
     whole = RunSettings(output=tmp_path / "whole")
     run = finished_step(whole)
-    resumed = resume.going_on(replace(whole, model="other/model", resume=str(run)))
+    resumed = resume.resolve_resume(replace(whole, model="other/model", resume=str(run)))
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> other/model" in resumed.differences
 
 
@@ -119,12 +119,12 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     about = to_plain(RunSettings(output=tmp_path, trainer=without))
     del about["trainer"]["critic"]  # a run from before there were any
     run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=about)
-    assert resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
-    with pytest.raises(ValueError, match="trainer.critic.lr 1e-05 .*no critic"):
-        resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
+    assert resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
+    with pytest.raises(ValueError, match="--trainer.critic.lr was None and is now 1e-05, .*no critic"):
+        resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
     run = finished_step(RunSettings(output=tmp_path / "other", trainer=with_one))
     faster = replace(with_one, critic=CriticSettings(lr=1e-4))
-    resumed = resume.going_on(RunSettings(output=tmp_path / "other", resume=str(run), trainer=faster))
+    resumed = resume.resolve_resume(RunSettings(output=tmp_path / "other", resume=str(run), trainer=faster))
     assert resumed is not None and "trainer.critic.lr 1e-05 -> 0.0001" in resumed.differences
 
 
@@ -132,7 +132,7 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
     for generation in (1, 2):
-        resumed = resume.going_on(replace(settings, resume=str(run), held_out=7))
+        resumed = resume.resolve_resume(replace(settings, resume=str(run), held_out=7))
         assert resumed is not None and (resumed.version, resumed.generation) == (3, generation)
         assert resume.take_folder(settings, resumed) == run.resolve()
     assert (run / "metrics.jsonl").read_text() == "before\n"
@@ -152,11 +152,11 @@ def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path
 
     async def again(resumed: Resumed) -> list[str]:
         trainer = SimpleNamespace(journaled=SimpleNamespace(call=journaled))
-        going = make_again(cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(Shown, None))
+        going = replay_steps(cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(OnReplayed, None))
         return [said async for said in going]
 
     for mib in (64, 0, 64, 64):
-        resumed = resume.going_on(replace(settings, resume=str(run)))
+        resumed = resume.resolve_resume(replace(settings, resume=str(run)))
         assert resumed is not None
         since.append(resumed.journal_since)
         assert asyncio.run(again(resumed)) == []
@@ -174,14 +174,14 @@ def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path:
         (run / "journal").mkdir()
         for name in ("plan-7.json", "plan-2.pickle"):  # also of version 0.1
             (run / "journal" / name).touch()
-    resumed = resume.going_on(replace(settings, resume=str(run)))
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
     assert resumed is not None and resumed.generation == 8
 
 
 def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
-    resumed = resume.going_on(replace(settings, resume=str(run)))
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
     (run / "resumes.jsonl").mkdir()
     with pytest.raises(OSError, match="resumes.jsonl"):
         resume.take_folder(settings, resumed)
@@ -198,7 +198,7 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(resume, "write_whole", full)
-    assert resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run)))) == run.resolve()
+    assert resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
     (said,) = [record.getMessage() for record in caplog.records]
     assert str(run.resolve() / "best.json") in said
@@ -211,9 +211,9 @@ def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path, held_out=9)
     run = finished_step(settings)
     (run / "settings.json").write_text(json.dumps(to_plain(replace(settings, model="other/model"))))
-    resumed = resume.going_on(replace(settings, resume=str(run)))
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
     assert resumed is not None and not any(text.startswith("model") for text in resumed.differences)
-    resumed = resume.going_on(replace(settings, resume=str(run), model="third/model"))
+    resumed = resume.resolve_resume(replace(settings, resume=str(run), model="third/model"))
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> third/model" in resumed.differences
     before = (run / "settings.json").read_text()
     resume.take_folder(replace(settings, model="third/model"), resumed)
@@ -225,7 +225,7 @@ def test_packages_that_differ_are_listed(tmp_path: Path) -> None:
     installed = versions_of_packages()
     assert {"torch", "numpy", "tokenizers"} <= installed.keys()
     run = finished_step(settings, packages={"gone": "1", **installed, "tokenizers": "0.0.1"})
-    resumed = resume.going_on(replace(settings, resume=str(run)))
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
     assert resumed is not None
     assert resumed.differences == ("gone 1 -> none", f"tokenizers 0.0.1 -> {installed['tokenizers']}")
 
@@ -235,7 +235,7 @@ def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_pat
     finished_step(settings, version=3)
     run = finished_step(settings, version=5)
     (run / "checkpoints" / "step-000005" / GROUPS).write_bytes(b"")
-    resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
+    resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run))))
     assert list(folders.complete(run / "checkpoints")) == [3]
 
 
@@ -245,23 +245,23 @@ def test_the_best_result_is_that_of_the_checkpoint(tmp_path: Path, best: Measure
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings, best=best)
     (run / "best.json").write_text('{"metric": "held_out/accuracy", "value": 0.9, "version": 4}')
-    resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
+    resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run))))
     found = [Measurement(**json.loads(path.read_text())) for path in run.glob("best.json")]
     assert found == ([best] if best else [])
 
 
 def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RunSettings(output=tmp_path, resume="auto")
-    assert resume.going_on(settings) is None
+    assert resume.resolve_resume(settings) is None
     first, second, third = (finished_step(settings, name=name) for name in "123")
     for age, run in enumerate((third, second, first)):
         os.utime(run / "settings.json", (1e9 - age, 1e9 - age))
     note_state(third, "finished")
-    resumed = resume.going_on(settings)
+    resumed = resume.resolve_resume(settings)
     assert resumed is not None and resumed.run == second.resolve()
-    assert resume.going_on(replace(settings, resume=None)) is None, "nobody asked for it"
+    assert resume.resolve_resume(replace(settings, resume=None)) is None, "nobody asked for it"
     monkeypatch.setenv(supervisor.RESUMES, str(first))
-    resumed = resume.going_on(settings)
+    resumed = resume.resolve_resume(settings)
     assert resumed is not None and resumed.run == first.resolve()
 
 
@@ -304,13 +304,13 @@ def test_torchrun_goes_on_with_the_run_of_the_same_job(
     """Of no other job, by whichever agent, and however often it was started. ``launched_by`` None is this agent."""
     torchrun(monkeypatch, job, restarts)
     settings = RunSettings(output=tmp_path)
-    assert resume.going_on(settings) is None
+    assert resume.resolve_resume(settings) is None
     run = finished_step(settings)
     note_state(run, state, goes_on=state == "running")
     if launched_by is not None:
         values = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps(values | {"launcher": launched_by}))
-    resumed = resume.going_on(settings)
+    resumed = resume.resolve_resume(settings)
     assert (resumed is not None) == goes_on
     if resumed is not None:
         folder_lock.release(resumed.run)
@@ -328,10 +328,10 @@ def test_torchrun_does_not_start_again_what_has_finished_or_ended_by_a_mistake(
     os.utime(older / "settings.json", (1e9, 1e9))
     note_state(run, "failed", "ValueError: no such word", goes_on=False)
     with pytest.raises(ValueError, match=f"torchrun .*{run} .*no such word"):
-        resume.going_on(settings)
+        resume.resolve_resume(settings)
     note_state(run, "finished")
     with pytest.raises(ValueError, match=f"torchrun .*{run} .*finished"):
-        resume.going_on(settings)
+        resume.resolve_resume(settings)
 
 
 HOLDS = """
@@ -351,22 +351,22 @@ def test_a_run_that_still_goes_on_is_refused_by_name_and_passed_over_by_auto(tmp
     with subprocess.Popen([*command, str(newer)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "True\n"
         with pytest.raises(ValueError, match=f"resume {newer}: .*process {os.getpid()}"):
-            resume.going_on(replace(settings, resume=str(newer)))
-        resumed = resume.going_on(settings)
+            resume.resolve_resume(replace(settings, resume=str(newer)))
+        resumed = resume.resolve_resume(settings)
         assert resumed is not None and resumed.run == older.resolve()
         tried = patience.run([*command, str(older)], stdin=subprocess.DEVNULL)
         assert tried.stdout == "False\n", "it is locked from here on"
         holder.kill()
         patience.exit_code(holder)
-        resumed = resume.going_on(settings)
+        resumed = resume.resolve_resume(settings)
         assert resumed is not None and resumed.run == newer.resolve()
     for run in (older, newer):
         folder_lock.release(run)
 
 
 def test_a_run_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    assert resume.how_to_resume(tmp_path / "none") == "it has no checkpoint to go on from"
+    assert resume.how_to_resume(tmp_path / "none") == "it has no checkpoint to resume from"
     run = finished_step(RunSettings(output=tmp_path))
-    assert resume.how_to_resume(run) == f"--resume {run} goes on with it"
+    assert resume.how_to_resume(run) == f"resume it with --resume {run}"
     with pytest.raises(ValueError, match=f"resume {tmp_path}/none: .*no checkpoint"):
-        resume.going_on(RunSettings(output=tmp_path, resume=str(tmp_path / "none")))
+        resume.resolve_resume(RunSettings(output=tmp_path, resume=str(tmp_path / "none")))

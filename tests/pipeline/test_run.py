@@ -101,7 +101,7 @@ async def test_a_version_that_cannot_be_delivered_is_an_error_also_after_a_loop_
                 async def fail() -> None:
                     raise RuntimeError("the network is gone")
 
-                run.publisher._deliveries.append(asyncio.ensure_future(fail()))
+                run.publisher._unfinished.append(asyncio.ensure_future(fail()))
                 break
 
 

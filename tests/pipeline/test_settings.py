@@ -13,7 +13,7 @@ from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
-from monarch_rl.pipeline.publishing import Meeting
+from monarch_rl.pipeline.publishing import TransferGroup
 from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
@@ -109,8 +109,8 @@ def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode(tm
     assert resolve(RunSettings(), GPUS, tmp_path).generator.start_deadline_s == pytest.approx(1200 + seconds)
     own = RunSettings(generator=GeneratorSettings(max_running_requests=9, start_deadline_s=99))
     assert resolve(own, GPUS, tmp_path) == own
-    meeting = Meeting(cast(Any, None), [], Manifest((), 3 * 10**9, ()), TransferSettings(deadline_s=50))
-    assert meeting.settings.deadline_s == pytest.approx(50 + 60)
+    group = TransferGroup(cast(Any, None), [], Manifest((), 3 * 10**9, ()), TransferSettings(deadline_s=50))
+    assert group.settings.deadline_s == pytest.approx(50 + 60)
 
     short = RunSettings()
     assert (short.rollout.generate_limit_s, short.update_limit_s) == (600, 600)

@@ -22,7 +22,7 @@ from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.pipeline.resume import Resumed, open_run
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.pipeline.start import Actors, _workers_to_keep
+from monarch_rl.pipeline.start import Actors, _reusable_workers
 from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.signals import Interrupts
@@ -159,7 +159,7 @@ def test_a_broken_checkpoint_leaves_the_run_to_who_started_it(tmp_path: Path, ca
     stage = Stage(tmp_path)
     (open_run(stage.folder, stage.settings).checkpoint / "buffer.groups").write_bytes(b"")
     assert stage.keep() is None
-    assert "does not go on with what it has kept" in caplog.text
+    assert "warm restart failed" in caplog.text
 
 
 def test_a_newer_checkpoint_that_is_broken_is_no_way_to_go_on_from_the_same_one_again(
@@ -171,7 +171,7 @@ def test_a_newer_checkpoint_that_is_broken_is_no_way_to_go_on_from_the_same_one_
     finished_step(stage.settings, version=5)
     (stage.folder / "checkpoints" / "step-000005" / "buffer.groups").write_bytes(b"")
     assert stage.keep(before=kept.resumed) is None
-    assert "step-000003, where it went on already" in caplog.text
+    assert "step-000003, from which the run has already resumed" in caplog.text
 
 
 class Pool:
@@ -244,7 +244,7 @@ async def loses_its_last(pool: Any) -> None:
     none: ActorPool[Any] = ActorPool("rollout worker", "rollout")
     publisher: Any = SimpleNamespace(on_lost=None, lost={})
     recovery = Recovery(pool, none, publisher, publisher, RecoverySettings())
-    recovery._may_start_again(pool, 0, LOST)
+    recovery._may_restart(pool, 0, LOST)
     recovery._remove(pool, 0, LOST)
 
 
@@ -254,11 +254,11 @@ def test_workers_stay_only_for_what_they_were_given() -> None:
     def kept(rows: list[str], *stages: str) -> tuple[bool, list[str]]:
         async def keep() -> tuple[bool, list[str]]:
             given = Pool()
-            handed: Any = ByValue(["a row"]), ByValue(("a stage",))
+            inputs: Any = ByValue(["a row"]), ByValue(("a stage",))
             now: Any = ByValue(rows), ByValue(stages)
             await given.pool.start_all(2)
             there: Any = given.pool
-            workers = await _workers_to_keep(Actors(there, there, there, there, handed=handed), now)
+            workers = await _reusable_workers(Actors(there, there, there, there, worker_inputs=inputs), now)
             return workers is there, sorted(given.killed)
 
         return asyncio.run(keep())

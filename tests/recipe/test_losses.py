@@ -128,5 +128,5 @@ def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, mod
     run.assert_gone()
     ended = r"AllActorsLost: no rollout worker is left\. The first loss was that of rollout worker 0: .*\s+.*"
     by_monarch = rf"{ended}(Killed\(sig=9\)|process likely crashed)"
-    by_watch = r"does not go on: .*rollout worker 0 stopped answering \d+ s ago; its process \d+ is (gone|dead)"
+    by_watch = r"cannot continue: .*rollout worker 0 stopped answering \d+ s ago; its process \d+ is (gone|dead)"
     assert re.search(f"{by_monarch}|{by_watch}", run.output()), run.output()

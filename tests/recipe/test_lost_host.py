@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_a_machine_that_joins_for_a_lost_one_and_without_lost
     goes_on(stays, resumed)
     assert has_trainer(stays) and not has_trainer(joins)
     lose(joins)
-    goes_on(stays, wait_for_line(stays, r"^generator 1 is not started again; the run goes on with generator 0"))
+    goes_on(stays, wait_for_line(stays, r"^generator 1 is not restarted; the run continues with generator 0"))
     stays.process.terminate()
     stays.wait(RUN_S)
     stays.assert_gone()

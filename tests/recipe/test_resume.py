@@ -20,7 +20,7 @@ from tests.runtime.launched import TORCHRUN, Launched, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
 
-KEPT = r"^going on with \S+ from step-0000\d\d, .* kept: \S"
+KEPT = r"^resuming \S+ from step-0000\d\d, .* kept: \S"
 AGAIN = r"^steps? [\d to]+ .*journal.*bit for bit, after all [1-9]"
 LIVING = ["generator0-0", "rollout0-0"]
 """Processes that a run keeps when it loses a trainer rank or the buffer, beside its engine."""
@@ -92,12 +92,12 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     assert imports_what_trains(process_named(run, "trainer-0"))
     assert not imports_what_trains(controller(folder_of(output))), "what trainer ranks answered made it import that"
     controller(folder_of(output)).kill()
-    said = wait_for_line(run, r"^going on with .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=said)
+    said = wait_for_line(run, r"^resuming .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=said)
     said = wait_for_line(run, AGAIN, after=said)
     said = wait_for_line(run, r"^step \d+/", after=said)
     if sglang:  # it is not the controller of before that goes on
         process_named(run, "buffer-0").kill()
-        wait_for_line(run, r"^going on with ", after=said)
+        wait_for_line(run, KEPT, after=said)
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone()
 
@@ -163,7 +163,7 @@ def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_re
 
     refused = start([*command, "--resume=auto", "--groups-per-step=4"])
     assert refused.wait(RUN_S) == 1
-    assert re.search(r"^error: groups-per-step 4 .* 8, .* bound", refused.output(), re.MULTILINE)
+    assert re.search(r"^error: .*--groups-per-step was 8 and is now 4, .* bound", refused.output(), re.MULTILINE)
 
     machines = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     others = ["--resume=auto", f"--steps={version + 2}", "--held-out=4", "--trainer.ranks=1", "--generator.replicas=2"]

@@ -84,7 +84,7 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
     drawing = (
         r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
         r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group (?P=group) .*; "
-        r"generator 0 has waited \d+ s for tokens after \d+ others"
+        r"generator 0 has waited \d+ s for new tokens after \d+ prompt tokens"
     )
     committing = (  # the step's own version, if the signal comes before it is served
         r"version (?P<version>\d+) to be served, .*; "

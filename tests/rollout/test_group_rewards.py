@@ -13,7 +13,7 @@ import pytest
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.rollout.episode_clock import JudgeFailed, outside
+from monarch_rl.rollout.episode_clock import JudgeFailed, episode_clock_stopped
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.stages import GroupRewarder
@@ -121,7 +121,7 @@ def test_a_function_compares_the_group_in_a_scoring_process(scorer: Scorer) -> N
     [
         (missing, "group rewards: score raised KeyError", 'return [{"cat": 1.0}[outcome.answer]'),
         (hanging, "group rewards: score took over 1 s", "in hanging"),
-        (one_for_all, "group rewards: score raised TypeError", "a reward for each episode, got 1.0"),
+        (one_for_all, "group rewards: score raised TypeError", "one reward per episode, got 1.0"),
         (too_few, "group rewards are not one for each episode", "2 episodes"),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_a_judge_takes_does_not_count_as_the_time_of_a_groups_rewards() -> 
     """In virtual time."""
 
     async def judged(item: str, outcomes: Sequence[Outcome]) -> list[float]:
-        with outside():
+        with episode_clock_stopped():
             await asyncio.sleep(50.0)
         return [1.0, 0.0]
 

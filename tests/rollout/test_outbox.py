@@ -1,4 +1,4 @@
-"""The outbox of a worker, with a buffer made for the test."""
+"""The submit queue of a worker, with a buffer made for the test."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class Unsendable:
 
 
 def test_an_error_of_sending_reaches_all_who_wait() -> None:
-    """It is raised before there is anything to await. Those who put a group later are served."""
+    """It is raised before there is anything to await. Groups that are submitted later are accepted."""
 
-    async def put() -> None:
+    async def submit() -> None:
         buffer: Any = Buffer()
-        outbox = SubmitQueue(buffer, "worker 0", 600.0)
+        queue = SubmitQueue(buffer, "worker 0", 600.0)
         small, large = b"small", bytes(UNASKED_BYTES + 1)
         buffer.submit = buffer.submit_if_room = Unsendable()
         waiting = [
-            asyncio.ensure_future(outbox.submit(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))
+            asyncio.ensure_future(queue.submit(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))
         ]
         for group in waiting:
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(group)
         buffer.submit = buffer.submit_if_room = buffer
         for group_id, data in ((3, small), (4, large)):
-            await patiently(outbox.submit(group_id, 0, data))
+            await patiently(queue.submit(group_id, 0, data))
         assert buffer.groups == [small, large]
 
-    asyncio.run(put())
+    asyncio.run(submit())

@@ -429,9 +429,9 @@ UNUSABLE = "episode returned what cannot be used"
     ("episode", "reason", "advice"),
     [
         (says([{"role": "user"}]), "episode raised ChatError", "which is not text"),
-        (says(None), "episode raised ChatError", "None is no message"),
-        (says(""), "episode raised ValueError", "give its first turn a prompt"),
-        (says(7), "episode raised ChatError", "7 is no message"),
+        (says(None), "episode raised ChatError", "None is not a message"),
+        (says(""), "episode raised ValueError", "the first turn has no prompt"),
+        (says(7), "episode raised ChatError", "7 is not a message"),
         (says("guess", None), UNUSABLE, "return a number"),
         (says("guess", float("nan")), UNUSABLE, "is nan"),
         (says("guess", "1"), UNUSABLE, "is text"),
@@ -442,7 +442,7 @@ UNUSABLE = "episode returned what cannot be used"
         (exits, "episode raised SystemExit", "SystemExit: 3"),
         (cancels, "episode was cancelled by its own code", ""),
         (silent, "episode ended without a reply", "await policy.reply"),
-        (twice_at_once, "episode raised RuntimeError", "the policy is at its turn"),
+        (twice_at_once, "episode raised RuntimeError", "the policy is generating a turn"),
     ],
 )
 def test_what_an_episode_does_costs_it_if_it_cannot_be_used(
@@ -798,7 +798,7 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: 
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
-    with pytest.raises(ValueError, match="turn 0 .* routes"):
+    with pytest.raises(ValueError, match="routes .* turn 0 "):
         play(Routing(lost=1), template, guessing, sampling=sampling)
 
 

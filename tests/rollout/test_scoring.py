@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 async def warm_up(scorer: Scorer, together: int) -> None:
     """Score until so many scores travel together."""
-    while scorer._most_together() < together:
+    while scorer._batch_size() < together:
         await scorer.score(scores.touchy_score, "9")
 
 

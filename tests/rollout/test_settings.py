@@ -32,7 +32,7 @@ def test_settings_out_of_range_are_refused(field: str) -> None:
         ({"top_k": 5000, "keep_sampling_mask": True}, "^rollout.top-k "),
         ({"top_p": 0.0}, "^rollout.top-p "),
         ({"min_p": 1.0}, "^rollout.min-p "),
-        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "cut off"),
+        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "no effect"),
         ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "rollout.seed"),
     ],
 )
@@ -45,7 +45,7 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
     ("settings", "message"),
     [
         (RolloutSettings(group_size=1), "rollout.group-size must be at least 2"),
-        (RolloutSettings(temperature=0.0), "rollout.temperature must be above 0"),
+        (RolloutSettings(temperature=0.0), "rollout.temperature must be at least 0.01"),
         (
             RolloutSettings(group_size=1_000_000),
             "groups-per-step 5 x rollout.group-size 1,000,000 = 5,000,000",
@@ -77,7 +77,7 @@ def test_episodes_without_room_for_a_prompt_are_refused() -> None:
 
 def test_a_prompt_of_more_characters_than_there_is_room_for_is_refused() -> None:
     check_characters(["a" * 21, "a" * 20], most=20)
-    with pytest.raises(ValueError, match=r"21 characters, .* 20 .*task\.template"):
+    with pytest.raises(ValueError, match=r"21 characters, .* 20, .*task\.template"):
         check_characters(["a" * 21, "a" * 22], most=20)
 
 

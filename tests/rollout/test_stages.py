@@ -173,7 +173,7 @@ FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = 
     (leave, (), "raised SystemExit", "raise SystemExit(3)"),
     (cancel_itself, (), "raised CancelledError", "Group 7"),
     (no_coroutine, (), "raised IndexError", "group.episodes[99]"),
-    (lambda item, group: 1, (), "raised TypeError", "no coroutine"),
+    (lambda item, group: 1, (), "raised TypeError", "not a coroutine function"),
     (nothing, ("teacher",), CANNOT, "columns teacher"),
     (half, ("teacher",), CANNOT, "turn 0 of episode 1 has []"),
     (not_finite, ("teacher",), CANNOT, "episode 0 column teacher is nan at token 2"),

@@ -25,7 +25,7 @@ def test_groups_and_episodes_are_counted() -> None:
     with statistics.group_waiting(), statistics.group_running(), statistics.group_running():
         during = statistics.stats()
     statistics.add_episodes([[played(1.0)], failed("score hung", 2), [played(0.0)], failed("score hung", 3)])
-    statistics.add_put()
+    statistics.add_submitted()
     statistics.add_dropped()
     after = statistics.stats()
     assert (during.groups_waiting, during.groups_playing, during.failed) == (1, 2, {})  # a copy

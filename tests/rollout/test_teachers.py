@@ -121,7 +121,7 @@ def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_noth
     group.episodes[1].fork = Fork(0, 1)
     (failed,), _ = run([teacher(large, lambda item, episode: "x")], group)
     assert failed is not None and failed.failure is not None
-    assert "cannot read a branch" in failed.failure.report
+    assert "cannot be used for a forked branch" in failed.failure.report
 
 
 def test_of_a_teacher_with_more_embeddings_than_the_policy_only_ids_of_the_policy_are_taken(large: FrozenModel) -> None:

@@ -297,11 +297,11 @@ def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
     async def test() -> None:
         async with answerers() as actor:
             await actor.echo.call_one(0)
-            before = len(lasting_calls._inboxes)
+            before = len(lasting_calls._reply_ports)
             for _ in range(3):
                 await asyncio.to_thread(call_on_a_loop_of_its_own, actor)
             gc.collect()
-            assert (len(lasting_calls._inboxes), len(vars(actor)["_lines"])) == (before, 1)
+            assert (len(lasting_calls._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
             assert await actor.callers.call_one() == ["", "the watch"], "the last one is forgotten when another comes"
 
     run(test)
@@ -314,7 +314,7 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
         async with answerers() as actor:
             hanging = asyncio.ensure_future(actor.hang.call_one())
             assert await actor.echo.call_one(1) == 1
-            line = vars(actor)["_lines"][asyncio.get_running_loop()]
+            line = vars(actor)["_channels"][asyncio.get_running_loop()]
             answer_calls, line._answer_calls = line._answer_calls, Unsendable()
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(actor.echo.call_one(2))

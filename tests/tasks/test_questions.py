@@ -131,7 +131,7 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
     ("rows", "more", "message"),
     [
         ([], {}, "no rows"),
-        (ROWS, {"template": "{question"}, "no template"),
+        (ROWS, {"template": "{question"}, "not a valid template"),
         (ROWS, {"template": "{word}"}, "answer, question"),
         (ROWS, {"template": "hello"}, "no field"),
         (ROWS, {"held_out": 20}, "none to train on"),
@@ -154,7 +154,7 @@ def test_a_column_that_is_no_text_is_refused_in_a_template(tmp_path: Path) -> No
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
     for rows in (chats, parquet(tmp_path / "chats.parquet"), Dataset.from_list(chats)):
         for template, column in (("{prompt}", "prompt"), ("{prompt[0]}", r"prompt\[0\]"), ("{extra:>9}", "extra")):
-            with pytest.raises(ValueError, match=f"^template puts {column} "):
+            with pytest.raises(ValueError, match=f"^template inserts {column} "):
                 Questions(rows, reward, template=template).check()
         named = Questions(rows, reward, template="{prompt[0][content]} {extra[level]:>2} {answer}").check()
         assert sorted(named) == [f"{i} + 1 =  {i} {i}" for i in range(3)]
@@ -166,7 +166,7 @@ def test_a_column_that_is_no_text_is_refused_in_a_template(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}\n[1]\n", "line 2 is no JSON object"), ("{}\n{", "line 2 is no JSON"), (None, "cannot be read")],
+    [("{}\n[1]\n", "line 2 is not a JSON object"), ("{}\n{", "line 2 is not JSON"), (None, "cannot be read")],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "rows.jsonl"

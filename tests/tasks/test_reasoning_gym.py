@@ -80,10 +80,10 @@ def test_splits_do_not_meet() -> None:
         (TaskSettings(template="{question:d}"), "task.template .* fit chain_sum"),
         (TaskSettings(template="{question:100000000}"), "task.template .* width '100000000'"),
         (TaskSettings(template="{question:{answer}}"), "task.template .* width"),
-        (TaskSettings(template="{question.__class__}"), "task.template .* 16 items, .*class"),
+        (TaskSettings(template="{question.__class__}"), "task.template .* 16 different items, .*class"),
         (TaskSettings(template="{}"), "task.template '{}' "),
         (TaskSettings(template="{sum} ="), "fit chain_sum .*expression"),
-        (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out less"),
+        (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out fewer"),
     ],
 )
 def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:

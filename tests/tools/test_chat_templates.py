@@ -18,9 +18,8 @@ def test_each_template_gets_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert qwen3 == "| qwen3 | yes | yes | yes | <think> </think> | '<|im_end|>' |"
     assert llama3 == "| llama3 | yes | yes | yes |  | '<|eot_id|>' |"
     assert smollm2 == "| smollm2 | yes | yes | yes |  | '<|im_end|>' |"
-    assert (
-        "| yes | yes | no: the chat template refuses a conversation of roles user, assistant, tool: roles are" in folded
-    )
+    refused = "no: the chat template refuses a conversation with roles user, assistant, tool: roles are"
+    assert f"| yes | yes | {refused}" in folded
 
 
 def test_one_that_cannot_hold_a_conversation_is_the_exit_code(
@@ -28,4 +27,4 @@ def test_one_that_cannot_hold_a_conversation_is_the_exit_code(
 ) -> None:
     (tmp_path / "loses.jinja").write_text(LOSES)
     assert chat_templates.main([str(tmp_path / "loses.jinja")]) == 1
-    assert "| loses | no: the chat template loses the turns before the last" in capsys.readouterr().out
+    assert "| loses | no: the chat template loses turns before the last one" in capsys.readouterr().out

@@ -232,10 +232,10 @@ def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> 
     "flat, problem",
     [
         ([0, 2, 0], None),
-        ([0, 1, 0], "1 tokens carry a version that did not draw them"),
+        ([0, 1, 0], "1 tokens are labelled with a version that did not sample them"),
         ([3, 2, 0], None),  # by chance
-        ([1, 2, 3], "4 tokens drawn with equal probabilities carry the other version"),
-        ([0, 2, 9], "9 tokens drawn with equal probabilities carry the other version"),
+        ([1, 2, 3], "4 tokens sampled with equal probabilities are labelled with the other version"),
+        ([0, 2, 9], "9 tokens sampled with equal probabilities are labelled with the other version"),
     ],
 )
 def test_a_token_with_anothers_version_is_found(flat: list[int], problem: str | None) -> None:
@@ -282,4 +282,4 @@ def test_completions_that_are_none_are_found() -> None:
     engines.check_completions(findings, [completion([0] * 4, [False] * 4)], 4, 500)
     assert findings.problems == []
     engines.check_completions(findings, [completion([0] * 3, [False] * 3)], 4, 500)
-    assert "4 tokens were asked for, completions have [3]" in findings.problems[0]
+    assert "4 tokens were requested, but completions have [3]" in findings.problems[0]

@@ -50,7 +50,7 @@ def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (Options(model="Qwen/Qwen3-8B"), "model Qwen/Qwen3-8B: .*Qwen3-0.6B"),
+        (Options(model="Qwen/Qwen3-8B"), "model Qwen/Qwen3-8B .*Qwen3-0.6B"),
         (Options(model=str(ROOT / "tests")), "tests .*config.json"),
         (
             Options(model="Qwen3-30B-A3B", trainer=TrainerSettings(ranks=2, tp=2)),

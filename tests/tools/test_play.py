@@ -95,7 +95,7 @@ def test_the_rewards_of_turns_are_printed(tmp_path: Path) -> None:
     template, text = ChatTemplate(write_model(tmp_path, "qwen3")), io.StringIO()
     opened = Table(Silent(), template, RolloutSettings(), Task(int, rewarding), 256)  # type: ignore[arg-type]
     assert asyncio.run(play_at(opened, range(1), Console(file=text, width=200))) == 0
-    assert "reward 1, right 1; of its turns: none, 0.25 (2 tokens drawn" in text.getvalue()
+    assert "reward 1, right 1; of its turns: none, 0.25 (2 tokens sampled" in text.getvalue()
 
 
 def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_head_in_half_precision_computes_in_float32() -> None:
         head.weight.normal_(generator=draw)
     hidden = torch.randn(1, tokens, 8, generator=draw).bfloat16().requires_grad_()
     ids = torch.randint(0, vocabulary, (tokens,), generator=draw)
-    head.bfloat16().drawn_tokens = SampledTokens(torch.arange(tokens), ids, 1.0, None)
+    head.bfloat16().sampled_tokens = SampledTokens(torch.arange(tokens), ids, 1.0, None)
     found = head(hidden)
     assert {values.dtype for values in found if values is not None} == {torch.float32}
     exact = (hidden.detach()[0].double() @ head.weight.detach().double().T).log_softmax(-1)

@@ -60,7 +60,7 @@ def measured(tokens: int, kept: bool, entropy: bool = False) -> Peak:
     hidden = torch.randn(1, tokens, WIDTH, requires_grad=True)
     ids = torch.randint(0, VOCABULARY, (tokens,))
     sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if kept else None
-    head.drawn_tokens = SampledTokens(torch.arange(tokens), ids, 0.7, sampling_masks=sets, entropy_gradient=entropy)
+    head.sampled_tokens = SampledTokens(torch.arange(tokens), ids, 0.7, sampling_masks=sets, entropy_gradient=entropy)
     with Peak() as peak:
         output = head(hidden)
         (output.logprobs + (output.entropies if entropy else 0)).sum().backward()

@@ -367,7 +367,7 @@ WRONG: dict[str, Any] = {
     "a number": (lambda group: 1.0, r"returned 1\.0 "),
     "NaN": (lambda group: group.rewards / 0 * 0, "nan for sequence 0"),
     "turns that are not there": (lambda group: PerTurn([torch.zeros(2)] * 3), "each turn"),
-    "too few tokens": (lambda group: PerToken([torch.zeros(0)] * 3), "each drawn token"),
+    "too few tokens": (lambda group: PerToken([torch.zeros(0)] * 3), "each sampled token"),
     "a batch of another size": (of_batch(lambda groups: groups[1:]), "batch of 1 "),
 }
 
@@ -399,11 +399,11 @@ WRONG_OBJECTIVES: dict[str, Any] = {
     ),
     "a metric of the trainer's by its whole name": (
         lambda loss, sums: (loss, sums | {"trainer/grad_norm": loss}),
-        r"\['trainer/grad_norm'\].*whole names",
+        r"\['trainer/grad_norm'\].*full names",
     ),
     "a metric of the batch": (
         lambda loss, sums: (loss, sums | {"reward/mean": loss, "mine": loss}),
-        r"\['reward/mean'\].*whole names",
+        r"\['reward/mean'\].*full names",
     ),
     "a histogram that is a number": (
         lambda loss, sums: (loss, sums | {"logprob_difference": loss}),

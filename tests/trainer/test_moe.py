@@ -163,8 +163,8 @@ def test_a_config_without_the_number_of_experts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("ranks", "degree", "words"),
     [
-        (3, 1, r"\b8 experts .*trainer\.ranks 3\b"),
-        (6, 3, r"\b8 experts .*trainer\.expert-parallel 3\b"),
+        (3, 1, r"trainer\.ranks 3\b.*\b8 experts\b"),
+        (6, 3, r"trainer\.expert-parallel 3\b.*\b8 experts\b"),
         (10, 1, r"\bhidden_size 48\b"),
         (16, 1, r"\bmoe_intermediate_size 20\b"),
         (16, 2, r"\b8 ranks .*\bmoe_intermediate_size 20\b"),

@@ -231,13 +231,13 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
     [
         ({"policy_loss": "ppo"}, "trainer.loss.policy-loss must be one of pg, ppo_clip, cispo"),
         ({"corrections": ("tis", "none")}, "trainer.loss.corrections must be .* each one of tis, icepop"),
-        ({"corrections": ("tis", "icepop")}, "corrections tis icepop: at most one of tis and icepop"),
-        ({"corrections": ("opsm", "opsm")}, "corrections opsm opsm: .* each once"),
-        ({"corrections": ("tis",), "ratio_to": "behaviour"}, "corrections tis weighs by .* so does ratio-to behaviour"),
+        ({"corrections": ("tis", "icepop")}, "corrections tis icepop: .*at most one of tis and icepop"),
+        ({"corrections": ("opsm", "opsm")}, "corrections opsm opsm: .*each at most once"),
+        ({"corrections": ("tis",), "ratio_to": "behaviour"}, "corrections tis weights .* so does ratio-to behaviour"),
         ({"corrections": ("icepop",), "policy_loss": "decoupled"}, "and so does the policy loss decoupled"),
         (
             {"policy_loss": "decoupled", "ratio_to": "behaviour"},
-            "ratio-to behaviour: the policy loss decoupled has both",
+            "ratio-to behaviour: the policy loss decoupled already has both",
         ),
         ({"policy_loss": "pg", "ratio_to": "behaviour"}, "ratio-to behaviour: the policy loss pg has no ratio"),
         ({"policy_loss": "sapo", "clip_low": 0.1}, "trainer.loss.clip-low: the policy loss sapo has no clip"),

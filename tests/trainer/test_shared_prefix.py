@@ -93,7 +93,7 @@ def computed(
     if others and batch.sampling_masks is None:  # of each episode its own, also of tokens that it shares
         ids = batch.targets if batch.rows is None else batch.targets[batch.rows]
         drawn = drawn.with_others([(ids + batch.sequences) % 30, (ids + 1) % 30])
-    module.lm_head.drawn_tokens = drawn
+    module.lm_head.sampled_tokens = drawn
     output = module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
     each = output.logprobs if output.others is None else output.logprobs + output.others.sum(-1)
     (each * batch.advantages * batch.weights).sum().backward()

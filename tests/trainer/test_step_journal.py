@@ -16,7 +16,7 @@ import pytest
 
 from monarch_rl.checkpoint import journal as journal_module
 from monarch_rl.checkpoint.journal import JournalWriter, Made
-from monarch_rl.pipeline.replayed_steps import common, said_of
+from monarch_rl.pipeline.replayed_steps import common_batches, replay_summary
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.known_steps import JournalBatch
@@ -55,7 +55,7 @@ def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.
 
 
 def versions(folder: Path, checkpoint: int, generation: int) -> list[int]:
-    return [batch.version for batch in EarlierSteps(folder, PLAN, RANK, checkpoint, generation).known]
+    return [batch.version for batch in EarlierSteps(folder, PLAN, RANK, checkpoint, generation).replayable]
 
 
 def test_all_that_follow_the_checkpoint_without_a_gap(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_journal_of_other_weights_is_not_for_this_checkpoint(
     folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 2, 0) == [] and versions(folder, 0, 0) == [0, 1, 2]
-    assert "of other weights" in caplog.text
+    assert "other weights" in caplog.text
 
 
 def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
@@ -110,7 +110,7 @@ def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: p
     folder = journal(tmp_path, (two, [0, 1]), (PLAN, [2, 3]))
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 1, 0) == [] and versions(folder, 2, 0) == [2, 3]
-    assert "step 2 is not made again" in caplog.text
+    assert "step 2 is not replayed" in caplog.text
     assert len({trained_as(plan) for plan in (PLAN, two, own, replace(own, total_steps=9))}) == 3
 
 
@@ -151,20 +151,20 @@ def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
     folder = journal(tmp_path / "equal", (PLAN, [0, 1, 2, 3]))
     assert versions(folder, 2, 0) == [2, 3]
     with caplog.at_level(logging.WARNING):
-        assert EarlierSteps(folder, PLAN, RANK, 2, 0, since=1).known == [] and not caplog.text
+        assert EarlierSteps(folder, PLAN, RANK, 2, 0, since=1).replayable == [] and not caplog.text
         other = journal(tmp_path / "other", (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
-        assert EarlierSteps(other, PLAN, RANK, 2, 0, since=1).known == []
-    assert "of other weights" in caplog.text
+        assert EarlierSteps(other, PLAN, RANK, 2, 0, since=1).replayable == []
+    assert "other weights" in caplog.text
 
 
 def test_ranks_make_again_what_all_of_them_have() -> None:
     first, second, other = JournalBatch(4, 0, 11), JournalBatch(5, 0, 12), JournalBatch(5, 1, 13)
-    assert common([[first, second], [first, second]]) == 2
-    assert common([[first, second], [first, other]]) == 1, "each took another batch as its last one"
-    assert common([[first, second], [first]]) == 1 and common([[first], []]) == 0
+    assert common_batches([[first, second], [first, second]]) == 2
+    assert common_batches([[first, second], [first, other]]) == 1, "each took another batch as its last one"
+    assert common_batches([[first, second], [first]]) == 1 and common_batches([[first], []]) == 0
 
 
 def test_what_is_said_of_the_weights() -> None:
-    assert said_of("step 3", [None]).endswith("; there is nothing to compare the weights with")
-    assert said_of("steps 3 to 5", [True, True, None]).endswith("bit for bit, after all 2 that can be compared")
-    assert said_of("steps 3 to 5", [True, False, None]).endswith("than before, after 1 of 2 that can be compared")
+    assert replay_summary("step 3", [None]).endswith("; the journal has no checksums to compare the weights with")
+    assert replay_summary("steps 3 to 5", [True, True, None]).endswith("bit for bit, after all 2 that can be compared")
+    assert replay_summary("steps 3 to 5", [True, False, None]).endswith("differ after 1 of 2 that can be compared")

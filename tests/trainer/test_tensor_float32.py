@@ -96,7 +96,7 @@ def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, ex
         lm_head = torch.nn.Identity()
 
         def forward(self, *_: Any, **__: Any) -> TokenLogprobs:
-            assert self.lm_head.drawn_tokens is not None
+            assert self.lm_head.sampled_tokens is not None
             return TokenLogprobs(Watched.apply(weight), torch.zeros(3), torch.ones(3))
 
     policy: Any = object.__new__(Policy)
@@ -104,7 +104,7 @@ def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, ex
     policy._set_expert_routes, policy._routers = lambda *_: None, []
     policy.settings = type("Settings", (), {"router_replay": "off"})
     batch: Any = object.__new__(MicroBatch)
-    for name in ("positions", "attention", "drawn_after", "targets", "kept_sets", "rows"):
+    for name in ("positions", "attention", "sampled_after", "targets", "sampling_masks", "rows"):
         setattr(batch, name, None)
     batch.token_ids, batch.supervised = torch.zeros(1, 3), False
     Watched.seen.clear()

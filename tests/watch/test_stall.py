@@ -61,7 +61,7 @@ WORKER_2 = process(
     ("generator 1 to answer a request of group 326", "generator 1", 26.0),
     ("generator 1 to answer a request of group 327", "generator 1", 25.0),
 )
-GENERATOR_1 = process("generator 1", ("tokens after 9 others", "the engine of generator 1", 25.0))
+GENERATOR_1 = process("generator 1", ("new tokens after 9 prompt tokens", "the engine of generator 1", 25.0))
 ENGINE_1 = process("the engine of generator 1")
 
 
@@ -99,7 +99,7 @@ def test_a_machine_on_which_nobody_answers() -> None:
     lost = process("generator 1", silent_s=17.0)
     lost.state = None
     assert picture(lost).culprits() == [lost]
-    assert "nobody on its machine answers" in sentence(picture(lost))
+    assert "no process on its machine answers" in sentence(picture(lost))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_recipe_waits_where_neither_the_controller_nor_a_rank_waits_for_anyb
 def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()
-    assert_names(seen, "; rollout worker 2 waits for nobody", "process 100", "0%")
+    assert_names(seen, "; rollout worker 2 waits for no process", "process 100", "0%")
 
 
 def test_a_circle_is_described_once() -> None:

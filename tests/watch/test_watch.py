@@ -179,7 +179,7 @@ def test_a_stopped_process_is_named_and_killed(
         text = report.read_text()
         assert text.startswith(message) and "--- trainer rank 0\nthread " in text
         assert f"--- rollout worker 1\nProcess {pids[1]}" in text and "EpollSelector.select" in text
-        assert re.search(r"^rollout worker 0 .*waits for nobody", text, re.MULTILINE)
+        assert re.search(r"^rollout worker 0 .*waits for no process", text, re.MULTILINE)
 
     run(test)
 
@@ -429,7 +429,7 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
         # A poll may date the last advance an interval earlier, and that was up to 0.1 s before the end of the four.
         # clock: at least
         assert seconds >= (6 - 1 / watch.POLLS) * STALL_S - 0.2, "it was ended while it advanced"
-        assert "; rollout worker 0 waits for nobody" in message
+        assert "; rollout worker 0 waits for no process" in message
 
     run(test)
 

@@ -251,7 +251,7 @@ def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_ti
         assert process.piece_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
     process.piece = None
     poller._leave_out_queued(process, now)
-    assert not poller._pieces
+    assert not poller._operations
 
 
 def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:

@@ -217,7 +217,7 @@ class Pair:
         self.sender = CollectiveSender(manifest(), 0, settings, "127.0.0.1", CPU)
         self.receiver = CollectiveReceiver(manifest(), settings, CPU)
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         address = await self.sender.open()
         await asyncio.gather(self.sender.connect([address], 1), self.receiver.connect([address], 0, 1))
 
@@ -270,7 +270,7 @@ def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_wai
 
     async def go() -> None:
         pair = Pair(deadline_s=60)
-        await pair.meet()
+        await pair.connect()
         await pair.transfer(1)
         device.hangs.set()
         network.release.clear()
@@ -290,7 +290,7 @@ def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_wai
             return wait(timeout)
 
         monkeypatch.setattr(left, "wait", seen_wait)
-        meeting = asyncio.ensure_future(pair.meet())
+        meeting = asyncio.ensure_future(pair.connect())
         await asyncio.to_thread(happened, waits, "the meeting to wait for the abort")
         assert pair.receiver._transfers._running is None, "a broadcast may still write to the receiver's memory"
         network.release.set()
@@ -307,7 +307,7 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
 
     async def go() -> None:
         pair = Pair(deadline_s=600)
-        await pair.meet()
+        await pair.connect()
         device.hangs.set()
         sending = asyncio.ensure_future(failure(pair.sender.send(1, 1)))
         receiving = asyncio.ensure_future(failure(pair.receiver.receive(1, 1)))
@@ -317,7 +317,7 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
         for message in await patiently(asyncio.gather(sending, receiving), "both ends to fail"):
             assert message.endswith("the transfer was aborted: generator 1 is lost")
         device.hangs.clear()
-        await pair.meet()
+        await pair.connect()
         await pair.transfer(2)
         assert pair.held() == 2
         await pair.close()
@@ -330,18 +330,18 @@ def test_an_abort_that_comes_before_its_transfer_is_not_lost(device: RecordedDev
 
     async def go() -> None:
         pair = Pair(deadline_s=600)
-        await pair.meet()
+        await pair.connect()
         pair.sender.abort("generator 1 is lost")
         begun = len(broadcasts(device))
         assert (await failure(pair.sender.send(1, 1))).endswith("the transfer was aborted: generator 1 is lost")
         assert len(broadcasts(device)) == begun
         assert "before connect()" in await failure(pair.sender.send(1, 1))
         pair.sender.abort("it was lost, as was said")
-        await pair.meet()
+        await pair.connect()
         await pair.transfer(2)
         pair.receiver.abort("generator 1 is lost")
         assert "generator 1 is lost" in await failure(pair.receiver.receive(3, 1))
-        await pair.meet()
+        await pair.connect()
         await pair.transfer(4)
         assert pair.held() == 4
         await pair.close()
@@ -357,13 +357,13 @@ def test_a_member_that_has_not_come_is_named_and_a_thread_that_waits_for_it_ends
     async def go() -> None:
         pair = Pair(deadline_s=60)
         for end, alone in (("sender", "generator 0 of 1"), ("receiver", "the trainer rank")):
-            await pair.meet()
+            await pair.connect()
             with monkeypatch.context() as patch:
                 patch.setattr(broadcast_group, "_GIVES_UP", 0.01)
                 call = pair.sender.send(1, 1) if end == "sender" else pair.receiver.receive(1, 1)
-                assert (await failure(call)).endswith(f"{alone} has not come to the transfer")
+                assert (await failure(call)).endswith(f"{alone} did not join the transfer")
         pair.set_deadline(600)
-        await pair.meet()
+        await pair.connect()
         (group,) = pair.sender._transfers.groups
         asked = watch_questions(group)
         thread = pair.sender._transfers._thread
@@ -399,7 +399,7 @@ def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_anoth
             await asyncio.to_thread(happened, entered, "the meeting to hang")
             pair.sender.abort("generator 0 is lost")
             assert "generator 0 is lost" in await patiently(connecting, "the meeting to be left")
-        await pair.meet()
+        await pair.connect()
         pair.set_deadline(0.1)  # the late group waits for members
         released.set()
         await asyncio.to_thread(join, hung[0])
@@ -417,7 +417,7 @@ def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: Record
 
     async def go() -> None:
         pair = Pair(deadline_s=60)
-        await pair.meet()
+        await pair.connect()
         enqueued = len(broadcasts(device))
         train(pair.sender.views(1), 1)
         (group,) = pair.sender._transfers.groups

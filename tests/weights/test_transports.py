@@ -239,7 +239,7 @@ def test_the_first_update_is_waited_for() -> None:
         for pipe in running.receivers:
             pipe.send(("receive", 0))
         for pipe in running.receivers:
-            assert "version 0 is not whole" in running.answer(pipe)
+            assert "version 0 is incomplete" in running.answer(pipe)
         for pipe in running.senders:
             pipe.send(("send", 0))
             running.answer(pipe)

@@ -1,6 +1,6 @@
-"""One part of tools/gpu_check.py, in a process of its own:  child.py PART DEVICE SCRATCH RESULT
+"""Runs one part of tools/gpu_check.py in its own process:  child.py PART DEVICE SCRATCH RESULT
 
-Writes what the part found to RESULT, as JSON. An exception is a failed verdict with its traceback.
+Writes the results of the part to RESULT, as JSON. An exception is a failed verdict with its traceback.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tools.gpu_parts import old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped, machine, versions
 
 WITHOUT_SGLANG = ("trainer", "weights", "members")
-"""Parts that must run where SGLang is not installed."""
+"""Parts that must run without SGLang."""
 
 
 def look(part: str, device: str, scratch: Path) -> dict[str, Any]:
-    """Run a part; what it found."""
+    """Run a part; returns its results."""
     findings = Findings()
     found: dict[str, Any] = {}
     try:
@@ -31,11 +31,11 @@ def look(part: str, device: str, scratch: Path) -> dict[str, Any]:
         importlib.import_module(f"tools.gpu_parts.{part}").run(bench, findings)
     except Skipped as reason:
         return found | {"verdict": "skipped", "problems": [str(reason)], "figures": findings.figures}
-    except Exception:  # whatever it is, it is the verdict, and the next part runs
+    except Exception:  # any error is a failed verdict, after which the next part runs
         traceback.print_exc()
         findings.problems.append("".join(traceback.format_exc(limit=-8)))
     if part in WITHOUT_SGLANG:
-        findings.require("sglang" not in sys.modules, "SGLang was imported, which this part must do without")
+        findings.require("sglang" not in sys.modules, "SGLang was imported, which this part must not need")
     verdict = "failed" if findings.problems else "passed"
     return found | {"verdict": verdict, "problems": findings.problems, "figures": findings.figures}
 

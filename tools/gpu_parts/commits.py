@@ -1,7 +1,7 @@
-"""Part ``commits``: under load, each token was drawn by the version that it carries.
+"""Part ``commits``: under load, each token is labelled with the version that sampled it.
 
-Two sets of weights are committed in turn: the model's (even versions), and the same with a last norm of zeros (odd
-versions), under which all tokens have equal probability. So the log-prob of a token says which weights drew it.
+Two sets of weights are committed alternately: the model's (even versions), and the same with a final norm of zeros (odd
+versions), under which all tokens have equal probability. So the log-prob of a token shows which weights sampled it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tools.gpu_parts.engines import DRAW_S, prompts, running_engine
 COMMIT_S = 120.0
 COMMITS = 12
 EQUAL = 1e-4
-"""Nats around the log-prob of equal probabilities."""
+"""Tolerance in nats around the log-prob of equal probabilities."""
 CHANCE, FEW = 1e-5, 3
-"""Share and number of the model's own tokens that may come as near by chance. Their log-probs spread over 3 nats or so,
-and equal probabilities are half as much again from the middle: 0.04 of the tokens a nat, 1e-5 within ``EQUAL``."""
+"""Share and number of the model's own tokens that may be within ``EQUAL`` by chance. Their log-probs spread over about
+3 nats, and equal probabilities are 1.5 times that from the middle: there 4 % of the tokens lie in a nat, and 1e-5
+within ``EQUAL``."""
 
 
 class Versions:
-    """The two sets of weights, each in an area of its own."""
+    """The two sets of weights, each in its own area."""
 
     def __init__(self, bench: Bench) -> None:
         own = random_weights(bench, model_shape(bench))
@@ -78,7 +79,7 @@ async def _run(bench: Bench, found: Findings) -> None:
         reports = []
         async with asyncio.timeout(DRAW_S):
             for commit in range(1, COMMITS + 1):
-                # Evenly over the load: by what has been drawn, not by time.
+                # Spread evenly over the load: by tokens sampled, not by time.
                 while arrived < commit * count * new_tokens / (COMMITS + 2):
                     raise_failed(drawing)
                     await asyncio.sleep(0.005)
@@ -93,24 +94,26 @@ async def _run(bench: Bench, found: Findings) -> None:
 
 
 def raise_failed(drawing: Sequence[asyncio.Future[Completion]]) -> None:
-    """Raise what the first request failed with, if any has: no more tokens come then, and that is why."""
+    """Raise the error of the first failed request, if any: after it, the expected tokens would never arrive."""
     for request in drawing:
         if request.done():
             request.result()
 
 
 def judge(found: Findings, completions: list[Completion], vocabulary: int) -> None:
-    """Count tokens whose log-prob is not of their version's weights."""
+    """Count tokens whose log-prob does not match the weights of their version."""
     logprobs = np.concatenate([completion.logprobs for completion in completions])
     of_versions = np.concatenate([completion.policy_versions for completion in completions])
     flat = np.abs(logprobs + np.log(vocabulary)) < EQUAL
     said_flat = of_versions % 2 == 1
     as_own, as_flat = int((flat & ~said_flat).sum()), int((~flat & said_flat).sum())
     found.note(tokens=len(flat), versions=len(np.unique(of_versions)), labelled_own=as_own, labelled_equal=as_flat)
-    found.require(len(np.unique(of_versions)) > 2, "too few versions drew tokens")
-    found.require(as_flat == 0, f"{as_flat} tokens carry a version that did not draw them: their weights are others'")
+    found.require(len(np.unique(of_versions)) > 2, "fewer than 3 versions sampled tokens")
+    found.require(as_flat == 0, f"{as_flat} tokens are labelled with a version that did not sample them")
     for name, wrong in (("own", flat & ~said_flat), ("equal", ~flat & said_flat)):
         numbers, counts = np.unique(of_versions[wrong], return_counts=True)
         found.note(**{f"labelled_{name}_by_version": dict(zip(numbers.tolist(), counts.tolist(), strict=True))})
     by_chance = max(FEW, CHANCE * int((~said_flat).sum()))
-    found.require(as_own <= by_chance, f"{as_own} tokens drawn with equal probabilities carry the other version")
+    found.require(
+        as_own <= by_chance, f"{as_own} tokens sampled with equal probabilities are labelled with the other version"
+    )

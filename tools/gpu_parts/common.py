@@ -1,4 +1,4 @@
-"""What the parts of tools/gpu_check.py share: where they run, what they find, and models with random weights."""
+"""Shared code of the parts of tools/gpu_check.py: the device, results, and models with random weights."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ PACKAGES = ("torch", "torchtitan", "torchmonarch", "sglang", "sglang-kernel", "f
 
 
 class Skipped(Exception):
-    """The part makes no sense here; says why."""
+    """The part cannot run on this machine; the message is the reason."""
 
 
 @dataclass
 class Findings:
-    """What a part found."""
+    """Results of a part."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def note(self, **figures: Any) -> None:
-        """Keep figures, floats with four significant digits. They are printed at once, too: of a part that is killed
-        that is all that is left."""
+        """Record measurements, floats with four significant digits. They are also printed at once, because a part that
+        is killed leaves nothing else."""
         rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
         print(json.dumps(rounded), file=sys.stderr, flush=True)
         self.figures |= rounded
 
     def require(self, holds: bool, problem: str) -> None:
-        """Keep a problem unless it ``holds``."""
+        """Record ``problem`` unless the requirement ``holds``."""
         if not holds:
             self.problems.append(problem)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part runs."""
+    """Environment of a part."""
 
     device: torch.device
     scratch: Path
-    """A folder of its own."""
+    """Temporary folder of the part."""
 
     @classmethod
     def on(cls, device: str, scratch: Path) -> Bench:
-        """``device``: auto, cuda or cpu. Raises RuntimeError if there is none of that kind."""
+        """Create one for ``device``: auto, cuda or cpu. Raises RuntimeError if there is no such device."""
         if device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("this torch sees no GPU")
+            raise RuntimeError("--device cuda: torch finds no GPU")
         on_gpu = device != "cpu" and torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(0)
@@ -76,12 +76,12 @@ class Bench:
         return torch.cuda.get_device_name(self.device) if self.on_gpu else f"CPU {platform.machine()}"
 
     def synchronize(self) -> None:
-        """Wait for all work of the GPU."""
+        """Wait for all work on the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], rounds: int = 3) -> float:
-        """The shortest of some rounds, after one that warms up."""
+        """Seconds of the fastest of ``rounds`` runs of ``work``, after one for warm-up."""
         found = []
         for _ in range(rounds + 1):
             self.synchronize()
@@ -93,7 +93,7 @@ class Bench:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what matters here; None is not installed."""
+    """Versions of the relevant packages; None if one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:
@@ -110,22 +110,22 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, float | str]:
-    """What a container may have less of than NCCL and RDMA want: shared memory, and memory that may be locked."""
+    """GiB of shared memory and of lockable memory: a container may have less than NCCL and RDMA need."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memlock = "unlimited" if limit == resource.RLIM_INFINITY else limit / GIB
     return {"shm_gib": round(shutil.disk_usage("/dev/shm").total / GIB, 3), "memlock_gib": memlock}
 
 
 def attention_backend() -> Literal["auto", "triton"]:
-    """SGLang's own choice, or ``triton`` where the kernels that it would choose on Hopper are not there: a bundle for a
-    machine without a network leaves them out, which are most of a wheel's bytes."""
+    """SGLang's default (``auto``), or ``triton`` if the kernels that it would choose on Hopper are missing: a bundle
+    for a machine without network may leave them out, because they are most of the wheel's size."""
     package = importlib.util.find_spec("sgl_kernel")
     folders = list(package.submodule_search_locations or []) if package else []
     has_flash = any(list(Path(folder).rglob("flash_ops*.so")) for folder in folders)
     return "auto" if has_flash else "triton"
 
 
-# ---- models --------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -176,7 +176,7 @@ _EXPERTS: dict[str, Any] = {
 
 
 def expert_shape(bench: Bench) -> dict[str, Any]:
-    """The ``config.json`` of a small mixture of experts for this device."""
+    """``config.json`` of a small mixture of experts for this device."""
     if bench.on_gpu:
         small = {"vocab_size": 32_000, "tie_word_embeddings": False, "num_hidden_layers": 4}
         return QWEN3_06B | _EXPERTS | small | {"moe_intermediate_size": 256}
@@ -184,12 +184,12 @@ def expert_shape(bench: Bench) -> dict[str, Any]:
 
 
 def model_shape(bench: Bench) -> dict[str, Any]:
-    """The ``config.json`` of the model that is measured on this device."""
+    """``config.json`` of the model that is measured on this device."""
     return QWEN3_06B if bench.on_gpu else TINY
 
 
 def random_weights(bench: Bench, config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every Hugging Face tensor of a model, on the CPU, in the dtype of its config. Logits have a spread of about 3
+    """All Hugging Face tensors of a model, on the CPU, in the dtype of its config. Logits have a spread of about 3
     nats, so that tokens differ in probability."""
     from monarch_rl.model.tensors import expected_tensors
 
@@ -216,11 +216,12 @@ def make_model(bench: Bench, config: dict[str, Any], name: str = "model") -> Pat
     return folder
 
 
-# ---- episodes ------------------------------------------------------------------------------------------------
+# -- episodes ---------------------------------------------------------------------------------------------------------
 
 
 def make_groups(vocabulary: int, groups: int, size: int, prompt: int, answer: int, seed: int = 0) -> list[Group]:
-    """Random groups; the episodes of each share a prompt of ``prompt`` tokens and draw 1 to ``answer``."""
+    """Random groups of ``size`` episodes, which share a prompt of ``prompt`` tokens and have 1 to ``answer`` sampled
+    tokens each."""
     draw = np.random.default_rng(seed)
 
     def episode(prompt_ids: np.ndarray) -> Episode:

@@ -1,4 +1,4 @@
-"""Part ``engine``: SGLang starts with the project's arguments, draws, and leaves memory for a version."""
+"""Part ``engine``: SGLang starts with the project's arguments, generates, and leaves memory for a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts with an engine share."""
+"""Shared code of the parts with an engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from monarch_rl.generator.settings import GeneratorSettings
 from tools.gpu_parts.common import GIB, Bench, Findings, attention_backend
 
 DRAW_S = 480.0
-"""Seconds for a load of requests, on shared cores too."""
+"""Seconds for a load of requests, even on shared cores."""
 
 
 def engine_settings(bench: Bench) -> GeneratorSettings:
-    """Of an engine that leaves half of the GPU to others."""
+    """Settings of an engine that leaves half of the GPU's memory free."""
     if bench.on_gpu:
         return GeneratorSettings(replicas=1, memory_fraction=0.5, attention_backend=attention_backend())
     return GeneratorSettings(
@@ -31,18 +31,19 @@ def engine_settings(bench: Bench) -> GeneratorSettings:
         max_running_requests=16,
         max_total_tokens=8192,
         part_tokens=16,
-        start_deadline_s=1200.0,  # the first import of a stack may be one from a cold disk, on shared cores
+        start_deadline_s=1200.0,  # the first import of the packages may be from a cold disk, on shared cores
     )
 
 
 def free_gib(bench: Bench) -> float:
-    """Free memory of the GPU, of all its processes; 0 on a CPU."""
+    """Free memory of the GPU, considering all processes; 0 on a CPU."""
     return torch.cuda.mem_get_info(bench.device)[0] / GIB if bench.on_gpu else 0.0
 
 
 @asynccontextmanager
 async def running_engine(bench: Bench, found: Findings, folder: Path) -> AsyncIterator[Engine]:
-    """An engine, whose start and memory are noted. ``start_s`` is a cold start where SGLang has not yet compiled."""
+    """Run an engine; records its start-up time and memory. ``start_s`` includes compilation if SGLang has not compiled
+    yet."""
     quiet_imports()
     settings = engine_settings(bench)
     before, started = free_gib(bench), time.perf_counter()
@@ -63,13 +64,13 @@ async def running_engine(bench: Bench, found: Findings, folder: Path) -> AsyncIt
 
 
 def prompts(vocabulary: int, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Random ones."""
+    """Random prompts: ``count`` times ``tokens`` token IDs."""
     drawn: list[list[int]] = np.random.default_rng(seed).integers(3, vocabulary, (count, tokens)).tolist()
     return drawn
 
 
 async def draw(engine: Engine, asked: list[list[int]], new_tokens: int) -> tuple[list[Completion], float]:
-    """Continue prompts, all at once, up to the length; the completions and the seconds."""
+    """Generate ``new_tokens`` for all prompts concurrently; returns the completions and the seconds."""
     started = time.perf_counter()
     requests = [engine.generate(prompt, Sampling(max_new_tokens=new_tokens)) for prompt in asked]
     completions = await asyncio.wait_for(asyncio.gather(*requests), DRAW_S)
@@ -77,14 +78,16 @@ async def draw(engine: Engine, asked: list[list[int]], new_tokens: int) -> tuple
 
 
 def check_completions(found: Findings, completions: list[Completion], new_tokens: int, vocabulary: int) -> None:
-    """All have their length, ids of the vocabulary, and log-probs of a distribution."""
+    """Require that all completions have their length, token IDs of the vocabulary, and valid log-probs."""
     lengths = {len(completion.token_ids) for completion in completions}
-    found.require(lengths == {new_tokens}, f"{new_tokens} tokens were asked for, completions have {sorted(lengths)}")
+    found.require(
+        lengths == {new_tokens}, f"{new_tokens} tokens were requested, but completions have {sorted(lengths)}"
+    )
     ids = np.concatenate([completion.token_ids for completion in completions])
     logprobs = np.concatenate([completion.logprobs for completion in completions])
-    found.require(bool(((ids >= 0) & (ids < vocabulary)).all()), "ids outside of the vocabulary were drawn")
-    found.require(bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()), "some log-probs are none")
+    found.require(bool(((ids >= 0) & (ids < vocabulary)).all()), "token IDs outside the vocabulary were sampled")
+    found.require(bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()), "some log-probs are invalid")
     mean = float(logprobs.mean())
     found.note(mean_logprob=mean)
-    # The mean log-prob of drawn tokens is minus the entropy, which is at most that of equal probabilities.
+    # The mean log-prob of sampled tokens is minus the entropy, which is at most that of equal probabilities.
     found.require(-1.05 * math.log(vocabulary) < mean < 0, f"the mean log-prob is {mean:.3g}")

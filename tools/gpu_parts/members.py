@@ -1,6 +1,6 @@
-"""Part ``members``: a trainer rank and replicas on devices of their own: transfers beside training, a lost replica.
+"""Part ``members``: a trainer rank and replicas, each on its own device: transfers during training, a lost replica.
 
-No SGLang. NCCL takes one member a device, so this part needs two GPUs; on a CPU the group is gloo's.
+Without SGLang. NCCL allows one member per device, so this part needs two GPUs; on a CPU the group uses gloo.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from tools.gpu_parts.common import Bench, Findings, Skipped
 from tools.gpu_parts.weights import SPAWN_S, send_beside_training
 
 DEADLINE_S = 120.0
-"""Seconds for a transfer: far more than any takes, so that what the deadline ends is seen."""
+"""Seconds for a transfer: far more than any takes, so that a transfer that only the deadline ends is noticed."""
 
 
 def run(bench: Bench, found: Findings) -> None:
     """See the top of this file."""
     devices = torch.cuda.device_count() if bench.on_gpu else 3
     if devices < 2:
-        raise Skipped("this machine shows one GPU; NCCL takes one member a device, so two are needed")
+        raise Skipped("this machine has one GPU, but NCCL allows one member per device: two are needed")
     if bench.on_gpu:
         os.environ.update(nccl_environment(os.environ))
     asyncio.run(_run(bench, found, min(devices - 1, 2)))
 
 
 def version_plan(on_gpu: bool) -> Manifest:
-    """Of 1 GiB on GPUs, in tensors that have broadcasts of their own and in ones that share a bucket."""
+    """Manifest of 1 GiB on GPUs, with a tensor that has its own broadcasts and one that goes into a bucket."""
     large = (1 << 29) if on_gpu else 1 << 21
     shapes = [("small", (1000,), torch.int16), ("large", (large,), torch.int16)]
     return make_manifest(shapes, [[("small", 0, 1000), ("large", 0, large)]])
 
 
 class Replica:
-    """A receiving end in a process of its own."""
+    """A receiving end in its own process."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -57,17 +57,17 @@ class Replica:
         there.close()
 
     async def do(self, *command: Any) -> Any:
-        """Have it do something, and wait for the answer. Raises EOFError if the process ends."""
+        """Send a command to the process and wait for the answer. Raises EOFError if the process ends."""
         self._pipe.send(command)
         return await asyncio.to_thread(self._answer)
 
     def tell(self, *command: Any) -> None:
-        """Have it do something that has no answer."""
+        """Send a command that has no answer."""
         self._pipe.send(command)
 
     def _answer(self) -> Any:
         if not self._pipe.poll(SPAWN_S):
-            raise RuntimeError(f"a replica's process has not answered within {SPAWN_S:g} s")
+            raise RuntimeError(f"a replica's process did not answer within {SPAWN_S:g} s")
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -84,7 +84,8 @@ def _replica(pipe: Connection, device: str) -> None:
 
 
 async def _obey(pipe: Connection, device: torch.device) -> None:
-    """Obey ``connect``, ``receive``, ``abort`` (no answer), and ``die``: by a kill once all have met for a transfer."""
+    """Execute the commands ``connect``, ``receive``, ``abort`` (no answer), and ``die``, which kills the process at the
+    first broadcast of the next transfer."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     receiver = make_receiver(version_plan(device.type == "cuda"), TransferSettings(deadline_s=DEADLINE_S), device)
@@ -147,7 +148,7 @@ async def _meet(sender: Sender, replicas: list[Replica]) -> None:
 
 
 async def _send(bench: Bench, found: Findings, sender: Sender, replicas: list[Replica], version: int) -> float:
-    """Send a version whose bytes are its number; returns the seconds that the sender took."""
+    """Send a version whose bytes are its number; returns the sender's seconds."""
     for view in sender.views(version % 2):
         view.fill_(version)
     bench.synchronize()
@@ -161,27 +162,29 @@ async def _send(bench: Bench, found: Findings, sender: Sender, replicas: list[Re
 
 
 async def _beside_training(bench: Bench, found: Findings, sender: Sender, replicas: list[Replica]) -> None:
-    """A transfer does not wait for the training stream, nor training for a transfer that waits for its replicas."""
+    """Require that a transfer does not wait for the training stream, nor training for a transfer that waits for its
+    replicas."""
     found.note(members_send_ms=1e3 * await _send(bench, found, sender, replicas, 2))
     x = torch.zeros(1000, device=bench.device)
     receiving = [asyncio.ensure_future(there.do("receive", 2, 0)) for there in replicas]
     await send_beside_training(bench, found, sender, 2 * DEADLINE_S, "members_")
     await asyncio.gather(*receiving)
     sending = asyncio.ensure_future(sender.send(2, 0))
-    await asyncio.sleep(0.5)  # it waits for the replicas now
+    await asyncio.sleep(0.5)  # after which the transfer waits for the replicas
     started = time.perf_counter()
     x.add_(1)
     finish_current(bench.device)
     trained_s = time.perf_counter() - started
     found.require(
         not sending.done() and trained_s < DEADLINE_S / 2,
-        f"training took {trained_s:.2f} s beside a transfer that waits",
+        f"training took {trained_s:.2f} s during a transfer that waits",
     )
     await asyncio.gather(sending, *(there.do("receive", 2, 0) for there in replicas))
 
 
 async def _lost(bench: Bench, found: Findings, sender: Sender, replicas: list[Replica]) -> None:
-    """A replica is killed when all have met: the others leave the transfer at once, and no process ends."""
+    """Kill a replica during a transfer, and require that the others leave it at once, and that no other process
+    ends."""
     *others, victim = replicas
     await victim.do("die")
     receiving = [asyncio.ensure_future(there.do("receive", 3, 1)) for there in replicas]
@@ -199,4 +202,4 @@ async def _lost(bench: Bench, found: Findings, sender: Sender, replicas: list[Re
     x = torch.zeros(1000, device=bench.device)
     x.add_(1)
     finish_current(bench.device)
-    found.require(all(there.process.is_alive() for there in others), "another replica has ended with the lost one")
+    found.require(all(there.process.is_alive() for there in others), "another replica ended with the lost one")

@@ -1,9 +1,8 @@
-"""Lets the trainer run with torch 2.11, which images of GPU machines bring, for tools/gpu_check.py alone.
+"""Makes the trainer run with torch 2.11, which images of GPU machines contain. Only for tools/gpu_check.py.
 
-torchtitan 0.3.0 and this project are made for torch 2.13 and later. Of what the trainer uses, torch 2.11 lacks a name
-that torchtitan imports and only its other sharding backend uses, and two arguments of ``varlen_attn``. Both have no
-effect there: its FlashAttention 2 takes fewer heads of keys than of queries without being told, and does not divide
-keys among blocks.
+torchtitan 0.3.0 and this project require torch 2.13 or later. torch 2.11 lacks a name that torchtitan imports but only
+uses in its other sharding backend, and two arguments of ``varlen_attn``. The arguments can be dropped: FlashAttention 2
+in torch 2.11 accepts fewer key heads than query heads without an option, and does not split keys among blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Add what this torch lacks; nothing with torch 2.13 and later. Call it before torchtitan is imported."""
+    """Add what this torch lacks; does nothing on torch 2.13 and later. Call it before torchtitan is imported."""
     import torch.distributed.fsdp
     import torch.nn.attention.varlen
 

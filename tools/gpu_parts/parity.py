@@ -1,5 +1,5 @@
-"""Part ``parity``: engine and trainer agree on log-probs; a mixture of experts with the engine's routes replayed; on a
-GPU also without the engine's LM head in float32."""
+"""Part ``parity``: engine and trainer agree on log-probs, for a dense model and for a mixture of experts with the
+engine's routes replayed; on a GPU also measured without the engine's LM head in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.gpu_parts.engines import engine_settings, prompts
 from tools.parity import DEFAULTS
 
 DEADLINE_S = 480.0
-"""Seconds for each side, on shared cores too."""
+"""Seconds for each side, even on shared cores."""
 
 
 def run(bench: Bench, found: Findings) -> None:
@@ -44,7 +44,7 @@ def run(bench: Bench, found: Findings) -> None:
         row = figures(logprobs, reading.engine, 0.5, 2.0)
         found.note(**{prefix + name: row[name] for name in ("tokens", "mean", "p50", "p99", "max", "k3", "outside")})
         for name in ("p99", "k3", "outside") if judged else ():
-            problem = f"{prefix}{name} is {row[name]:.3g}, more than {limits[name]:g}"
+            problem = f"{prefix}{name} is {row[name]:.3g}, above the limit of {limits[name]:g}"
             found.require(row[name] <= limits[name], problem)
 
     reading = read("dense", dense, {})
@@ -57,4 +57,4 @@ def run(bench: Bench, found: Findings) -> None:
     note("experts_", reading, reading.replayed)
     differ = float(reading.differing.float().mean()) / sparse["num_experts_per_tok"]
     found.note(routes_differ=differ)
-    found.require(differ <= limits["routes_differ"], f"{differ:.2%} of the engine's experts are not the trainer's")
+    found.require(differ <= limits["routes_differ"], f"{differ:.2%} of the engine's experts differ")

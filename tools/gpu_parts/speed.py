@@ -1,6 +1,7 @@
-"""Part ``speed``: tokens/s of the project's engine against SGLang alone, and a trainer's step against torchtitan alone.
+"""Part ``speed``: tokens/s of the project's engine compared with SGLang alone, and a trainer's step compared with
+torchtitan alone.
 
-Both sides take turns. A ratio above 1 is faster than the library alone.
+Both sides run alternately. A ratio above 1 means faster than the library alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tools.gpu_parts.engines import draw, engine_settings, running_engine
 
 ROUNDS = 4
 TRAINER_S = 900.0
-"""Seconds for the trainer's side, in a process of its own, on shared cores too: some 20 when nothing else runs."""
+"""Seconds for the trainer, in its own process, even on shared cores; about 20 if nothing else runs."""
 
 
 def run(bench: Bench, found: Findings) -> None:
@@ -39,10 +40,10 @@ def run(bench: Bench, found: Findings) -> None:
 
 
 async def generator(bench: Bench, found: Findings, folder: Path) -> None:
-    """Tokens per second of both engines, which share the device and draw in turn."""
+    """Measure the tokens per second of both engines, which share the device and generate alternately."""
     vocabulary = model_shape(bench)["vocab_size"]
     load = Load(256, 64, 512, vocabulary) if bench.on_gpu else Load(16, 16, 48, vocabulary)
-    # Two engines: the second one finds what the first has left.
+    # A smaller fraction for the second engine, which only finds the memory that the first has left.
     beside = replace(engine_settings(bench), memory_fraction=0.3)
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     async with running_engine(bench, found, folder) as engine, bare_engine(folder, beside, shipped=True) as bare:
@@ -61,7 +62,7 @@ async def generator(bench: Bench, found: Findings, folder: Path) -> None:
 
 
 def trainer(bench: Bench, folder: Path) -> dict[str, float]:
-    """Milliseconds of a step of both trainers, on one batch of separate episodes."""
+    """Measure the milliseconds per step of both trainers, on one batch of separate episodes."""
     from monarch_rl.trainer.platform import prepare
 
     old_torch.prepare()

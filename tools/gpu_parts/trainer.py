@@ -1,5 +1,5 @@
-"""Part ``trainer``: attention, the LM head, updates, also of a mixture of experts, and float32 against bfloat16, on one
-rank. Needs no SGLang."""
+"""Part ``trainer``: attention, the LM head, updates including a mixture of experts, and float32 compared with bfloat16,
+on one rank. Does not need SGLang."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ from tools.gpu_parts.common import (  # noqa: E402
 STEPS = 5
 LR = 1e-4
 ATTENTION_BOUND = {"bfloat16": 2e-2, "float32": 1e-5}
-"""Of the norm of the reference. bfloat16 rounds to 2e-3 of a value, and probabilities and their gradients are rounded
-too; float32 rounds to 6e-8, and a sum of a thousand products to some 1e-6. A wrong key costs far more."""
+"""Maximum norm of the error, relative to the reference's norm. bfloat16 has a relative rounding error of 2e-3, and
+probabilities and their gradients are rounded, too; float32 has 6e-8, and a sum of a thousand products about 1e-6. A
+wrong key causes a far larger error."""
 HEAD_BOUND = 1e-3
-"""Of the largest logit. The products are the same; what is left is the order of sums. bfloat16 rounds to 4e-3."""
+"""Maximum error relative to the largest logit. The products are identical, so only the order of sums matters. bfloat16
+rounding would be 4e-3."""
 SHARED_BOUND = {"bfloat16": 0.2, "float32": 1e-4}
-"""Nats by which log-probs of shared and of separate episodes may differ at p99 (tools/parity.py's limits)."""
+"""Maximum p99 difference in nats of log-probs with and without sharing prefixes (the limits of tools/parity.py)."""
 
 
 def run(bench: Bench, found: Findings) -> None:
     """See the top of this file."""
-    with tensor_float32(False):  # the reference is exact, whatever the environment says
+    with tensor_float32(False):  # so that the reference is exact, whatever the environment sets
         attention(bench, found)
     head(bench, found)
     folder = make_model(bench, model_shape(bench))
@@ -67,11 +69,11 @@ def run(bench: Bench, found: Findings) -> None:
             precisions(bench, found, folder)
 
 
-# ---- attention -----------------------------------------------------------------------------------------------
+# -- attention --------------------------------------------------------------------------------------------------------
 
 
 def attention(bench: Bench, found: Findings) -> None:
-    """Both kinds of attention against a plain one with a mask, of a row in which prefixes are shared."""
+    """Compare both attention implementations with masked reference attention, on a row with shared prefixes."""
     groups = make_groups(500, groups=3, size=4, prompt=200, answer=150)
     episodes = [episode for group in groups for episode in group.episodes]
     layout = lay_out(episodes, [group.group_id for group in groups for _ in group.episodes])
@@ -83,7 +85,7 @@ def attention(bench: Bench, found: Findings) -> None:
     torch.manual_seed(0)
     heads, kv_heads, size = 16, 8, 128
     shapes = [(layout.width, n, size) for n in (heads, kv_heads, kv_heads, heads)]
-    # Values of bfloat16, so that both dtypes compute the same thing.
+    # Values that bfloat16 represents exactly, so that both dtypes have the same inputs.
     q, k, v, gradient = (torch.randn(s, device=bench.device).bfloat16().float() for s in shapes)
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -117,17 +119,18 @@ def attention(bench: Bench, found: Findings) -> None:
 def _with_gradients(
     compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The output, and the gradients of the inputs."""
+    """The output, followed by the gradients of the inputs."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     result = compute(*leaves)
     return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
 
 
-# ---- the LM head ---------------------------------------------------------------------------------------------
+# -- the LM head ------------------------------------------------------------------------------------------------------
 
 
 def head(bench: Bench, found: Findings) -> None:
-    """The head's product of bfloat16 values in float32, in TF32, and in bfloat16 with a result in float32."""
+    """Compare the head's matrix product of bfloat16 values in float32, in TF32, and in bfloat16 with a float32
+    result."""
     if not bench.on_gpu:
         return
     torch.manual_seed(0)
@@ -148,17 +151,17 @@ def head(bench: Bench, found: Findings) -> None:
         found.require(error < HEAD_BOUND, f"a head in {name} changes logits by {error:.2g} of the largest")
 
 
-# ---- the policy ----------------------------------------------------------------------------------------------
+# -- the policy -------------------------------------------------------------------------------------------------------
 
 
 def updates(bench: Bench, found: Findings, folder: Path) -> None:
-    """Updates on one batch, over and over: its loss falls. Log-probs do not depend on what is shared."""
+    """Require that repeated updates on one batch lower its loss, and that log-probs do not depend on prefix sharing."""
     settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=8192 if bench.on_gpu else 512)
     policy = Policy(folder, settings, total_steps=STEPS)
     dtype = settings.computes_in(bench.on_gpu)
     caches = {x.data_ptr(): x.nbytes for name, x in policy.module.named_buffers() if name.endswith("rope.cache")}
     found.note(rotary_caches=len(caches), rotary_mib=sum(caches.values()) / 2**20)
-    found.require(len(caches) == 1, f"there are {len(caches)} rotary caches")
+    found.require(len(caches) == 1, f"there are {len(caches)} rotary caches instead of one")
     if bench.on_gpu:
         found.note(allocated_gib=torch.cuda.memory_allocated() / GIB)
     vocabulary = model_shape(bench)["vocab_size"]
@@ -174,12 +177,12 @@ def updates(bench: Bench, found: Findings, folder: Path) -> None:
     found.note(tokens_per_s=sum(batch.separate_tokens for batch in batches) / seconds)
     if bench.on_gpu:
         found.note(peak_gib=torch.cuda.max_memory_allocated() / GIB)
-    found.require(falls(losses), f"the loss of one and the same batch went {losses}")
+    found.require(falls(losses), f"repeated updates on one batch did not lower its loss: {losses}")
 
 
 def experts(bench: Bench, found: Findings) -> None:
-    """Updates of a mixture of experts on one batch, whose loss falls: the products of each expert's rows, forward and
-    backward, and the sum of a token's experts."""
+    """Require that repeated updates of a mixture of experts on one batch lower its loss. Covers the products of each
+    expert's rows, forward and backward, and the sum over a token's experts."""
     config = expert_shape(bench)
     settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=4096 if bench.on_gpu else 512)
     policy = Policy(make_model(bench, config, "experts"), settings, total_steps=STEPS)
@@ -187,17 +190,17 @@ def experts(bench: Bench, found: Findings) -> None:
     groups = make_groups(config["vocab_size"], groups=2, **sizes)
     losses, seconds = repeated(bench, policy, batches_of(groups, policy.device))
     found.note(experts_loss_first=losses[0], experts_loss_last=losses[-1], experts_step_ms=1e3 * seconds)
-    found.require(falls(losses), f"the loss of one and the same batch went {losses} with experts")
+    found.require(falls(losses), f"repeated updates on one batch did not lower its loss, with experts: {losses}")
 
 
 def batches_of(groups: list[Group], device: torch.device) -> list[MicroBatch]:
-    """Each group as a micro-batch; all trainable tokens weigh the same."""
+    """One micro-batch per group; all trainable tokens have the same weight."""
     trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
     return [pack_groups([group], 1 / trainable, device) for group in groups]
 
 
 def repeated(bench: Bench, policy: Policy, batches: list[MicroBatch]) -> tuple[list[float], float]:
-    """The losses of updates on the same batches, over and over, and the seconds of the fastest one."""
+    """The losses of repeated updates on the same batches, and the seconds of the fastest update."""
     losses: list[float] = []
 
     def step() -> None:
@@ -211,7 +214,7 @@ def falls(losses: list[float]) -> bool:
 
 
 def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> None:
-    """Compare log-probs of a group whose prompt is computed once with those of its episodes by themselves."""
+    """Compare the log-probs of a group whose prompt is computed once with those of its separate episodes."""
     episodes = groups[0].episodes
     with torch.no_grad():
         shared = policy.token_logprobs(pack_groups(groups[:1], 1.0, policy.device)).logprobs
@@ -222,7 +225,8 @@ def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> N
 
 
 def compiled(bench: Bench, found: Findings, folder: Path) -> None:
-    """The updates of :func:`updates` with compiled blocks: how long the first one takes, and the fastest later one."""
+    """Repeat the updates of :func:`updates` with compiled blocks; records the times of the first and the fastest later
+    one."""
     gc.collect()
     torch.cuda.empty_cache()
     settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=8192, compile=True)
@@ -234,11 +238,11 @@ def compiled(bench: Bench, found: Findings, folder: Path) -> None:
     found.note(compiled_first_s=time.perf_counter() - started)
     later, seconds = repeated(bench, policy, batches)
     found.note(compiled_step_ms=1e3 * seconds, compiled_loss_first=losses[0], compiled_loss_last=later[-1])
-    found.require(falls(losses + later), f"the loss of one and the same batch went {losses + later} when compiled")
+    found.require(falls(losses + later), f"compiled updates on one batch did not lower its loss: {losses + later}")
 
 
 def precisions(bench: Bench, found: Findings, folder: Path) -> None:
-    """Log-probs in bfloat16 against those in float32, which is another kind of attention, too."""
+    """Compare log-probs in bfloat16 with those in float32, which also uses another attention implementation."""
     config, computed = model_shape(bench), {}
     groups = make_groups(config["vocab_size"], groups=1, size=4, prompt=128, answer=256)
     for dtype in ("float32", "bfloat16"):
@@ -250,16 +254,18 @@ def precisions(bench: Bench, found: Findings, folder: Path) -> None:
         del policy
     difference = (computed["float32"] - computed["bfloat16"]).abs()
     found.note(bf16_p99=float(difference.quantile(0.99)), bf16_mean=float(difference.mean()))
-    found.require(float(difference.quantile(0.99)) < SHARED_BOUND["bfloat16"], "bfloat16 is far from float32")
+    found.require(
+        float(difference.quantile(0.99)) < SHARED_BOUND["bfloat16"], "log-probs in bfloat16 and float32 differ too much"
+    )
 
 
 def pack_groups(groups: list[Group], weight: float, device: torch.device) -> MicroBatch:
-    """Some groups as one micro-batch; each trainable token weighs ``weight``."""
+    """Groups as one micro-batch, in which each trainable token has the weight ``weight``."""
     episodes = [episode for group in groups for episode in group.episodes]
     numbers = [group.group_id for group in groups for _ in group.episodes]
     return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device, numbers)
 
 
 def pack_separate(episodes: list[Episode], weight: float, device: torch.device) -> MicroBatch:
-    """Episodes that share nothing, as one micro-batch."""
+    """Episodes as one micro-batch, without shared prefixes."""
     return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device)

@@ -1,4 +1,4 @@
-"""Part ``weights``: checksums, updates, shared memory, a transfer beside training, the work of a commit. No SGLang."""
+"""Part ``weights``: checksums, updates, shared memory, a transfer during training, the cost of a commit. No SGLang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPAWN_S = 600.0
 BUSY_S = 3.0
 """Seconds for which the training stream is kept busy while a version is sent."""
 SLEEP_CYCLES_PER_S = 1_500_000_000
-"""Of ``torch.cuda._sleep``: clock cycles of a GPU; the busy time is measured, so a guess is enough."""
+"""GPU clock cycles per second, for ``torch.cuda._sleep``; the busy time is measured, so an estimate is enough."""
 
 
 def run(bench: Bench, found: Findings) -> None:
@@ -45,11 +45,11 @@ def run(bench: Bench, found: Findings) -> None:
     many_tensors(bench, found)
 
 
-# ---- checksums and updates -----------------------------------------------------------------------------------
+# -- checksums and updates --------------------------------------------------------------------------------------------
 
 
 def checksums(bench: Bench, found: Findings) -> None:
-    """Sums of odd shapes are the CPU's."""
+    """Require that checksums of odd shapes are equal to the CPU's."""
     torch.manual_seed(0)
     for dtype in (torch.uint8, torch.int16, torch.int32):
         for shape in ((4097, 1027), (1, 3), (33,), (5, 7, 9)):
@@ -57,14 +57,14 @@ def checksums(bench: Bench, found: Findings) -> None:
             part = whole[:, 1:] if whole.dim() > 1 else whole  # rows that begin inside a word
             for x, column in ((whole, 0), (part, 1 if whole.dim() > 1 else 0)):
                 there, here = (int(tensor_checksum(y, 0, column)) for y in (x.to(bench.device), x))
-                found.require(there == here, f"the checksum of {dtype} {list(x.shape)} is {there}, a CPU's is {here}")
+                found.require(there == here, f"the checksum of {dtype} {list(x.shape)} is {there}, the CPU's is {here}")
     large = torch.randint(0, 200, ((4 * GIB if bench.on_gpu else 16 << 20) // 8192, 4096), dtype=torch.int16)
     large = large.to(bench.device)
     found.note(checksum_gb_per_s=large.nbytes / bench.seconds(lambda: tensor_checksum(large)) / 1e9)
 
 
 def updates(bench: Bench, found: Findings) -> None:
-    """An update has the same bytes as a CPU's, and applied gives the new version."""
+    """Require that an encoded update has the same bytes as the CPU's, and gives the new version when applied."""
     torch.manual_seed(0)
     size, bucket = (256 << 20 if bench.on_gpu else 4 << 20) + 6, 4 << 20
     old = torch.randint(0, 200, (size,), dtype=torch.uint8)
@@ -80,21 +80,21 @@ def updates(bench: Bench, found: Findings) -> None:
             found.note(delta_encode_ms=1e3 * bench.seconds(partial(delta.encode, a, b, 2, bucket, out)))
             wire = wires[device].to(device)
             found.note(delta_apply_ms=1e3 * bench.seconds(partial(delta.apply, wire, a)))
-            found.require(torch.equal(a, b), "an update that is applied does not give the new version")
+            found.require(torch.equal(a, b), "an applied update does not give the new version")
     found.require(
-        torch.equal(wires[torch.device("cpu")], wires[bench.device]), "an update has other bytes than a CPU's"
+        torch.equal(wires[torch.device("cpu")], wires[bench.device]), "an encoded update differs from the CPU's"
     )
     found.note(delta_mib=size / 2**20)
 
 
-# ---- memory of several processes -----------------------------------------------------------------------------
+# -- shared memory ----------------------------------------------------------------------------------------------------
 
 
 def areas(bench: Bench, found: Findings) -> None:
-    """Another process sees what is written to an area, also after it attached, and writes to it."""
+    """Require that another process sees what is written to an area, even after it has attached, and can write to it."""
     size = GIB if bench.on_gpu else 1 << 20
     if bench.on_gpu:
-        torch.cuda.empty_cache()  # what earlier checks have left is not given back while this one counts
+        torch.cuda.empty_cache()  # so that memory of earlier checks is not freed during this measurement
     before = torch.cuda.memory_reserved() if bench.on_gpu else 0
     area = Area(size, bench.device)
     context = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ def areas(bench: Bench, found: Findings) -> None:
                 return
             answer = here.recv()
             found.require(answer == value * size, f"another process summed {answer} where {value * size} was written")
-            found.require(int(area.buffer[0]) == value + 1, "what another process wrote is not seen")
+            found.require(int(area.buffer[0]) == value + 1, "a write of another process is not visible")
         here.send(None)
     finally:
         process.join(SPAWN_S)
@@ -126,8 +126,8 @@ def areas(bench: Bench, found: Findings) -> None:
 
 
 def expandable_segments(bench: Bench, found: Findings) -> None:
-    """Note whether a process whose allocator has expandable segments can share an area, with what torch has by
-    default and with ``TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC``. Neither is required."""
+    """Record whether a process whose allocator uses expandable segments can share an area, with torch's defaults and
+    with ``TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC``. Neither is required."""
     if not bench.on_gpu:
         return
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -148,7 +148,7 @@ def expandable_segments(bench: Bench, found: Findings) -> None:
 
 
 def share_an_area() -> None:
-    """Share an area with one more process, as :func:`areas` does; raises RuntimeError if that fails."""
+    """Share an area with another process, as :func:`areas` does. Raises RuntimeError if that fails."""
     found = Findings()
     areas(Bench.on("cuda", Path()), found)
     if found.problems:
@@ -156,7 +156,7 @@ def share_an_area() -> None:
 
 
 def _sum_area(pipe: Any, handle: bytes) -> None:
-    """The other process: sums the area for each message, and writes to its first byte."""
+    """Program of the other process: for each message, sum the area and write to its first byte."""
     buffer = attach(handle)
     while pipe.recv() is not None:
         total = int(buffer.sum(dtype=torch.int64))
@@ -166,13 +166,13 @@ def _sum_area(pipe: Any, handle: bytes) -> None:
         pipe.send(total)
 
 
-# ---- a transfer beside training ------------------------------------------------------------------------------
+# -- a transfer during training ---------------------------------------------------------------------------------------
 
 
 async def transfer(bench: Bench, found: Findings) -> None:
-    """A version is sent while the training stream is busy: sending must not wait for it.
+    """Send a version while the training stream is busy, and require that sending does not wait for the stream.
 
-    The sender's group has no receiver: one GPU cannot hold two ranks of NCCL.
+    The sender's group has no receiver, because one GPU cannot have two NCCL ranks.
     """
     shapes = [("small", (1000,), torch.int16), ("large", (4096, 4096), torch.int16)]
     manifest = make_manifest(shapes, [[("small", 0, 1000), ("large", 0, 4096 * 4096)]])
@@ -182,14 +182,14 @@ async def transfer(bench: Bench, found: Findings) -> None:
     for view in sender.views(0):
         view.fill_(7)
     bench.synchronize()
-    await asyncio.wait_for(sender.send(1, 0), 90.0)  # NCCL sets itself up
+    await asyncio.wait_for(sender.send(1, 0), 90.0)  # initializes NCCL
     await send_beside_training(bench, found, sender, 90.0)
     await asyncio.wait_for(sender.close(), 60.0)
 
 
 async def send_beside_training(bench: Bench, found: Findings, sender: Sender, limit_s: float, prefix: str = "") -> None:
-    """Send version 2 from snapshot 0, within ``limit_s``, while the training stream is busy. ``prefix``: of the
-    figures' names."""
+    """Send version 2 from snapshot 0, within ``limit_s`` seconds, while the training stream is busy. The names of the
+    measurements begin with ``prefix``."""
     started = time.perf_counter()
     if bench.on_gpu:
         torch.cuda._sleep(int(BUSY_S * SLEEP_CYCLES_PER_S))
@@ -201,21 +201,22 @@ async def send_beside_training(bench: Bench, found: Findings, sender: Sender, li
         busy_s = time.perf_counter() - started
         found.note(**{f"{prefix}busy_ms": 1e3 * busy_s})
         found.require(
-            still_busy and sent_s < busy_s / 2, f"sending took {sent_s:.2f} s beside {busy_s:.2f} s of training"
+            still_busy and sent_s < busy_s / 2, f"sending took {sent_s:.2f} s during {busy_s:.2f} s of training"
         )
     found.note(**{f"{prefix}send_beside_training_ms": 1e3 * sent_s})
 
 
-# ---- the work of a commit ------------------------------------------------------------------------------------
+# -- the cost of a commit ---------------------------------------------------------------------------------------------
 
 LAYERS, EXPERTS, QUERY_HEADS, KV_HEADS, HEAD = 48, 128, 32, 4, 128
-"""Of a Qwen3-30B-A3B."""
+"""Shape of Qwen3-30B-A3B."""
 
 
 def many_tensors(bench: Bench, found: Findings) -> None:
-    """A commit of a version of 18,867 tensors, by the code that runs inside the engine: how long decoding would stop.
+    """Measure how long a commit of a version with 18,867 tensors would pause decoding, with the code that runs in the
+    engine.
 
-    The model has a Qwen3-30B-A3B's tensors and a fraction of its width.
+    The model has the tensors of Qwen3-30B-A3B, with a fraction of its width.
     """
     width, expert, vocabulary = (512, 192, 151_936) if bench.on_gpu else (8, 4, 100)
     shapes = moe_shapes(width, expert, vocabulary, HEAD if bench.on_gpu else 4)
@@ -245,7 +246,7 @@ def many_tensors(bench: Bench, found: Findings) -> None:
 
 
 def moe_shapes(width: int, expert: int, vocabulary: int, head: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Qwen3-MoE, by their Hugging Face names."""
+    """Shapes of the tensors of a Qwen3-MoE, by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(LAYERS):
         block = f"model.layers.{layer}."
@@ -260,19 +261,19 @@ def moe_shapes(width: int, expert: int, vocabulary: int, head: int) -> dict[str,
             f"{block}post_attention_layernorm.weight": (width,),
             f"{block}mlp.gate.weight": (EXPERTS, width),
         }
-        # As a trainer sends them: one projection of all experts after the other.
+        # In the order in which a trainer sends them: one projection after the other, each for all experts.
         for x, shape in (("gate", (expert, width)), ("up", (expert, width)), ("down", (width, expert))):
             shapes |= {f"{block}mlp.experts.{e}.{x}_proj.weight": shape for e in range(EXPERTS)}
     return shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 
 class Fused(torch.nn.Module):
-    """Parameters as an engine holds them: q, k and v in one, the experts of a layer in two."""
+    """Parameters as in an engine: q, k and v fused into one, the experts of a layer into two."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
         super().__init__()
         self.places: dict[str, torch.Tensor] = {}
-        """By name: the view of a parameter that holds the tensor."""
+        """By tensor name: the view of the parameter that contains it."""
         for parts in _fused(shapes):
             rows = sum(matrix_shape(shapes[name])[0] for name in parts)
             columns = matrix_shape(shapes[parts[0]])[1]
@@ -283,7 +284,7 @@ class Fused(torch.nn.Module):
 
 
 def _fused(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[str]]:
-    """Names of the tensors that lie in one parameter."""
+    """For each parameter, the names of its tensors."""
     together: dict[str, list[str]] = {}
     for name in shapes:
         block, _, rest = name.rpartition(".self_attn." if ".self_attn." in name else ".mlp.")
@@ -297,7 +298,7 @@ def _fused(shapes: dict[str, tuple[int, ...]]) -> Iterable[list[str]]:
 
 
 def _place(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> CopyPlan:
-    """What the first load finds out in an engine."""
+    """Plan the copies, as an engine does at its first load."""
     assert isinstance(model, Fused)
     placements = []
     for index, spec in enumerate(specs):

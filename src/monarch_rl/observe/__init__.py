@@ -1,1 +1,1 @@
-"""The registry of metrics, metrics files, the live console."""
+"""The metrics registry, metrics files and the live console."""

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live table in a terminal, a line per step elsewhere."""
+"""Console output of a run: a live table in a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLUMNS = {
     heading: [metric for metric in METRICS if metric.heading == heading]
     for heading in dict.fromkeys(metric.heading for metric in METRICS if metric.heading)
 }
-"""The metrics that are shown, by the heading of their column, learning first."""
+"""The metrics that are shown, by column heading, in the order of the registry."""
 DROPPED = "dropped/"
-"""What the names of groups dropped, and episodes lost, begin with; the reason follows."""
+"""Name prefix of the metrics of dropped groups and failed episodes; the reason follows."""
 BARS = " " + "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
@@ -29,9 +29,9 @@ class Console:
     """Shows the steps of a run.
 
     Args:
-        total_steps: steps of the whole run.
-        terminal: where to write; by default stdout.
-        rows: steps that the live table keeps.
+        total_steps: number of steps of the whole run.
+        terminal: output; stdout by default.
+        rows: number of steps in the live table.
     """
 
     def __init__(self, total_steps: int, terminal: Terminal | None = None, rows: int = 8) -> None:
@@ -53,11 +53,11 @@ class Console:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line, above the live table."""
         self._terminal.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def remember(self, values: Mapping[str, float]) -> None:
-        """Take metrics, of an evaluation for example, that the next steps show beside their own."""
+        """Store metrics, such as those of an evaluation, that the next steps show alongside their own."""
         self._latest.update(values)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
@@ -95,7 +95,7 @@ class Console:
 
 
 def _cell(heading: str, values: Mapping[str, float]) -> str:
-    """The values of a column, divided by slashes; "-" for one that is missing or not finite, "" if all are."""
+    """The values of a column, separated by slashes; "-" for a value that is missing or not finite, "" if all are."""
     shown = [(metric, values.get(metric.name, math.nan)) for metric in COLUMNS[heading]]
     if not any(math.isfinite(value) for _, value in shown):
         return ""
@@ -103,7 +103,7 @@ def _cell(heading: str, values: Mapping[str, float]) -> str:
 
 
 def bars(values: list[float]) -> str:
-    """The values as a row of small bars between the least and the greatest; a space for a value that is not finite."""
+    """The values as a row of small bars, scaled from minimum to maximum; a space for a value that is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

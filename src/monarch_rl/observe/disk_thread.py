@@ -1,4 +1,4 @@
-"""A thread that writes, so that a disk that stalls stalls nobody else."""
+"""A thread for writing to disk, so that a stalled disk does not block the caller."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ T = TypeVar("T")
 Work = Callable[[], object]
 
 WAITING = 1000
-"""Pieces of work that wait for the disk: a step makes two. Further ones are refused."""
+"""Maximum number of queued writes, of which a step makes two. Further ones are refused."""
 ANSWER_S = 5.0
-"""Seconds for the disk to come to an answer, and at the end to all that waits."""
+"""Seconds for an answer, and at the end for all queued writes."""
 
 
 class DiskThread:
-    """Does pieces of work, one after the other. What a piece raises is logged.
+    """Runs functions one after the other on a thread. Exceptions that they raise are logged.
 
     Args:
-        name: of the thread.
-        last: done when all else is, or was given up.
+        name: name of the thread.
+        last: run at the end, after all queued functions were run or dropped.
     """
 
     def __init__(self, name: str, last: Work) -> None:
         self._last = last
         self._waiting: queue.Queue[tuple[Work, Work] | None] = queue.Queue(WAITING)
-        """Each with what is done instead if it is given up."""
+        """Each with the function to call instead if it is dropped; None ends the thread."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, work: Work, instead: Work) -> None:
-        """Have ``work`` done; returns at once. If the thread has too much to do, ``instead`` is done here and now."""
+        """Queue ``work`` and return at once. If the queue is full, call ``instead`` in the calling thread."""
         try:
             self._waiting.put_nowait((work, instead))
         except queue.Full:
             instead()
 
     def ask(self, work: Callable[[], T]) -> Future[T]:
-        """What ``work`` returns or raises, once all before it is done; OSError if the thread has too much to do."""
+        """Queue ``work``; returns a future of its result or exception, which is an OSError if the queue is full."""
         future: Future[T] = Future()
 
         def fill() -> None:
@@ -54,49 +54,50 @@ class DiskThread:
             except BaseException as error:
                 future.set_exception(error)
 
-        self.begin(fill, lambda: future.set_exception(OSError(f"{WAITING} writes wait for the disk")))
+        self.begin(fill, lambda: future.set_exception(OSError(f"{WAITING} writes already wait for the disk")))
         return future
 
     def close(self) -> None:
-        """Do what waits, and end. After :data:`ANSWER_S` what has not begun is given up: whoever opens the files next
-        is not to find lines of before among their own."""
+        """Run what is queued, and end. What has not begun after :data:`ANSWER_S` is dropped: otherwise it might write
+        old lines among those of the next process that opens the files."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=ANSWER_S)
         self._thread.join(ANSWER_S)
         if self._thread.is_alive():
             given_up = self._give_up()
-            self._waiting.put(None)  # there is room
-            logger.warning("%d writes of %s are given up: the disk does not go on", given_up, self._thread.name)
+            self._waiting.put(None)  # does not block: the queue was just emptied
+            logger.warning("%d writes of %s are given up: the disk does not respond", given_up, self._thread.name)
 
     def _give_up(self) -> int:
-        """Take out what waits; returns how much that was."""
+        """Empty the queue; returns the number of dropped functions."""
         given_up = 0
         with suppress(queue.Empty):
             while True:
-                if (piece := self._waiting.get_nowait()) is not None:
-                    piece[1]()
+                if (queued := self._waiting.get_nowait()) is not None:
+                    queued[1]()
                     given_up += 1
         return given_up
 
     def _work(self) -> None:
-        while (piece := self._waiting.get()) is not None:  # waits: as long as the run
-            self._do(piece[0])
+        while (queued := self._waiting.get()) is not None:  # waits: for the whole run
+            self._do(queued[0])
         self._do(self._last)
 
     def _do(self, work: Work) -> None:
         try:
             work()
-        except Exception:  # the next piece may be another one
+        except Exception:  # the next write may succeed
             logger.exception("a write of %s failed", self._thread.name)
 
 
 def answers(asked: Sequence[Future[T]], limit_s: float | None = None) -> list[T]:
-    """What several threads answer, each asked by :meth:`DiskThread.ask`: all together within ``limit_s`` seconds.
+    """The results of several :meth:`DiskThread.ask` calls.
 
     Args:
-        limit_s: None is :data:`ANSWER_S`.
+        asked: futures that :meth:`DiskThread.ask` returned.
+        limit_s: deadline in seconds for all of them together; None means :data:`ANSWER_S`.
 
-    Raises OSError if it takes longer, and what the work raises.
+    Raises OSError after the deadline, and whatever the functions raise.
     """
     limit_s = ANSWER_S if limit_s is None else limit_s
     until = time.monotonic() + limit_s

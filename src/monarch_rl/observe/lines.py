@@ -1,4 +1,4 @@
-"""Files of lines that a run appends to. A disk that is full or read-only costs lines, not the run."""
+"""Line files that a run appends to. If the disk is full or read-only, lines are lost but the run continues."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ logger = logging.getLogger("monarch_rl")
 
 
 class LineFile:
-    """Appends to a file. A line is there whole or not at all, also if the disk is full or the process is killed.
+    """Appends lines to a file. A line is written whole or not at all, even if the disk is full or the process is
+    killed.
 
-    What cannot be written is counted, and said once until the disk takes lines again. One thread appends.
+    Lines that cannot be written are counted, and logged once until the disk accepts lines again. Only one thread may
+    append.
 
     Args:
-        path: a file of the run's folder; made with its first line. What stands after its last line is removed.
+        path: a file in the run's folder, created with its first line. An incomplete line at its end is removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._could_not = self._not_tried = 0
-        """Lines that could not be written, and those that :meth:`lose` was told of, by another thread perhaps."""
+        """Lines that could not be written, and lines reported by :meth:`lose`, perhaps from another thread."""
         self._descriptor: int | None = None
         self._size = 0
         self._refused = False
 
     @property
     def lost(self) -> int:
-        """Lines that are not in the file."""
+        """Number of lines that are not in the file."""
         return self._could_not + self._not_tried
 
     def append(self, *lines: str) -> bool:
-        """Append lines, given without their ends, all of them or none; returns whether they were written."""
+        """Append lines, given without line ends: all of them or none. Returns whether they were written."""
         if not lines:
             return True
         try:
@@ -47,14 +49,14 @@ class LineFile:
         return True
 
     def lose(self, lines: int, reason: str) -> None:
-        """Count lines that were not even tried; said the first time."""
+        """Count lines that are dropped without an attempt to write them; logged the first time."""
         if not self._not_tried:
             logger.error("%s: lines are left out, and counted, while %s", self.path, reason)
         self._not_tried += lines
 
     def position(self) -> int:
-        """Bytes of the file, which the disk holds when this returns. Raises OSError."""
-        if self._descriptor is not None or self.path.exists():  # with lines of the run before it was resumed
+        """Size of the file in bytes, after syncing it to disk. Raises OSError."""
+        if self._descriptor is not None or self.path.exists():  # not open yet: it has lines from before the resume
             os.fsync(self._open())
         return self._size
 
@@ -73,7 +75,7 @@ class LineFile:
             try:
                 os.ftruncate(descriptor, self._size)
             except OSError:
-                self.close()  # half of a line may stand there: opening the file removes it
+                self.close()  # an incomplete line may be left: opening the file removes it
             raise
         self._size += written
 
@@ -87,12 +89,12 @@ class LineFile:
     def _note_refused(self, error: OSError, lines: int) -> None:
         self._could_not += lines
         if not self._refused:
-            logger.error("%s cannot be written (%s): the run goes on without", self.path, error.strerror or error)
+            logger.error("%s cannot be written (%s): the run continues without it", self.path, error.strerror or error)
         self._refused = True
 
 
 def truncate(path: Path, nbytes: int) -> None:
-    """Cut a file off behind what a checkpoint knows of it; one that is shorter, or not there, is left as it is.
+    """Truncate a file to its size at a checkpoint, ``nbytes``. A file that is shorter or missing is left as it is.
 
     Raises OSError.
     """
@@ -102,7 +104,7 @@ def truncate(path: Path, nbytes: int) -> None:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Remove what stands after the last line, of a process that was killed; returns the size."""
+    """Remove an incomplete line at the end, which a killed process left behind; returns the size in bytes."""
     size = end = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - 65536)

@@ -1,4 +1,4 @@
-"""The numbers of a run on disk: one JSON object a step, and the same for TensorBoard."""
+"""Metrics files of a run: one JSON object per step, and the same for TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Metrics:
     """Writes ``metrics.jsonl`` and TensorBoard event files into a folder.
 
     A line of the file is ``{"step": int, "seconds": float, name: number or null, ...}``. ``seconds`` counts from the
-    start of the run; null stands for nan and infinities. What the disk does not take is left out (``LineFile``). All
-    writing is on a thread of its own: callers do not wait for the disk.
+    start of the run; null stands for nan and infinities. Lines that cannot be written to disk are left out
+    (``LineFile``). All writing is on its own thread, so callers do not wait for the disk.
 
     Args:
-        folder: made if it does not exist.
-        step: of the last line, in a resumed run; TensorBoard forgets later ones.
-        seconds: of the run so far.
+        folder: folder of the files; created if it does not exist.
+        step: step of the last line, in a resumed run; TensorBoard discards later ones.
+        seconds: duration of the run so far.
     """
 
     def __init__(self, folder: str | Path, step: int = 0, seconds: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class Metrics:
 
     @property
     def seconds(self) -> float:
-        """Of the run so far."""
+        """Duration of the run so far."""
         return time.monotonic() - self._start
 
     def _open_board(self) -> SummaryWriter | None:
@@ -58,11 +58,11 @@ class Metrics:
                 str(self.path.with_name("tensorboard")), purge_step=self._step + 1 if self._step else None
             )
         except OSError as error:
-            logger.error("TensorBoard's file cannot be written (%s): the run goes on without", error)
+            logger.error("TensorBoard's file cannot be written (%s): the run continues without it", error)
             return None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one step's values. TensorBoard groups names by what comes before the slash (``lag/mean``).
+        """Write one step's values. TensorBoard groups names by the part before the slash (``lag/mean``).
 
         Raises:
             ValueError: a name is not in the registry (``observe/registry.py``); nothing was written.
@@ -75,7 +75,7 @@ class Metrics:
         self._disk.begin(write, lambda: self.lines.lose(1, "the disk is slower than the run"))
 
     def _write(self, step: int, line: str, numbers: Mapping[str, float]) -> None:
-        """On the thread that writes."""
+        """Runs on the disk thread."""
         written = self.lines.append(line)
         self._step = step
         if self._board is None and written:
@@ -84,12 +84,13 @@ class Metrics:
             for name, value in numbers.items():
                 if self._board is not None:
                     self._board.add_scalar(name, value, step)
-        except OSError as error:  # of the thread that writes
-            logger.error("TensorBoard's file cannot be written (%s): the run goes on without", error)
+        except OSError as error:  # raised by TensorBoard's own writer thread, at a later call
+            logger.error("TensorBoard's file cannot be written (%s): the run continues without it", error)
             self._drop_board()
 
     def position(self) -> Future[int]:
-        """Bytes of the lines so far. The disk holds them, and TensorBoard's, when this is known. Or an OSError."""
+        """A future of the size of the lines so far, in bytes. When it is done, these lines and TensorBoard's data are
+        on disk. It may raise OSError."""
         return self._disk.ask(self._position)
 
     def _position(self) -> int:
@@ -107,7 +108,7 @@ class Metrics:
             board.close()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all queued lines, and close the files."""
         self._disk.close()
 
     def _close(self) -> None:

@@ -1,7 +1,7 @@
-"""Every metric that a run may log, once: name, unit, meaning, and how the console shows it.
+"""All metrics that a run may log: name, unit, meaning, and how the console shows them.
 
-The table of docs/metrics.md is made from this list (``python tools/metrics_table.py``), the console takes its columns
-from it, and ``Metrics.log`` refuses names that are not in it.
+The tables in docs/metrics.md are generated from this list (``python tools/metrics_table.py``), the console takes its
+columns from it, and ``Metrics.log`` refuses names that are not in it.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ GROUPS: dict[GroupName, str] = {
     "losses": "Lost and wasted",
     "checkpoints": "Checkpoints",
 }
-"""The groups of metrics in their order, with their headings in the documentation."""
+"""The groups of metrics, in order, with their headings in the documentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or all those whose names match a pattern."""
+    """One metric, or all metrics whose names match a pattern."""
 
     name: str
-    """``*`` stands for any text, slashes included."""
+    """``*`` matches any text, including slashes."""
     unit: str
     """Empty for a plain number."""
     meaning: str
     group: GroupName
     heading: str = ""
-    """Of the console's column; empty is not shown. Metrics with one heading share a column, divided by a slash."""
+    """Heading of the console column; empty hides the metric. Metrics with the same heading share a column, separated by
+    slashes."""
     form: str = ""
-    """How the console formats a value, for ``str.format``."""
+    """Format of a value in the console, for ``str.format``."""
 
 
 OBJECTIVE = "trainer/*"
-"""The pattern for what an objective returns beside the metrics that have an entry of their own."""
+"""Pattern for metrics that an objective returns and that have no entry of their own."""
 
 METRICS = (
     # -- learning ---------------------------------------------------------------------------------------------
     Metric("reward/mean", "reward", "Mean reward over the episodes of the batch.", "learning", "reward", "{:.3f}"),
     Metric("reward/std", "reward", "Standard deviation of the reward over the episodes of the batch.", "learning"),
     Metric(
-        "length/mean", "tokens", "Drawn tokens of an episode; mean over the batch.", "learning", "length", "{:,.1f}"
+        "length/mean", "tokens", "Sampled tokens per episode; mean over the batch.", "learning", "length", "{:,.1f}"
     ),
-    Metric("length/max", "tokens", "Drawn tokens of the longest episode of the batch.", "learning"),
+    Metric("length/max", "tokens", "Sampled tokens of the longest episode of the batch.", "learning"),
     Metric(
         "length/cut_share",
         "share",
-        "Share of episodes that ended because they reached a limit of tokens (finish reason `length` or `context`). "
-        "If it rises, answers outgrow `--rollout.max-new-tokens`, or conversations the context.",
+        "Share of episodes that ended at a token limit (finish reason `length` or `context`). If it rises, answers "
+        "outgrow `--rollout.max-new-tokens`, or conversations outgrow the context.",
         "learning",
         "cut",
         "{:.0%}",
@@ -64,14 +65,14 @@ METRICS = (
     Metric(
         "length/full_contexts",
         "episodes",
-        "Episodes so far that ended because their context was full (finish reason `context`); they are trained.",
+        "Episodes so far that ended because their context was full (finish reason `context`). They are trained.",
         "learning",
     ),
     Metric(
         "held_out/accuracy",
         "share",
-        "Share of held-out episodes that got the full reward (pass@1). They are played before and after training, and "
-        "every `--evaluate-every` steps; greedily unless `--evaluation.temperature` is set.",
+        "Share of held-out episodes that got the full reward (pass@1). Evaluated before and after training and every "
+        "`--evaluate-every` steps, greedily unless `--evaluation.temperature` is set.",
         "learning",
         "held-out",
         "{:.1%}",
@@ -79,39 +80,41 @@ METRICS = (
     Metric(
         "held_out/accuracy_*",
         "share",
-        "`_low`, `_high`: its 95 % interval. Wilson's where an item has one episode, else a bootstrap over items.",
+        "`_low`, `_high`: 95 % interval of `held_out/accuracy`: Wilson's if items have one episode each, else a "
+        "bootstrap over items.",
         "learning",
     ),
     Metric(
         "held_out/pass_at_*",
         "share",
-        "`held_out/pass_at_<k>`: probability that one of k episodes of an item gets the full reward, by the unbiased "
-        "estimate of arXiv:2107.03374, mean over items (`--evaluation.samples`, `--evaluation.pass-at`); `_low`, "
+        "`held_out/pass_at_<k>`: probability that at least one of k episodes of an item gets the full reward (unbiased "
+        "estimator of arXiv:2107.03374); mean over items (`--evaluation.samples`, `--evaluation.pass-at`). `_low`, "
         "`_high`: its 95 % interval.",
         "learning",
     ),
     Metric("held_out/reward", "reward", "Mean reward of the held-out episodes.", "learning"),
-    Metric("held_out/failed", "episodes", "Held-out episodes that failed; they count as reward 0.", "learning"),
+    Metric("held_out/failed", "episodes", "Held-out episodes that failed. They count as reward 0.", "learning"),
     Metric(
         "held_out/*_version",
         "",
-        "`oldest_version`, `newest_version`: verified versions that drew tokens; one, without `--evaluation.share`.",
+        "`oldest_version`, `newest_version`: oldest and newest verified policy version that sampled tokens of the "
+        "evaluation; equal without `--evaluation.share`.",
         "learning",
     ),
     Metric(
         "held_out/seat/*",
         "reward",
-        "Mean reward of a seat's held-out sequences: `held_out/seat/<seat>`; of a named part of it, over those that "
-        "have it: `held_out/seat/<seat>/<part>`. If items of several tasks were played, of each by itself: "
-        "`held_out/<task>/seat/<seat>`.",
+        "`held_out/seat/<seat>`: mean reward of a seat's held-out sequences. `held_out/seat/<seat>/<part>`: mean of a "
+        "named part of the reward, over the sequences that have it. `held_out/<task>/seat/<seat>`: the same per task, "
+        "if items of several tasks were evaluated.",
         "learning",
     ),
     Metric(
         "held_out/*",
         "as above",
-        "`held_out/<name>/accuracy` and so on: the same of a held-out set that is evaluated by its name, "
-        "or of each task if items of several were played (a mixture). `held_out/<part>`, after the names of set and "
-        "task if there are any: mean of a named part of the reward, over the items that have it.",
+        "`held_out/<name>/accuracy` and so on: the same for a named held-out set, or per task if items of several "
+        "tasks were evaluated (a mixture). `held_out/<part>`, after the names of set and task if there are any: mean "
+        "of a named part of the reward, over the items that have it.",
         "learning",
     ),
     Metric(
@@ -128,94 +131,100 @@ METRICS = (
     Metric(
         "trainer/loss",
         "",
-        "Sum of the weighted loss of each token, over the batch; with several updates a batch the mean over them.",
+        "Sum over the batch of the weighted loss of each token; with several updates per batch, the mean over them.",
         "learning",
     ),
     Metric("trainer/lr", "", "Learning rate of the step, or of the last update of the batch.", "learning"),
     Metric(
         "trainer/optimizer_steps",
         "steps",
-        "Optimiser steps so far: `--trainer.epochs` x `--trainer.minibatches` for each step of the run, one for a "
-        "supervised step, none while a critic warms up.",
+        "Optimizer steps so far: `--trainer.epochs` x `--trainer.minibatches` per step of the run, one per supervised "
+        "step, none while a critic warms up.",
         "learning",
     ),
     Metric(
         "trainer/drift_k3",
         "nats",
-        "k3 estimate of KL(policy at the start of the batch, policy that is updated), over the tokens of all "
-        "updates of a batch: how far the policy moves within it. 0 with one update a batch.",
+        "k3 estimate of KL(policy at the start of the batch, policy being updated), over the tokens of all updates of "
+        "the batch: how far the policy moves within a batch. 0 with one update per batch.",
         "learning",
     ),
     Metric(
         "critic/loss",
         "",
-        "Loss of the critic: half the squared error of its values, clipped; mean over tokens, and over the updates of "
-        "the batch. Only with `--trainer.critic.lr`, like all of `critic/`.",
+        "Loss of the critic: half the squared error of its values, clipped; mean over tokens and over the updates of "
+        "the batch. Like all of `critic/`, only with `--trainer.critic.lr`.",
         "learning",
     ),
     Metric(
         "critic/explained_variance",
         "",
-        "Of the differences between the returns of the batch's tokens, the share that the critic foresaw before it "
-        "was updated: 1 is all of them; 0 or less, and `gae` gains nothing from it.",
+        "Share of the variance of the returns of the batch's tokens that the critic predicted before its update: 1 is "
+        "perfect; at 0 or below, `gae` does not benefit from the critic.",
         "learning",
     ),
     Metric(
         "critic/value",
         "reward",
-        "What the critic expected, before each drawn token, that the sequence would still get; mean over tokens.",
+        "The critic's value before each sampled token: the return that it expects for the rest of the sequence; mean "
+        "over tokens.",
         "learning",
     ),
     Metric(
         "critic/return",
         "reward",
-        "What it should have expected: the advantage plus the value, before advantages are normalised; mean over "
-        "tokens.",
+        "Target of the critic's value: advantage plus value, before advantages are normalized; mean over tokens.",
         "learning",
     ),
     Metric(
         "critic/clipped",
         "share",
-        "Share of tokens whose value had moved by more than `--trainer.critic.clip` towards its return, which learn no "
-        "more from the batch.",
+        "Share of tokens that no longer contribute to the critic's gradient, because their value has moved by more "
+        "than `--trainer.critic.clip` towards the return.",
         "learning",
     ),
     Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping; mean over updates.", "learning"),
     Metric(
         "trainer/kl_reference",
         "nats",
-        "The estimate of KL(policy, reference) that `--trainer.loss.kl-estimate` names; mean over tokens. Only with "
+        "Estimate of KL(policy, reference) selected by `--trainer.loss.kl-estimate`; mean over tokens. Only with "
         "`--trainer.loss.kl-coefficient`.",
         "learning",
     ),
     Metric(
         "trainer/supervised_loss",
         "nats",
-        "Cross-entropy of the answers of supervised rows (`run.supervised`, `run.mix`); mean over their tokens. "
-        "`trainer/loss` has it with its share.",
+        "Cross-entropy of the answers of supervised rows (`run.supervised`, `run.mix`); mean over their tokens. It is "
+        "part of `trainer/loss`, weighted by its share.",
         "learning",
     ),
-    Metric("trainer/supervised_tokens", "tokens", "Tokens of those answers; `trainer/tokens` are without.", "learning"),
+    Metric(
+        "trainer/supervised_tokens",
+        "tokens",
+        "Tokens of the answers of supervised rows, which `trainer/tokens` does not include.",
+        "learning",
+    ),
     Metric(
         "trainer/reverse_kl",
         "nats",
-        "log policy - log teacher; mean over tokens: an estimate of KL(policy, teacher). Only with the objective "
+        "Estimate of KL(policy, teacher): log policy - log teacher; mean over tokens. Only with the objective "
         "`distillation`.",
         "learning",
     ),
     Metric(
         "trainer/top_k_kl",
         "nats",
-        "The divergence that the objective `distillation` lowers with `--trainer.loss.teacher-top`; mean over tokens.",
+        "The divergence that the objective `distillation` minimizes with `--trainer.loss.teacher-top`; mean over "
+        "tokens.",
         "learning",
     ),
-    Metric("trainer/logprob", "nats", "Log-probability of the tokens drawn; mean over tokens.", "learning"),
+    Metric("trainer/logprob", "nats", "Log-probability of the sampled tokens; mean over tokens.", "learning"),
     Metric("trainer/tokens", "tokens", "Trainable tokens of the batch.", "learning"),
     Metric(
         "reward/equal_groups_share",
         "share",
-        "Share of groups whose episodes all got the same reward. Advantages within the group (`dr_grpo`, `grpo`, "
-        "`rloo`, `max_rl`) learn nothing from them; others do, and so does distillation.",
+        "Share of groups whose episodes all got the same reward. With advantages relative to the group (`dr_grpo`, "
+        "`grpo`, `rloo`, `max_rl`) they have no effect; with other advantages and with distillation they do.",
         "learning",
     ),
     Metric(
@@ -233,118 +242,118 @@ METRICS = (
     Metric(
         "reward/*/mean",
         "reward",
-        "Mean reward of a task's episodes in the batch: `reward/<task>/mean`; of one of its seats: "
-        "`reward/<task>/<seat>/mean`.",
+        "`reward/<task>/mean`: mean reward of a task's episodes in the batch. `reward/<task>/<seat>/mean`: of one of "
+        "its seats.",
         "learning",
     ),
     Metric(
         "reward/*/*",
         "reward",
-        "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`, or "
-        "`reward/<task>/<seat>/<part>`. A part that has the name of another metric, such as `mean`, is refused "
+        "`reward/<task>/<part>` or `reward/<task>/<seat>/<part>`: mean of a named part of the reward, over the task's "
+        "episodes that have it. A part with the name of another metric, such as `mean`, is refused "
         "([tasks.md](tasks.md#your-own-data-and-reward)).",
         "learning",
     ),
     Metric(
         "length/*/mean",
         "tokens",
-        "Drawn tokens of a task's episode, mean over the batch: `length/<task>/mean`; of one of its seats: "
-        "`length/<task>/<seat>/mean`.",
+        "`length/<task>/mean`: sampled tokens per episode of a task; mean over the batch. `length/<task>/<seat>/mean`: "
+        "of one of its seats.",
         "learning",
     ),
     Metric(
         "turn_reward/*",
         "reward",
-        "Mean of the rewards that the turns of a task were given by themselves (process rewards): "
-        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. A turn that several branches have "
-        "counts once. Only where there are any.",
+        "`turn_reward/<task>`: mean of the rewards of a task's individual turns (process rewards). "
+        "`turn_reward/<task>/<seat>`: of one of its seats. A turn shared by several branches counts once. Only if "
+        "turns have rewards.",
         "learning",
     ),
     Metric(
         "advantage/std",
         "",
-        "Standard deviation of the advantages over the episodes of the batch, or over its drawn tokens where they have "
-        "their own: 0 teaches nothing.",
+        "Standard deviation of the advantages over the episodes of the batch, or over its sampled tokens if advantages "
+        "are per token. At 0 the batch has no learning signal.",
         "learning",
     ),
     Metric(
         "trainer/clipped",
         "share",
-        "Share of tokens that the policy loss limits: their ratio, or that of their sequence, is outside its range "
-        "([algorithms.md](algorithms.md)).",
+        "Share of tokens that the policy loss clips: the ratio of the token, or of its sequence, is outside the clip "
+        "range ([algorithms.md](algorithms.md)).",
         "learning",
     ),
     Metric(
         "trainer/importance_weight",
         "",
-        "Mean over tokens of the weights by which `--trainer.loss.corrections` multiply; 0 for what they drop.",
+        "Importance weight of `--trainer.loss.corrections`, 0 for tokens that they drop; mean over tokens.",
         "learning",
     ),
     # -- agreement --------------------------------------------------------------------------------------------
     Metric(
         "trainer/mismatch_k3_on_policy",
         "nats",
-        "k3 estimate of KL(engine, trainer) over tokens drawn under the version that is updated: how differently the "
-        "two compute, and what "
+        "k3 estimate of KL(engine, trainer) over tokens sampled by the version being updated: the numerical difference "
+        "of the two, and what "
         "[`--generator.in-flight continue` leaves behind](weights.md#what-continue-leaves-behind).",
         "agreement",
     ),
-    Metric("trainer/mismatch_k3_all", "nats", "The k3 estimate over all tokens: staleness is in it.", "agreement"),
+    Metric("trainer/mismatch_k3_all", "nats", "The k3 estimate over all tokens; includes staleness.", "agreement"),
     Metric(
         "trainer/logprob_difference_*",
         "nats",
-        "Quantiles (`p50`, `p99`, `max`) of abs(trainer - engine) of log-probs, over tokens drawn under the version "
-        "that is updated; accurate within a factor of 1.33. Missing where a batch has no such token.",
+        "Quantiles (`p50`, `p99`, `max`) of abs(trainer - engine) of log-probs, over tokens sampled by the version "
+        "being updated; accurate within a factor of 1.33. Missing if the batch has no such token.",
         "agreement",
     ),
     Metric(
         "trainer/ratio_outside",
         "share",
-        "Share of tokens whose ratio trainer / engine is not in [0.5, 2]; staleness is in it.",
+        "Share of tokens whose probability ratio trainer / engine is not in [0.5, 2]; includes staleness.",
         "agreement",
     ),
     Metric(
         "trainer/kept_mass",
         "share",
-        "Probability that the trainer's policy gives to the kept set of a token; mean over tokens. It is 1 where "
-        "nothing is cut off ([moe.md](moe.md)).",
+        "Probability mass that the trainer's policy gives to a token's sampling mask; mean over tokens. 1 if sampling "
+        "is not truncated ([moe.md](moe.md)).",
         "agreement",
     ),
     Metric(
         "trainer/routes_differ",
         "share",
-        "Share of the engine's choices of experts that the trainer's own router would not make, over all tokens of the "
+        "Share of the engine's expert choices that the trainer's own router would not make, over all tokens of the "
         "batch. Only with `trainer.router-replay` `compare` or `replay`.",
         "agreement",
     ),
     Metric("trainer/routes_differ_*", "share", "`trainer/routes_differ` of one layer.", "agreement"),
-    Metric("trainer/on_policy_share", "share", "Share of tokens drawn under the version that is updated.", "agreement"),
+    Metric("trainer/on_policy_share", "share", "Share of tokens sampled by the version being updated.", "agreement"),
     Metric(
         "trainer/masked_nonfinite",
         "tokens",
-        "Tokens left out because a log-prob or a column of their episode was not finite.",
+        "Tokens masked because a log-prob or a column of their episode was not finite.",
         "agreement",
     ),
     Metric(
         "trainer/masked_episodes",
         "episodes",
-        "Episodes left out for that reason; each is named in the output.",
+        "Episodes masked for the same reason; each is named in the output.",
         "agreement",
     ),
     # -- speed ------------------------------------------------------------------------------------------------
     Metric(
         "lag/mean",
         "versions",
-        "Lag of a trainable token: the version that is updated minus the version that drew it; mean over the batch.",
+        "Policy lag of a trainable token: version being updated - version that sampled the token; mean over the batch.",
         "speed",
         "lag",
         "{:.2f}",
     ),
-    Metric("lag/max", "versions", "Largest lag of a trainable token of the batch.", "speed", "lag", "{:.0f}"),
+    Metric("lag/max", "versions", "Largest policy lag of a trainable token of the batch.", "speed", "lag", "{:.0f}"),
     Metric(
         "tokens_per_second",
         "tokens/s",
-        "Tokens drawn by all replicas, over the time since the previous step.",
+        "Tokens per second sampled by all replicas since the previous step.",
         "speed",
         "tokens/s",
         "{:,.0f}",
@@ -361,7 +370,7 @@ METRICS = (
     Metric(
         "generator/idle_share",
         "share",
-        "Share of the time since the previous step in which a replica had nothing to decode, or stood still for a "
+        "Share of the time since the previous step in which a replica had nothing to decode, or was paused for a "
         "commit; mean over replicas.",
         "speed",
         "idle",
@@ -370,7 +379,7 @@ METRICS = (
     Metric(
         "weights/swap_ms",
         "ms",
-        "How long decoding stood still for the newest served version, on the slowest replica.",
+        "Decoding pause for the newest served version, on the slowest replica.",
         "speed",
         "swap ms",
         "{:.1f}",
@@ -378,15 +387,15 @@ METRICS = (
     Metric(
         "generator/running",
         "requests",
-        "Requests in a replica while it has any; mean over time and replicas. Few requests make decoding expensive.",
+        "Requests in a replica while it has any; mean over time and replicas. Decoding few requests is inefficient.",
         "speed",
     ),
-    Metric("generator/replicas", "replicas", "Replicas that are in use (not lost).", "speed"),
+    Metric("generator/replicas", "replicas", "Replicas in use (not lost).", "speed"),
     Metric(
         "stage/*/seconds",
         "s",
         "Time that a group spent in a stage of `run.start(stages=...)`, by the stage's name; mean over the groups that "
-        "passed it since the last step.",
+        "completed the stage since the last step.",
         "speed",
     ),
     Metric(
@@ -398,49 +407,49 @@ METRICS = (
     Metric(
         "generator/turn_cached_share",
         "share",
-        "Of the prompt tokens of turns that continue a conversation, those that the prefix cache had; there if such "
-        "turns were played in the step.",
+        "Share of the prompt tokens of turns that continue a conversation that were in the prefix cache. Only if the "
+        "step had such turns.",
         "speed",
     ),
     Metric(
         "generator/turn_reread_tokens",
         "tokens",
-        "Prompt tokens of such turns in the step that were read though their conversation began under older weights: "
-        "what is new in the turn, and what the cache has lost or, without `--generator.in-flight continue`, may not "
-        "use.",
+        "Prompt tokens of such turns in the step that were not in the prefix cache, in conversations that began under "
+        "older weights: new tokens of the turn, and tokens that the cache has lost or, without "
+        "`--generator.in-flight continue`, must not reuse.",
         "speed",
     ),
     Metric("time/step_s", "s", "Time from the end of one step to the end of the next.", "speed"),
     Metric("trainer/wait_s", "s", "Time that the trainer waited for the batch.", "speed"),
-    Metric("trainer/step_s", "s", "Time that the trainer packed and computed.", "speed"),
+    Metric("trainer/step_s", "s", "Time in which the trainer packed and computed.", "speed"),
     Metric(
         "trainer/reference_device_s",
         "device-seconds",
-        "Seconds of the step in which trainer ranks computed log-probs of the reference model, of all ranks together. "
-        "Only with `--trainer.reference`.",
+        "Time of the step in which trainer ranks computed log-probs of the reference model, summed over ranks. Only "
+        "with `--trainer.reference`.",
         "speed",
     ),
     Metric(
         "trainer/padding",
         "share",
-        "Share of computed positions that were padding: only a rank without episodes pads, with one token.",
+        "Share of computed positions that were padding. Only a rank without episodes pads, with one token.",
         "speed",
     ),
     Metric(
         "trainer/computed_share",
         "share",
-        "Tokens that the trainer computed, over those that it would compute if episodes shared none: what episodes of "
-        "a group have in common is computed once in each micro-batch. Padding and the last token of an episode, which "
-        "is only a target, count on neither side; 1 means that nothing is shared.",
+        "Tokens that the trainer computed / tokens without prefix sharing: a prefix that episodes of a group share is "
+        "computed once per micro-batch. 1 means that nothing is shared. Not counted: padding, and the last token of an "
+        "episode, which is only a target.",
         "speed",
     ),
-    Metric("trainer/imbalance", "share", "Share of the ranks' time that is lost to unequal micro-batches.", "speed"),
+    Metric("trainer/imbalance", "share", "Share of the ranks' time lost to unequal micro-batches.", "speed"),
     Metric(
         "loop_lag/*_max_ms",
         "ms",
         "Longest delay of an event loop since the previous step, over all processes of a kind (`trainer`, `generator`, "
-        "`rollout`, `buffer`, `controller`): a caller of the process waits that long. Above 1 s the process is named "
-        "in the log, at most once a minute.",
+        "`rollout`, `buffer`, `controller`). Callers of the process wait that long. From 1 s the process is named in "
+        "the log, at most once per minute.",
         "speed",
     ),
     Metric(
@@ -456,30 +465,30 @@ METRICS = (
         "Share of `weights/swap_ms` in which checksums were computed, on the replica with the largest share.",
         "weights",
     ),
-    Metric("weights/transfer_ms", "ms", "Time of the transfer of a version; decoding goes on meanwhile.", "weights"),
-    Metric("weights/snapshot_ms", "ms", "Time of the trainer's local copy of a version.", "weights"),
+    Metric("weights/transfer_ms", "ms", "Duration of the transfer of a version. Decoding continues.", "weights"),
+    Metric("weights/snapshot_ms", "ms", "Duration of the trainer's local copy of a version.", "weights"),
     Metric(
         "weights/sent_share",
         "share",
-        "Bytes that a replica received for the version / bytes of the version: below 1 with `--weights.delta`.",
+        "Bytes that a replica received for the version / bytes of the version. Below 1 with `--weights.delta`.",
         "weights",
     ),
     Metric("weights/served_version", "", "Newest version that was served when the step ended.", "weights"),
     # -- buffer -----------------------------------------------------------------------------------------------
     Metric("buffer/admitted", "groups", "Groups started so far.", "buffer"),
     Metric("buffer/trained", "groups", "Groups trained so far.", "buffer"),
-    Metric("buffer/playing", "groups", "Groups that are being played when the step ends.", "buffer"),
-    Metric("buffer/complete", "groups", "Groups that wait to be trained when the step ends.", "buffer"),
+    Metric("buffer/playing", "groups", "Groups in rollout when the step ends.", "buffer"),
+    Metric("buffer/complete", "groups", "Groups waiting to be trained when the step ends.", "buffer"),
     Metric(
         "buffer/replayed_share",
         "share",
-        "Share of the batch's groups that an earlier batch had, too. Only with `--buffer.replay` above 1.",
+        "Share of the batch's groups that were in an earlier batch, too. Only with `--buffer.replay` above 1.",
         "buffer",
     ),
     Metric(
         "buffer/mib",
         "MiB",
-        "Size of the groups that are complete or in training, and of the room reserved for groups on their way.",
+        "Size of the groups that are complete or in training, plus the space reserved for groups being submitted.",
         "buffer",
     ),
     Metric(
@@ -489,35 +498,38 @@ METRICS = (
         "([buffer.md](buffer.md)).",
         "buffer",
     ),
-    Metric("buffer/order_wait_s", "s", "Sum of the waits in `buffer/order_waits` so far.", "buffer"),
+    Metric("buffer/order_wait_s", "s", "Total duration of the waits in `buffer/order_waits` so far.", "buffer"),
     # -- frozen models ----------------------------------------------------------------------------------------
     Metric(
         "frozen/*/requests",
         "requests",
-        "Requests that engines of the frozen model of this name have answered.",
+        "Requests that engines of the frozen model of this name have answered so far.",
         "speed",
     ),
     Metric(
-        "frozen/*/read_tokens", "tokens", "Tokens of their prompts, and of sequences that were read, so far.", "speed"
+        "frozen/*/read_tokens",
+        "tokens",
+        "Tokens that the frozen model has read so far: prompts, and sequences whose log-probs or rewards it computed.",
+        "speed",
     ),
-    Metric("frozen/*/drawn_tokens", "tokens", "Tokens of their answers so far.", "speed"),
+    Metric("frozen/*/drawn_tokens", "tokens", "Tokens that the frozen model has generated so far.", "speed"),
     Metric(
         "frozen/*/version",
         "",
-        "Version of the policy whose weights the frozen model has, with `run.frozen(..., snapshot_every=...)`; missing "
-        "until it has taken over the first.",
+        "Policy version whose weights the frozen model has, with `run.frozen(..., snapshot_every=...)`. Missing until "
+        "it has loaded the first snapshot.",
         "learning",
     ),
     Metric(
         "frozen/*/refused_snapshots",
         "versions",
-        "Versions of the policy so far that the frozen model did not take over, because the disk refused them.",
+        "Policy versions so far that the frozen model did not load, because the snapshot could not be written to disk.",
         "losses",
     ),
     Metric(
         "frozen/*/device_s",
         "device-seconds",
-        "Seconds so far in which engines of the frozen model had requests, times the devices of each.",
+        "Seconds so far in which engines of the frozen model had requests, times the number of devices per engine.",
         "speed",
     ),
     # -- losses -----------------------------------------------------------------------------------------------
@@ -530,20 +542,19 @@ METRICS = (
     Metric(
         "wasted/tokens",
         "tokens",
-        "Tokens drawn and not trained so far: those of dropped groups, of failed episodes, and those masked for their "
-        "lag. Not counted: what a lost worker or replica had drawn and nobody received, and what is in the buffer when "
-        "the run ends.",
+        "Tokens sampled but not trained so far: tokens of dropped groups and failed episodes, and tokens masked for "
+        "their lag. Not counted: tokens lost with a worker or replica, and tokens in the buffer when the run ends.",
         "losses",
     ),
     Metric(
         "wasted/seconds",
         "device-seconds",
-        "Device-seconds of the generators that `wasted/tokens` cost: wasted tokens x (device-seconds in which replicas "
-        "had requests and no commit / tokens drawn), both since the first step. A wasted token counts as much as "
-        "the average token.",
+        "Generator device-seconds spent on `wasted/tokens`: wasted tokens x (device-seconds in which replicas had "
+        "requests and no commit / sampled tokens), both since the first step. A wasted token costs as much as the "
+        "average token.",
         "losses",
     ),
-    Metric("wasted/*_tokens", "tokens", "The part of `wasted/tokens` that has one of the buffer's reasons.", "losses"),
+    Metric("wasted/*_tokens", "tokens", "The part of `wasted/tokens` with one of the buffer's reasons.", "losses"),
     Metric("recovery/lost", "processes", "Generators, frozen engines and rollout workers lost so far.", "losses"),
     Metric(
         "recovery/returned",
@@ -552,48 +563,60 @@ METRICS = (
         "losses",
     ),
     # -- checkpoints ------------------------------------------------------------------------------------------
-    Metric("checkpoint/step", "", "Step of the newest checkpoint that is whole.", "checkpoints"),
-    Metric("checkpoint/copy_ms", "ms", "Time that the step paid for it: the copy of the slowest rank.", "checkpoints"),
-    Metric("checkpoint/write_s", "s", "Time until it was whole, while training went on.", "checkpoints"),
-    Metric("checkpoint/mib", "MiB", "Size of it.", "checkpoints"),
-    Metric("checkpoint/failed", "checkpoints", "Checkpoints so far that the disk refused.", "checkpoints"),
-    Metric("journal/lost", "records", "Records of the journal so far that all ranks could not write.", "checkpoints"),
+    Metric("checkpoint/step", "", "Step of the newest complete checkpoint.", "checkpoints"),
+    Metric(
+        "checkpoint/copy_ms",
+        "ms",
+        "Time that the newest complete checkpoint added to its step: the slowest rank's copy.",
+        "checkpoints",
+    ),
+    Metric(
+        "checkpoint/write_s",
+        "s",
+        "Time until that checkpoint was complete. Training continues meanwhile.",
+        "checkpoints",
+    ),
+    Metric("checkpoint/mib", "MiB", "Size of that checkpoint.", "checkpoints"),
+    Metric("checkpoint/failed", "checkpoints", "Checkpoints so far that could not be written to disk.", "checkpoints"),
+    Metric(
+        "journal/lost", "records", "Journal records so far that could not be written, over all ranks.", "checkpoints"
+    ),
     Metric(
         "checkpoint/lost_lines",
         "lines",
-        "Lines of `metrics.jsonl` and `rollouts.jsonl` so far that the disk refused.",
+        "Lines of `metrics.jsonl` and `rollouts.jsonl` so far that could not be written to disk.",
         "checkpoints",
     ),
-    # -- researchers' own: last, because it matches all of the trainer's --------------------------------------
-    Metric(OBJECTIVE, "", "A figure that an objective of your own returns; mean over trainable tokens.", "learning"),
+    # -- custom objectives: last, because the pattern matches all metrics of the trainer ----------------------
+    Metric(OBJECTIVE, "", "A metric that a custom objective returns; mean over trainable tokens.", "learning"),
 )
 """In the order of the documentation and of the console's columns."""
 
 
 @functools.cache
 def find(name: str) -> Metric | None:
-    """The entry of a metric: the one of this very name, or else the first whose pattern matches."""
+    """The entry of a metric: the one with exactly this name, or else the first whose pattern matches; None if none."""
     by_name = {metric.name: metric for metric in METRICS}
     return by_name.get(name) or next((metric for metric in METRICS if fnmatchcase(name, metric.name)), None)
 
 
 def full_name(name: str) -> str:
-    """The name under which a trainer rank's figure is logged: its own if it is registered, else under ``trainer/``."""
+    """The name under which a trainer rank's metric is logged: ``name`` if it is registered, else under ``trainer/``."""
     return name if find(name) is not None else OBJECTIVE.replace("*", name)
 
 
 def check_names(names: list[str]) -> None:
-    """Raise ValueError, with their names, if metrics are not in the registry."""
+    """Raise ValueError if metrics are not in the registry; the message lists them."""
     unknown = [name for name in names if find(name) is None]
     if unknown:
         raise ValueError(
-            f"metrics that are not in monarch_rl/observe/registry.py: {', '.join(unknown)}; add them there "
-            f"(an objective's own are logged as {OBJECTIVE} without an entry)"
+            f"metrics without an entry in monarch_rl/observe/registry.py: {', '.join(unknown)}; add them there "
+            f"(metrics of a custom objective need none: they are logged as {OBJECTIVE})"
         )
 
 
 def table() -> str:
-    """The registry as a Markdown table for each group."""
+    """The registry as Markdown tables, one per group."""
     lines: list[str] = []
     for group, title in GROUPS.items():
         lines += [f"### {title}", "", "| metric | unit | console | meaning |", "|---|---|---|---|"]

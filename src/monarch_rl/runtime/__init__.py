@@ -1,4 +1,4 @@
-"""Everything about Monarch and processes: hosts, process meshes, torchrun, deadlines, the watch, a clean end."""
+"""Monarch and processes: hosts, process meshes, torchrun, deadlines, process reports, clean shutdown."""
 
 import os
 import sys
@@ -8,9 +8,10 @@ from monarch_rl.runtime import process
 _POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 
 MONARCH_CAME_FIRST = _POLL not in os.environ and "monarch._rust_bindings" in sys.modules
-"""Monarch was imported first, before its polling interval for dead processes was set: it is 10 s instead of 2 s."""
+"""True if Monarch was imported before its polling interval for dead processes could be set: 10 s instead of 2 s."""
 
-os.environ.setdefault(_POLL, "2s")  # every poll asks for each mesh: at 1 s that was 2 % of a core
+os.environ.setdefault(_POLL, "2s")  # each poll queries every mesh: at 1 s that took 2 % of a core
 
-if "monarch._rust_bindings" not in sys.modules:  # else Monarch's own exit handler would come after this one
+# Exit handlers run last in, first out: with Monarch imported already, its handler would run after this one.
+if "monarch._rust_bindings" not in sys.modules:
     process.wait_at_exit()

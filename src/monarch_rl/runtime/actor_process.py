@@ -1,6 +1,6 @@
-"""What a process of a mesh runs: Monarch's own program for it, and a quick end.
+"""The program of each mesh process: Monarch's bootstrap program, followed by a quick exit.
 
-It is forked by the host's fork server, with its imports behind it, or started by ``python -m``.
+The process is forked by the host's fork server, with its imports done, or started by ``python -m``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _PROGRAM = "monarch._src.actor.bootstrap_main"
 
 
 def forked(_: Sequence[int] = ()) -> int:
-    """Run until Monarch ends the process; its exit code."""
+    """Run until Monarch ends the process; returns the exit code."""
     sys.argv = [_PROGRAM]
     return exit_code_of(lambda: runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True))
 
 
 if __name__ == "__main__":
-    show_title(os.environ.get("HYPERACTOR_PROCESS_NAME", _PROGRAM))  # as a forked one's
+    show_title(os.environ.get("HYPERACTOR_PROCESS_NAME", _PROGRAM))  # the title that a forked process gets
     end_quickly(forked())

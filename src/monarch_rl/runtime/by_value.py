@@ -1,7 +1,8 @@
-"""What a recipe hands over, on its way to other processes: functions and classes travel themselves, not by name.
+"""Pickling a recipe's functions and classes by value, for other processes.
 
-A worker cannot import the recipe's file, and on another host not even find it. cloudpickle sends what belongs to
-``__main__`` by value, all else by module and name. So modules beside the recipe are registered with it first.
+A worker cannot import the recipe's file, and on another host cannot even find it. cloudpickle pickles members of
+``__main__`` by value and everything else by module and name, so the modules next to the recipe are registered with it
+first.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ import cloudpickle
 T = TypeVar("T")
 
 INSTALLED = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Every process can import what lies here."""
+"""Folders from which every process can import."""
 _INSTALLED = tuple(f"{path}/" for path in INSTALLED)
 KEPT = 64
-"""Objects whose bytes are kept, or which are kept once they are read; the newest ones."""
+"""Number of unpickled objects that are cached: the most recently used."""
 
 
 def register_modules(recipe: Path | None = None) -> list[str]:
-    """From now on send the functions and classes of modules in the recipe's folder by value; returns their names.
+    """From now on pickle the functions and classes of modules in the recipe's folder by value; returns the modules'
+    names.
 
     Args:
-        recipe: the recipe's file; None is that of the running program.
+        recipe: the recipe's file; None means the file of the running program.
     """
     file = recipe or getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return []
     folder = Path(file).resolve().parent
-    if _installed(folder):  # a program such as pytest, or a recipe of a package: it can be imported everywhere
+    if _installed(folder):  # a program such as pytest, or a recipe in a package: every process can import it
         return []
     names = []
     for name, module in list(sys.modules.items()):
@@ -54,9 +56,9 @@ def _installed(path: Path) -> bool:
 
 
 class ByValue(Generic[T]):
-    """An object as bytes. Cheap to pickle again; a process reads the same bytes once. Equal if the bytes are.
+    """An object as bytes: cheap to pickle again, and unpickled once per process. Two are equal if their bytes are.
 
-    Raises TypeError, saying what cannot be sent, if cloudpickle refuses it.
+    Raises TypeError, which names the object, if cloudpickle cannot pickle it.
     """
 
     __slots__ = ("_data",)
@@ -66,14 +68,14 @@ class ByValue(Generic[T]):
 
     @classmethod
     def of_bytes(cls, data: bytes) -> ByValue[T]:
-        """The object whose :attr:`data` these bytes are."""
+        """Wrap bytes that were another instance's :attr:`data`."""
         made = cls.__new__(cls)
         made._data = data
         return made
 
     @property
     def data(self) -> bytes:
-        """The object as cloudpickle wrote it."""
+        """The object, pickled by cloudpickle."""
         return self._data
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +85,7 @@ class ByValue(Generic[T]):
         return hash(self._data)
 
     def load(self) -> T:
-        """The object; in one process always the same one, as long as it is among the last ones read."""
+        """The object; within a process always the same one, while it is in the cache (:data:`KEPT`)."""
         value: T = _read(self._data)
         return value
 
@@ -94,8 +96,8 @@ def _read(data: bytes) -> Any:
 
 
 def to_bytes(value: object, what: str) -> bytes:
-    """``value`` as a pickle: by the fast way, which sends functions and classes by name, or if that cannot be done by
-    value. Raises TypeError, saying that ``what`` cannot be sent."""
+    """Pickle ``value``: by plain pickle, which is fast and sends functions and classes by name, or by value where that
+    fails. Raises TypeError, which names ``what``."""
     try:
         return pickle.dumps(value)
     except Exception:  # whatever the objects raise
@@ -107,6 +109,6 @@ def _by_value(value: object, what: str) -> bytes:
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]
     except Exception as error:  # whatever the objects raise
         raise TypeError(
-            f"{what} cannot be pickled for another process ({error}): functions and plain data can, but no open files, "
-            "locks or connections; make those where they are used"
+            f"{what} cannot be pickled for another process ({error}). Functions and plain data can be pickled; create "
+            "open files, locks and connections in the process that uses them"
         ) from error

@@ -1,4 +1,4 @@
-"""A launch: the Monarch hosts of a run, the process meshes on them, and their clean end.
+"""A launch: the Monarch hosts of a run, the process meshes on them, and their clean shutdown.
 
 The same recipe runs under plain python (one host, this machine) and under torchrun (one host per node). A host is a
 process of its own (``runtime/host.py``). It owns all processes of the run on its machine, and they end with it, whether
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh, MeshFailure, ProcMesh
 
 
-# -- one torch.distributed world over a process mesh ------------------------------------------------------------------
+# -- torch.distributed's environment variables on a process mesh ------------------------------------------------------
 
 ENVIRONMENT = "torch_distributed_env"
 """Name of the actor that sets the variables."""
 SET_UP_DEADLINE_S = 300.0
-"""Seconds for a call to freshly spawned processes, which may import first, ten CPU-seconds' worth."""
+"""Seconds for a call to newly spawned processes, whose imports may take ten CPU-seconds first."""
 
 
 class _Environment(Actor):
@@ -81,10 +81,11 @@ async def init_torch_distributed_env(mesh: ProcMesh) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on in all processes of ``mesh``.
 
     The ranks then call ``init_process_group``. Their store is on rank 0's host, at an address that the other hosts of
-    the launch reach (127.0.0.1 on one machine, whatever its host name resolves to). Ranks count host by host.
+    the launch can reach (127.0.0.1 on one machine, whatever its host name resolves to). Ranks are numbered host by
+    host.
 
-    LOCAL_RANK is the index of a process's device among its visible ones: 0 on CUDA, where ``Cluster.spawn`` shows each
-    process its own device only, and the rank within the host on a CPU.
+    LOCAL_RANK is the index of the process's device among its visible ones: 0 on CUDA, where ``Cluster.spawn`` shows
+    each process only its own device, and the rank within the host on a CPU.
 
     Raises :class:`~monarch_rl.runtime.deadlines.DeadlineExceeded`.
     """
@@ -114,20 +115,20 @@ T = TypeVar("T")
 logger = logging.getLogger("monarch_rl")
 
 START_DEADLINE_S = 60.0
-"""Seconds for the controller to reach all hosts; about one is normal."""
+"""Seconds for the controller to reach all hosts; normally about one."""
 STOP_DEADLINE_S = 15.0
-"""Seconds for the actors of all meshes to clean up and end, and again for the hosts. One is normal; then Monarch kills
-them."""
+"""Seconds for the actors of all meshes to clean up and end, and the same again for the hosts. Normally about one; after
+the deadline Monarch kills them."""
 FAULT_DEADLINE_S = 3.5
-"""Seconds in which Monarch notices the loss of a process: it checks every two seconds."""
+"""Seconds within which Monarch notices the loss of a process: it checks every two seconds."""
 KILL_DEADLINE_S = 5.0
-"""Seconds for a process to end itself on request; a moment is normal."""
+"""Seconds for a process to end itself on request; normally a moment."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that say how many threads a process computes with."""
+"""Variables that set the number of compute threads of a process."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
 HIDDEN = ("logger-", f"{MONITOR}-", f"{ENVIRONMENT}-")
-"""How the names of meshes begin whose loss is not told: the run's own mesh in the same processes is lost with them."""
+"""Name prefixes of meshes whose loss is not reported: the run's own mesh in the same processes is lost with them."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill its remaining descendants and end."""
 
@@ -139,7 +140,7 @@ class _Mesh:
     monitors: list[ProcessMonitor]
     """By rank."""
     processes: list[tuple[str, int]] = field(default_factory=list)
-    """Machine and pid of each process, once :meth:`Cluster.locate` has asked."""
+    """Machine and pid of each process; empty until :meth:`Cluster.locate`."""
 
 
 @dataclass
@@ -153,25 +154,26 @@ class Cluster:
     faults: list[MeshFailure] = field(default_factory=list)
     """Failures of actors or processes that no supervisor handled, oldest first."""
     monitors: list[tuple[str, list[ProcessMonitor]]] = field(default_factory=list)
-    """Of every mesh spawned, but for those that were killed: its name, and the monitors of its processes, by rank.
-    Read on the watch's thread, so it is replaced and never shortened."""
+    """Name and monitors (by rank) of every spawned mesh that was not killed. The watch's thread reads this list, so it
+    is replaced and never shortened in place."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    """What signals do to the launch."""
+    """How the launch handles signals."""
     _device_names: tuple[tuple[str, ...], ...] = ()
+    """CUDA_VISIBLE_DEVICES entries of each host."""
     fork_server: ForkServer = field(default_factory=ForkServer)
-    """That of this machine; those of the others import the same."""
+    """This machine's fork server; those of the other machines import the same modules."""
     _meshes: list[_Mesh] = field(default_factory=list)
     """The meshes to stop at the end."""
     _ending: bool = False
 
     @property
     def num_hosts(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.devices.num_hosts
 
     @property
     def devices_per_host(self) -> int:
-        """Devices of each machine."""
+        """Number of devices per machine."""
         return self.devices.per_host
 
     def spawn(
@@ -186,14 +188,14 @@ class Cluster:
     ) -> ProcMesh:
         """Spawn a mesh of ``processes`` processes, dimensions ``{"hosts": h, "gpus": g}``.
 
-        ``first_device`` is the first of the ``processes * devices_per_process`` devices that the mesh takes, counted
-        host by host; the mesh lies within one host or fills whole hosts. Each process sees its own devices only
-        (CUDA_VISIBLE_DEVICES). Without ``first_device`` the mesh is a CPU role on the first host and sees no device.
-        On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise; on GPUs all meshes have the
-        same NCCL variables. ``env`` overrides all this.
+        ``first_device`` is the number of the first of the ``processes * devices_per_process`` devices that the mesh
+        takes, counted host by host; the mesh lies within one host or fills whole hosts. Each process sees only its own
+        devices (CUDA_VISIBLE_DEVICES). Without ``first_device`` the mesh is a CPU role on the first host and sees no
+        device. On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS is set; on GPUs all meshes have the
+        same NCCL variables. ``env`` overrides all of these.
 
-        ``preload`` names one of the launch's preloads: the processes have its modules from the start, if those are
-        imported by now (``fork_server.imported``).
+        ``preload`` names one of the launch's preloads: the processes start with its modules imported, if the fork
+        server has them by then (``fork_server.imported``).
 
         Raises :class:`TooFewDevices` and ValueError. The mesh is stopped when the launch ends.
         """
@@ -220,7 +222,7 @@ class Cluster:
         return mesh
 
     def _command(self, preload: str) -> Any:
-        """Monarch's command for a new process, by way of the host's fork server if that has ``preload``."""
+        """Monarch's command for a new process, through the host's fork server if that has ``preload``."""
         from monarch.actor import default_bootstrap_cmd
 
         command = default_bootstrap_cmd()
@@ -231,11 +233,11 @@ class Cluster:
         return command
 
     def named(self, name: str) -> ProcMesh:
-        """The mesh of this name that was spawned last, of those that were not killed."""
+        """The last spawned mesh of this name that was not killed."""
         return next(spawned.mesh for spawned in reversed(self._meshes) if spawned.name == name)
 
     async def locate(self, mesh: ProcMesh) -> None:
-        """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end those that do not answer."""
+        """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end them if they do not answer."""
         (known,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
         what = f"the machine and pid of {known.name}"
         calls = [within(CALL_DEADLINE_S, each.report.call_one(), what, on="Monarch") for each in known.monitors]
@@ -244,16 +246,16 @@ class Cluster:
     async def kill(self, mesh: ProcMesh) -> None:
         """End the processes of a mesh at once, before the end of the run. Processes that have ended are skipped.
 
-        They are killed, not stopped: when an actor is stopped, Monarch also ends the actors that call it; when it is
-        killed, they live on. A process that does not answer is killed from outside if :meth:`locate` was called; else
-        the watch kills it, or its host at the end.
+        They are killed, not stopped: stopping an actor makes Monarch end the actors that call it, too; killing it
+        leaves them alive. A process that does not answer is killed from another process if :meth:`locate` was called;
+        otherwise the watch kills it, or its host at the end.
         """
         (ended,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
         self._meshes.remove(ended)
-        self.faults.clear()  # they belong to what is replaced; later ones may end the run
+        self.faults.clear()  # they belong to the mesh being replaced; later ones may end the run
         what = f"{ended.name} to end"
         calls = [within(KILL_DEADLINE_S, each.die.call_one(), what, on="Monarch") for each in ended.monitors]
-        answers = await asyncio.gather(*calls, return_exceptions=True)  # a process that ends cannot answer
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # a process that ends itself cannot answer
         for (machine, pid), answer in zip(ended.processes, answers, strict=False):
             if isinstance(answer, DeadlineExceeded):
                 await self._kill_from_outside(machine, pid)
@@ -270,10 +272,10 @@ class Cluster:
             if not isinstance(report, BaseException) and report.machine == machine:
                 await _stop_or_warn(each.kill.call_one(pid), f"process {pid} to end")
                 return
-        logger.warning("no process on its machine answers that could kill process %d", pid)
+        logger.warning("process %d cannot be killed: no other process of the run on its machine answers", pid)
 
     def _hosts_of(self, name: str, first_device: int, processes: int, devices_per_process: int) -> tuple[int, int]:
-        """The first host and the number of hosts of a mesh that takes devices from ``first_device`` on."""
+        """The first host and the number of hosts of a mesh whose devices start at ``first_device``."""
         count = processes * devices_per_process
         last_device = first_device + count - 1
         self.devices.check(first_device + count, f"{name} takes devices {first_device} to {last_device}")
@@ -283,7 +285,7 @@ class Cluster:
         if offset or count % self.devices_per_host or self.devices_per_host % devices_per_process:
             raise ValueError(
                 f"{name}: devices {first_device} to {last_device} neither lie within one host nor fill whole hosts of "
-                f"{self.devices_per_host} devices; choose a number of ranks that does"
+                f"{self.devices_per_host} devices. Choose a number of ranks for which they do"
             )
         return first_host, count // self.devices_per_host
 
@@ -296,13 +298,13 @@ class Cluster:
         logger.error("mesh %s failed: %s", failure.mesh_name, failure.report())
 
     def _wait_for_fault(self) -> None:
-        """Give Monarch time to report a lost process: the actors that call it may fail before that."""
+        """Give Monarch time to report a lost process: the actors that call it may fail first."""
         deadline = time.monotonic() + FAULT_DEADLINE_S
         while not self.faults and time.monotonic() < deadline:
             time.sleep(0.05)
 
     async def _end(self) -> None:
-        """Stop all meshes, then the hosts. What does not stop in time is logged, and killed with its host."""
+        """Stop all meshes, then the hosts. A mesh that does not stop in time is logged, and killed with its host."""
         self._ending = True
         stops = [
             _stop_or_warn(spawned.mesh.stop("the run ends"), f"mesh {spawned.name} to stop") for spawned in self._meshes
@@ -314,27 +316,27 @@ class Cluster:
 async def _stop_or_warn(stop: Awaitable[Any], what: str) -> None:
     try:
         await within(STOP_DEADLINE_S, stop, what, on="Monarch")
-    except Exception as error:  # a failed mesh cannot always be stopped; at the end its host kills the rest
+    except Exception as error:  # a failed mesh cannot always be stopped; its host kills its processes at the end
         logger.warning("not stopped cleanly: %s", error)
 
 
 @contextmanager
 def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> Iterator[Cluster | None]:
-    """Start the hosts of this launch, and end everything at the end of the block.
+    """Start the hosts of this launch, and end everything when the block ends.
 
-    Every host imports ``preloads`` at once, for the processes that are spawned with one of them
+    Every host starts to import ``preloads`` at once, for the processes that are spawned with one of them
     (``runtime/forking/fork_server.py``).
 
-    Yields the controller's :class:`Cluster`. Under torchrun global rank 0 is the controller. The other ranks get None
+    Yields the controller's :class:`Cluster`. Under torchrun the controller is global rank 0. The other ranks get None
     once the controller's block has succeeded, and exit with code 1 if it failed or died::
 
         with launch_cluster() as cluster:
             if cluster is not None:
                 asyncio.run(train(cluster))
 
-    Within the controller's block, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP raises KeyboardInterrupt; the second
-    kills at once. So does a block that has not ended after ``grace_s`` and
-    :data:`~monarch_rl.runtime.signals.CLEAN_EXIT_S`.
+    Within the controller's block, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP raises KeyboardInterrupt. The process
+    is killed at the second signal, or if the block has not ended ``grace_s`` plus
+    :data:`~monarch_rl.runtime.signals.CLEAN_EXIT_S` after the first.
     """
     _refuse_running_loop()
     if visible_devices():
@@ -350,7 +352,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
                 yield cluster
         return
     rank = Rank.from_environment()
-    die_with_parent(signal.SIGTERM)  # the torchrun agent does not end its ranks when it is killed
+    die_with_parent(signal.SIGTERM)  # a torchrun agent that is killed does not end its ranks
     if rank.rank != 0:
         with interrupts(raise_in_main=False) as interrupting:
             interrupting.grace_s = grace_s
@@ -360,7 +362,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
     with interrupts() as interrupting:
         interrupting.grace_s = grace_s
         controller = Controller(rank)
-        # If the run fails, the followers notice the end of this process, after its traceback was printed.
+        # At exit only: so that the followers notice a failed run after this process has printed its traceback.
         atexit.register(controller.close)
         ip, host, nodes = controller.wait_for_ranks(start_host)
         if ip is not None:
@@ -375,7 +377,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
 def _follow(follower: Follower, start_host: Callable[[str | None], HostProcess]) -> None:
     try:
         follower.join(start_host)
-        succeeded = follower.wait()  # waits: as long as the controller lives; its end closes the connection
+        succeeded = follower.wait()  # waits: for the controller's whole life; its end closes the connection
     finally:
         follower.close(HOST_DEADLINE_S)
     if not succeeded:
@@ -384,11 +386,11 @@ def _follow(follower: Follower, start_host: Callable[[str | None], HostProcess])
 
 @contextmanager
 def _attached(host: HostProcess, nodes: Sequence[Node], interrupting: Interrupts) -> Iterator[Cluster]:
-    """Yield the cluster of running hosts; ``host`` is the one that this process started. Raises HostLost if that is
-    lost, whatever else fails because of it."""
+    """Yield the cluster of running hosts; ``host`` is the one that this process started. Raises HostLost if that host
+    is lost, in place of the errors that follow from its loss."""
     try:
         host.when_lost(interrupting.end)
-        # Monarch's client makes a folder of sockets as it starts, needs it while this process lives, and leaves it.
+        # Monarch's client creates a folder for sockets, needs it while this process lives, and never removes it.
         with folder_of_process().as_temporary_directory():
             cluster = _attach(nodes, host.fork_server, interrupting)
         try:
@@ -398,7 +400,7 @@ def _attached(host: HostProcess, nodes: Sequence[Node], interrupting: Interrupts
                 cluster._wait_for_fault()
             raise
         finally:
-            if not host.lost():  # else nobody on this machine can be stopped, and other hosts end with the controller
+            if not host.lost():  # else no process of this machine is left, and other hosts end with the controller
                 host.expect_end()
                 asyncio.run(_as_controller(cluster._end()))
     except Exception:
@@ -416,7 +418,10 @@ def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interr
     configure_monarch()
     counts = {len(node.devices) for node in nodes}
     if len(counts) > 1:
-        raise ValueError(f"all hosts of a launch need the same number of GPUs; these have {sorted(counts)}")
+        raise ValueError(
+            f"all hosts of a launch need the same number of GPUs, but these have {sorted(counts)}: set "
+            "CUDA_VISIBLE_DEVICES to equally many on each"
+        )
     workers = [node.address for node in nodes]
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
     names = tuple(node.devices for node in nodes)
@@ -424,29 +429,29 @@ def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interr
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     what = f"the hosts at {workers} to come up"
     asyncio.run(_as_controller(within(START_DEADLINE_S, hosts.initialized, what, on="Monarch")))
-    # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.
+    # Exit handlers run last in, first out: this one runs before Monarch's own, which then has nothing left to do.
     atexit.unregister(shut_client_down)
     atexit.register(shut_client_down)
     return cluster
 
 
 async def _as_controller(awaitable: Awaitable[T]) -> T:
-    """Await it with the controller's heartbeat, by which deadlines leave out what this process stood still."""
+    """Await it with the controller's heartbeat, by which deadlines leave out the pauses of this process."""
     wait_registry.register(CONTROLLER)
     try:
-        return await awaitable  # waits: it has deadlines of its own
+        return await awaitable  # waits: the awaitable has deadlines of its own
     finally:
         wait_registry.unregister(CONTROLLER)
 
 
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
-    """Start this machine's host: with this process's environment, without torchrun's variables."""
+    """Start this machine's host, with this process's environment except torchrun's variables."""
     environment = without_torchrun(os.environ)
-    # So that tools of a virtual environment that is not activated (ninja) and modules beside the script are found.
+    # For the tools (ninja) of a virtual environment that is not activated, and for modules next to the script.
     environment["PATH"] = _prepend(Path(sys.executable).parent, environment.get("PATH"))
     if sys.path[0] and Path(sys.path[0]).is_dir():
         environment["PYTHONPATH"] = _prepend(Path(sys.path[0]).resolve(), environment.get("PYTHONPATH"))
-    if not visible_devices():  # what its processes run with, see Cluster.spawn: the fork server loads libraries so
+    if not visible_devices():  # as in Cluster.spawn: the fork server loads the libraries that its processes use
         environment = {name: "1" for name in _THREAD_COUNTS} | environment
     return HostProcess(ip, environment, preloads)
 
@@ -461,32 +466,32 @@ def _refuse_running_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise RuntimeError("launch_cluster() blocks: use it outside asyncio, and run the event loop inside its block")
+    raise RuntimeError("launch_cluster() blocks: use it outside asyncio, and run the event loop within its block")
 
 
-# -- Monarch's own time-outs and sizes, and the end of its client in this process -------------------------------------
+# -- Monarch's own timeouts and sizes, and the shutdown of its client in this process ---------------------------------
 
 STATE_DEADLINE_S = 120.0
-"""Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Its timer also runs
-while the whole machine is paused (a virtual machine that moves to another host takes a minute), and is the first thing
-that it looks at afterwards. The watch notices a stopped process earlier, and does not count pauses (``watch.py``)."""
+"""Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Monarch's timer also
+runs while the whole machine is paused (migrating a virtual machine takes a minute), and is the first thing that Monarch
+checks afterwards. The watch notices a stopped process earlier, and does not count pauses (``watch.py``)."""
 ACTOR_START_DEADLINE_S = 600.0
-"""Seconds for an actor to start, for a message to be acknowledged. Monarch's own defaults are 30 s; a process takes two
-CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
+"""Seconds for an actor to start, and for a message to be acknowledged. Monarch's defaults are 30 s; starting a process
+takes two CPU-seconds, which is 200 s on a machine that gives it 1 % of a core."""
 SPAWN_DEADLINE_S = 60.0
-"""Seconds for a host to answer that a process has started. A lost host never does, and the run waits for it. (A process
-that introduces itself after more than 30 s is not noticed, whatever is set here.)"""
+"""Seconds for a host to report that a process has started. A lost host never does, and the run waits this long for it.
+(A process that takes more than 30 s to introduce itself is not noticed, whatever is set here.)"""
 CLIENT_FLUSH_S = 0.3
-"""Seconds for this process's last messages to leave at its exit; Monarch's own choice."""
+"""Seconds for this process's last messages to leave at its exit; Monarch's own default."""
 END_S = 5.0
-"""Seconds for the client to shut down; a moment is normal."""
+"""Seconds for the client to shut down; normally a moment."""
 
 
 def configure_monarch() -> None:
-    """Set Monarch's own time-outs and sizes for this process and those it spawns, before the first actor.
+    """Set Monarch's own timeouts and sizes for this process and those it spawns, before the first actor.
 
-    Monarch knows no starved machine, so its time-outs are longer than what such a machine needs. The deadlines of those
-    who wait end a start that hangs (``deadlines.py``).
+    Monarch does not detect a starved machine, so these timeouts are longer than a starved machine needs. A start that
+    hangs is ended by the deadlines of the processes that wait for it (``deadlines.py``).
 
     If a process is killed while Monarch asks it for its state, its loss is noticed only after ``STATE_DEADLINE_S``;
     otherwise within two seconds.
@@ -499,19 +504,19 @@ def configure_monarch() -> None:
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
     configure(mesh_proc_spawn_max_idle=f"{SPAWN_DEADLINE_S:g}s", actor_spawn_max_idle=start)
     configure(host_spawn_ready_timeout=start, mesh_attach_config_timeout=start, mesh_orphan_timeout=start)
-    # The last is that of a message to an actor whose process still starts.
+    # pending_actor_delivery_timeout is for a message to an actor whose process is still starting.
     configure(supervision_watchdog_timeout=start, pending_actor_delivery_timeout=start)
-    # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
-    # connection is as fast as several; with several, reads write to memory even after they timed out.
+    # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64 MiB. One
+    # connection is as fast as several; with several, a read keeps writing to memory after it timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
 
 
 def shut_client_down() -> None:
-    """Shut Monarch's client down. Its own exit handler waits for a second and then prints a traceback, also after a run
-    that succeeded."""
+    """Shut Monarch's client down. Its own exit handler would wait for a second and then print a traceback, even after a
+    successful run."""
     from monarch.actor import shutdown_context
 
     try:
         shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=END_S)
-    except Exception as error:  # the run is over: nothing of it depends on this any more
-        logger.warning("Monarch's client did not shut down, the process ends without that: %r", error)
+    except Exception as error:  # the run is over: nothing depends on this any more
+        logger.warning("Monarch's client did not shut down; the process exits anyway: %r", error)

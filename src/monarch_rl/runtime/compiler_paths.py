@@ -1,8 +1,8 @@
-"""``torch.compile`` in folders whose paths have a space.
+"""``torch.compile`` in folders whose paths contain a space.
 
-TorchInductor writes the compiler's command as one line and leaves paths in it unquoted: those of libraries (torch 2.13;
-pytorch/pytorch#191010), of sources and of what it makes. In an environment below a folder with a space it then cannot
-link ("cannot find -ltorch"), and in such a cache folder it compiles nothing. Imports nothing heavy.
+TorchInductor writes the compiler's command as one line and leaves the paths of libraries (torch 2.13;
+pytorch/pytorch#191010), sources and outputs unquoted. If the environment lies below a folder with a space in its name,
+it cannot link ("cannot find -ltorch"); if the cache folder does, it cannot compile at all. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MODULE = "torch._inductor.cpp_builder"
 
 
 def allow_spaces() -> None:
-    """From now on this process compiles in such folders, too. Costs nothing in a process that compiles nothing."""
+    """Make compilation work in such folders in this process. Costs nothing in a process that does not compile."""
     if MODULE in sys.modules:
-        _mend(sys.modules[MODULE])
-    elif not any(isinstance(finder, _MendedOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _MendedOnImport())
+        _patch(sys.modules[MODULE])
+    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchOnImport())
 
 
-class _MendedOnImport(MetaPathFinder):
-    """Importing the module takes CPU-seconds, so it is changed only once somebody else imports it."""
+class _PatchOnImport(MetaPathFinder):
+    """Patches the module when it is first imported: importing it only to patch it would take CPU-seconds."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != MODULE:
@@ -42,14 +42,14 @@ class _MendedOnImport(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             load(module)
-            _mend(module)
+            _patch(module)
 
         loader.exec_module = exec_module
         return spec
 
 
-def _mend(module: Any) -> None:
-    """Have ``CppBuilder`` of torch 2.13 quote paths in its command; another torch's is left alone if it has none."""
+def _patch(module: Any) -> None:
+    """Make ``CppBuilder`` of torch 2.13 quote paths in its command; does nothing on a torch without that class."""
     builder: Any = getattr(module, "CppBuilder", None)
     line = getattr(builder, "get_command_line", None)
     if line is None or getattr(line, "quotes_paths", False):
@@ -70,7 +70,7 @@ def _mend(module: Any) -> None:
 
 
 def quote_paths(command: str, paths: Sequence[str]) -> str:
-    """A shell's command line with those ``paths`` quoted that have to be and are not."""
+    """A shell command line in which all ``paths`` that need quotes have them."""
     bare = sorted({path for path in paths if path and shlex.quote(path) != path}, key=len, reverse=True)
     if not bare:
         return command

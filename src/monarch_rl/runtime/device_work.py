@@ -1,15 +1,16 @@
-"""What a process has its device do, piece by piece, and how long a piece may take: how a GPU that hangs is found.
+"""Detection of hung GPUs: the GPU operations of a process, and how long each may take.
 
-A thread that waits for a GPU, or for others in NCCL, spins: its process uses a whole core, whether the GPU computes or
-hangs. So a process with a device says what it waits for. A piece of work, such as a micro-batch or a step of decoding,
-must end within :data:`FACTOR` times the longest so far for each of its tokens, and may always take :data:`FLOOR_S`.
-What takes long for reasons of its own has a limit of its own: the first two pieces of a kind, of which one loads
-kernels and connects NCCL; one in which kernels are compiled or a CUDA graph is captured; saving.
+A thread that waits for a GPU, or for other ranks in NCCL, spins: its process uses a whole core whether the GPU computes
+or hangs. So a process with a device registers each GPU operation that it waits for, such as a micro-batch or a decoding
+step. An operation must end within :data:`FACTOR` times the longest time per token so far of its kind, but may always
+take :data:`FLOOR_S`. Operations that are slow for a known reason have limits of their own: the first two of a kind (the
+first loads kernels and connects NCCL), those in which kernels are compiled or a CUDA graph is captured, and saving.
 
-A piece may have marks, such as one behind each block of a model and so behind its collectives: events on the device,
-which cost the host microseconds and make nobody wait. A mark that the device has passed is a sign of life: from then on
-what may pass until the next one counts, in the same way. So a long piece that goes on is not taken for one that hangs,
-nor does one that hangs half-way have the time of a whole one.
+An operation may contain marks, such as one after each block of a model and hence after its collectives. A mark is an
+event on the device, which costs the host microseconds and blocks nothing. A mark that the device has passed is a sign
+of life: from then on, the limit applies to the time until the next mark, and is derived in the same way from earlier
+gaps. So a long operation that progresses does not count as hung, and one that hangs halfway is found earlier than after
+the time of a whole one.
 """
 
 from __future__ import annotations
@@ -25,58 +26,58 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 FACTOR = 3.0
-"""Of the longest piece so far: pieces of equal tokens differ by their lengths of sequences, and by what else the device
-does. Not measured on a GPU yet."""
+"""Limit relative to the longest operation so far: operations with equal token counts differ in their sequence lengths,
+and in what else the device does. Not measured on a GPU yet."""
 FLOOR_S = 60.0
-"""Seconds that any piece may take: hundreds of times what one takes, less than NCCL's own 300 s."""
+"""Seconds that any operation may take: hundreds of times the usual, but less than NCCL's own 300 s."""
 FIRST_S = 600.0
-"""Seconds for the first two pieces of a kind: the first one loads kernels, so it says nothing about the others."""
+"""Seconds for the first two operations of a kind: the first one loads kernels, so it does not predict the second."""
 COMPILATION = "compilation"
-"""Why a piece takes longer in which kernels are compiled."""
+"""Reason in messages for an operation in which kernels are compiled."""
 COMPILATION_S = 1200.0
-"""Seconds for a piece in which kernels are compiled, as for the start of an engine that compiles."""
+"""Seconds for an operation in which kernels are compiled, as for the start of an engine that compiles."""
 CAPTURE_S = 600.0
-"""Seconds for a piece in which CUDA graphs are captured."""
+"""Seconds for an operation in which CUDA graphs are captured."""
 FEWEST_TOKENS = 256
-"""A piece counts as at least this many tokens, because a small one takes as long."""
+"""An operation counts as at least this many tokens, because smaller ones take as long."""
 MOST_MARKS = 4096
-"""Marks that are kept until the device has passed them, the newest ones."""
+"""Number of marks kept until the device has passed them; the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOperation:
-    """A piece of work that a device has not ended."""
+    """A GPU operation that has not ended."""
 
     what: str
     """``"a micro-batch of 8192 tokens"``."""
     since: float
-    """``time.monotonic()`` of this machine when it began, or of the last sign of life in it."""
+    """Start of the operation, or its last sign of life; ``time.monotonic()`` of this machine."""
     limit_s: float
-    """Seconds from then on after which the device counts as hung."""
+    """Seconds after ``since`` from which the device counts as hung."""
 
     @property
     def compiles(self) -> bool:
-        """Whether kernels are compiled in it."""
+        """Whether kernels are compiled during the operation."""
         return self.what.endswith(f", with {COMPILATION}")
 
 
 class Mark(Protocol):
-    """An event of a device: ``torch.Event``."""
+    """A device event: ``torch.Event``."""
 
     def record(self) -> None:
-        """Enqueue it."""
+        """Enqueue the event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it. Does not wait; called on another thread."""
+        """Whether the device has passed the event. Does not block; called on another thread."""
 
 
 class DeviceWork:
-    """The work of one process on its device; one piece at a time.
+    """The GPU operations of one process, one at a time.
 
     Args:
-        on_change: is told of every change but marks.
-        clock: seconds; tests have their own.
-        make_mark: makes a mark; None has none.
+        on_change: called with the current operation at every change, except when marks are passed.
+        clock: returns seconds; replaced in tests.
+        make_mark: creates a mark; None disables marks.
     """
 
     def __init__(
@@ -88,26 +89,26 @@ class DeviceWork:
         self._on_change, self._clock, self._make_mark = on_change, clock, make_mark
         self._lock = threading.Lock()
         self._longest: dict[str, float | None] = {}
-        """By kind, seconds a token; 0 once the first piece, which does not count, has ended."""
-        self._piece: GpuOperation | None = None
+        """By kind, longest seconds per token; None after the first operation of the kind, which does not count."""
+        self._operation: GpuOperation | None = None
         self._kind, self._tokens, self._counts = "", 0, False
         self._began = 0.0
         self._thread = 0
-        """Which began the piece."""
+        """Thread that began the operation."""
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
-        """Those that the device had not passed."""
+        """Marks that the device had not passed at the last check."""
         self._longest_gap: dict[str, float] = {}
-        """By kind, seconds between two signs of life."""
+        """By kind, longest seconds between two signs of life."""
 
     @property
     def piece(self) -> GpuOperation | None:
-        """What is under way, since the last mark that the device has passed."""
+        """The current operation, counted from the last mark that the device has passed."""
         with self._lock:
-            self._look_at_marks()
-            return self._piece
+            self._check_marks()
+            return self._operation
 
     def mark(self) -> None:
-        """Put a mark behind what has been enqueued."""
+        """Enqueue a mark after everything enqueued so far."""
         if self._make_mark is not None:
             mark = self._make_mark()
             mark.record()
@@ -115,12 +116,12 @@ class DeviceWork:
                 self._marks.append(mark)
 
     def begin(self, kind: str, tokens: int | None = None, limit_s: float | None = None) -> None:
-        """A piece begins; the one before is over.
+        """Begin an operation; ends the current one.
 
         Args:
-            kind: pieces of one kind are compared, such as ``"a micro-batch"``.
-            tokens: of the piece; None where its time does not grow with tokens.
-            limit_s: replaces what follows from earlier pieces.
+            kind: such as ``"a micro-batch"``; an operation is compared with earlier ones of its kind.
+            tokens: number of tokens in the operation; None if its time does not grow with tokens.
+            limit_s: limit in seconds, instead of the one derived from earlier operations.
         """
         with self._lock:
             self._close()
@@ -134,61 +135,61 @@ class DeviceWork:
             self._set(GpuOperation(what, self._began, limit_s))
 
     def end(self) -> None:
-        """The piece under way is over, if there is one."""
+        """End the current operation, if there is one."""
         with self._lock:
             self._close()
-            if self._piece is not None:
+            if self._operation is not None:
                 self._set(None)
 
     def cancel(self) -> None:
-        """Nothing is under way: what was has failed, and says nothing about the next one."""
+        """End the current operation as failed: its duration does not count for later limits."""
         with self._lock:
             self._set(None)
 
     def extend(self, why: str, limit_s: float) -> None:
-        """The piece under way takes longer for a reason of its own, from now on ``limit_s`` seconds."""
+        """Give the current operation ``limit_s`` seconds from now on, because of ``why``."""
         with self._lock:
-            if self._piece is None:
+            if self._operation is None:
                 return
             self._counts = False
-            what, limit_s = self._piece.what.split(", with ")[0], max(limit_s, self._piece.limit_s)
+            what, limit_s = self._operation.what.split(", with ")[0], max(limit_s, self._operation.limit_s)
             self._set(GpuOperation(f"{what}, with {why}", self._clock(), limit_s))
 
     def is_by_this_thread(self) -> bool:
-        """Whether the calling thread began the piece."""
+        """Whether the calling thread began the last operation."""
         return threading.get_ident() == self._thread
 
     def _close(self) -> None:
-        if self._piece is None or not self._counts:
+        if self._operation is None or not self._counts:
             return
-        a_token = (self._clock() - self._began) / self._tokens
+        per_token = (self._clock() - self._began) / self._tokens
         if self._kind not in self._longest:
             self._longest[self._kind] = None
             return
-        self._longest[self._kind] = max(self._longest[self._kind] or 0.0, a_token)
+        self._longest[self._kind] = max(self._longest[self._kind] or 0.0, per_token)
 
-    def _look_at_marks(self) -> None:
+    def _check_marks(self) -> None:
         passed = False
         while self._marks and self._marks[0].query():
             self._marks.popleft()
             passed = True
-        if not passed or self._piece is None:
+        if not passed or self._operation is None:
             return
-        since, limit_s = self._clock(), self._piece.limit_s
+        since, limit_s = self._clock(), self._operation.limit_s
         if self._counts and self._longest.get(self._kind) is not None:
-            gap = max(self._longest_gap.get(self._kind, 0.0), since - self._piece.since)
+            gap = max(self._longest_gap.get(self._kind, 0.0), since - self._operation.since)
             self._longest_gap[self._kind] = gap
             limit_s = max(FLOOR_S, FACTOR * gap)
-        self._piece = replace(self._piece, since=since, limit_s=limit_s)
+        self._operation = replace(self._operation, since=since, limit_s=limit_s)
 
-    def _set(self, piece: GpuOperation | None) -> None:
-        self._piece = piece
+    def _set(self, operation: GpuOperation | None) -> None:
+        self._operation = operation
         if self._on_change is not None:
-            self._on_change(piece)
+            self._on_change(operation)
 
 
 _work: DeviceWork | None = None
-"""Of this process; None where its device is a CPU, whose work shows in the CPU's use."""
+"""The GPU operations of this process; None if its device is a CPU, whose work shows in its CPU time."""
 
 
 def use_device(
@@ -196,7 +197,7 @@ def use_device(
     on_change: Callable[[GpuOperation | None], None] | None = None,
     make_mark: Callable[[], Mark] | None = None,
 ) -> None:
-    """This process has work done by a device of this kind, and says so from now on; nothing is said of a CPU."""
+    """Register this process's GPU operations from now on; for ``kind`` ``"cpu"``, nothing is registered."""
     global _work
     _work = None if kind == "cpu" else DeviceWork(on_change, make_mark=make_mark)
     if _work is not None:
@@ -204,24 +205,24 @@ def use_device(
 
 
 def work() -> DeviceWork | None:
-    """This process's work on its device."""
+    """This process's GPU operations; None if they are not registered."""
     return _work
 
 
 def operation_in_progress() -> GpuOperation | None:
-    """What this process's device has not ended."""
+    """This process's current GPU operation, if any."""
     return None if _work is None else _work.piece
 
 
 def mark() -> None:
-    """Put a mark behind what this process has enqueued on its device: see :meth:`DeviceWork.mark`."""
+    """Enqueue a mark on this process's device: see :meth:`DeviceWork.mark`."""
     if _work is not None:
         _work.mark()
 
 
 @contextmanager
 def piece(kind: str, tokens: int | None = None, limit_s: float | None = None) -> Iterator[None]:
-    """The block is a piece of work of this process's device: see :meth:`DeviceWork.begin`."""
+    """Register the block as a GPU operation of this process: see :meth:`DeviceWork.begin`."""
     if _work is None:
         yield
         return
@@ -235,10 +236,10 @@ def piece(kind: str, tokens: int | None = None, limit_s: float | None = None) ->
 
 
 def _notice_compilation() -> None:
-    """Have pieces in which kernels are compiled say so.
+    """Extend the limit of operations in which kernels are compiled.
 
-    Triton, SGLang and flashinfer start compilers as processes, in the thread that needs the kernel; nothing else
-    starts any in a piece. What ``torch.compile`` does is told by its callbacks, where it is imported.
+    Triton, SGLang and flashinfer run compilers as processes, started by the thread that needs the kernel; nothing else
+    starts processes during an operation. ``torch.compile`` reports compilations by callbacks, if it is imported.
     """
     if not getattr(subprocess.Popen, "_noticed", False):
         original = subprocess.Popen.__init__

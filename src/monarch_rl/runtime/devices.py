@@ -1,4 +1,4 @@
-"""What a launch offers: hosts, and on each host the devices that ranks take: GPUs, or shares of the CPU."""
+"""The devices of a launch: its hosts, and on each host the devices for ranks: GPUs, or shares of the CPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from dataclasses import dataclass
 
 CPU_RANKS_PER_CORE = 4
-"""Ranks allowed per core, under plain python on a CPU. Not a resource: it bounds what a typing error can start."""
+"""Maximum ranks per core, under plain python on a CPU. Not a resource limit: it bounds what a typo can start."""
 
 GPU_CONTEXT = 640 << 20
-"""Bytes that a process takes of a GPU before its first tensor: CUDA's context, torch's kernels, cuBLAS's workspace. An
-assumption: 0.5 to 0.6 GiB are reported of H100."""
+"""Bytes of GPU memory that a process uses before its first tensor: CUDA's context, torch's kernels, cuBLAS's workspace.
+An assumption: 0.5 to 0.6 GiB are reported for H100."""
 NCCL_COMMUNICATOR = 256 << 20
-"""Bytes of the buffers of an NCCL communicator. An assumption, for some ranks of one machine."""
+"""Bytes of the buffers of an NCCL communicator. An assumption, for a few ranks on one machine."""
 NARROW_COMMUNICATOR = 96 << 20
-"""The same of one for weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB for each
-channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
+"""The same for a communicator of weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB
+per channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
 
 
 class TooFewDevices(ValueError):
@@ -30,23 +30,24 @@ class Devices:
     kind: str
     """``cuda`` or ``cpu``."""
     num_hosts: int
-    """Machines (torchrun nodes; 1 under plain python)."""
+    """Number of machines (torchrun nodes; 1 under plain python)."""
     per_host: int
-    """Devices of each host. On a CPU, the ranks that it may run."""
+    """Devices per host. On a CPU, the number of ranks that a host may run."""
     memory: int = 0
-    """Bytes of the smallest device of this host; 0 is not known, as on a CPU, whose memory is the host's."""
+    """Bytes of memory of this host's smallest device; 0 if unknown, as on a CPU, whose memory is the host's."""
 
     @property
     def total(self) -> int:
-        """Devices of all hosts."""
+        """Number of devices of all hosts."""
         return self.num_hosts * self.per_host
 
     def check(self, ranks_needed: int, what: str = "", otherwise: str = "") -> None:
         """Raise :class:`TooFewDevices` if there are fewer than ``ranks_needed``.
 
         Args:
-            what: who needs them.
-            otherwise: a sentence that says what else can be done.
+            ranks_needed: number of devices needed.
+            what: what needs them, for the message.
+            otherwise: a sentence with another remedy, for the message.
         """
         if ranks_needed <= self.total:
             return
@@ -54,27 +55,27 @@ class Devices:
         unit = {"cuda": "GPUs", "cpu": "CPU ranks"}[self.kind]
         detail = f" ({what})" if what else ""
         raise TooFewDevices(
-            f"{ranks_needed} ranks are asked for{detail}, but this launch offers {self.total}: "
+            f"{ranks_needed} ranks are requested{detail}, but this launch offers {self.total}: "
             f"{hosts} with {self.per_host} {unit} each. {self._advice(ranks_needed)}{otherwise and f' {otherwise}'}"
         )
 
     def _advice(self, ranks_needed: int) -> str:
-        fewer = f"ask for at most {self.total} ranks"
+        fewer = f"request at most {self.total} ranks"
         if self.kind == "cuda":
             nodes = math.ceil(ranks_needed / self.per_host)
             return f"Use more machines (torchrun --nnodes={nodes} ...) or {fewer}."
         if launched_by_torchrun():
             return f"Use torchrun --nproc-per-node={math.ceil(ranks_needed / self.num_hosts)} ... or {fewer}."
-        return f"Use torchrun --nproc-per-node={ranks_needed} ... if you mean it, or {fewer}."
+        return f"Use torchrun --nproc-per-node={ranks_needed} ... if that is intended, or {fewer}."
 
 
 def launched_by_torchrun() -> bool:
-    """Whether this process is a rank that torchrun started."""
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def visible_devices() -> list[str]:
-    """This machine's CUDA devices that we may use, as entries for CUDA_VISIBLE_DEVICES; empty without CUDA."""
+    """This machine's usable CUDA devices, as entries of CUDA_VISIBLE_DEVICES; empty without CUDA."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,7 +84,7 @@ def visible_devices() -> list[str]:
 
 
 def smallest_memory() -> int:
-    """Bytes of the smallest of this machine's CUDA devices; 0 without CUDA. Allocates nothing on them."""
+    """Bytes of memory of this machine's smallest CUDA device; 0 without CUDA. Allocates nothing on the devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -91,10 +92,10 @@ def smallest_memory() -> int:
 
 
 def devices() -> Devices:
-    """What a launch from this process would offer. Spawns nothing, so settings can be checked against it at once.
+    """The devices of a launch from this process. Spawns nothing, so settings can be checked before the launch.
 
-    CUDA: the visible devices of this host, assumed to be as many on all hosts (``launch`` checks that).
-    CPU under torchrun: ``--nproc-per-node``. CPU under plain python: :data:`CPU_RANKS_PER_CORE` ranks a core.
+    CUDA: the visible devices of this host; all hosts are assumed to have equally many (``launch`` checks that).
+    CPU under torchrun: ``--nproc-per-node``. CPU under plain python: :data:`CPU_RANKS_PER_CORE` ranks per core.
     """
     num_hosts = 1
     per_host = CPU_RANKS_PER_CORE * (os.cpu_count() or 1)

@@ -1,8 +1,9 @@
-"""Typed actor endpoints: what Monarch's ``concurrent_endpoint`` does, with the types that mypy needs.
+"""Typed actor endpoints: Monarch's ``concurrent_endpoint`` with types for mypy.
 
-Monarch ships no type information. With these, the handle of an actor is typed as the actor's own class: "go to
-definition" on ``trainer.update`` ends at the endpoint, and a wrong argument of ``trainer.update.call(...)`` is an error
-of mypy. Rooms that must not import an actor's class type its handle by a ``Protocol`` of :class:`Endpoint` members.
+Monarch has no type information. With this module, an actor's handle is typed as the actor's own class: "go to
+definition" on ``trainer.update`` leads to the endpoint, and mypy reports wrong arguments of
+``trainer.update.call(...)``. Packages that must not import an actor's class type its handle as a ``Protocol`` with
+:class:`Endpoint` members.
 """
 
 from __future__ import annotations
@@ -22,65 +23,65 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Answers(Protocol[R_co]):
-    """What the actors of a mesh answered, by their place in it: Monarch's ``ValueMesh``."""
+    """The answers of the actors of a mesh, by their point in it: Monarch's ``ValueMesh``."""
 
     def values(self) -> ValuesView[R_co]:
         """The answers, by rank."""
         ...
 
     def items(self) -> ItemsView[Any, R_co]:
-        """Place in the mesh, and answer."""
+        """(point in the mesh, answer) pairs."""
         ...
 
 
 class Endpoint(Protocol[P, R_co]):
-    """An endpoint as the holder of a handle sees it."""
+    """An endpoint of a handle."""
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R_co]:
-        """Ask the one actor of a mesh of one."""
+        """Call the only actor of a mesh of one."""
         ...
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[Answers[R_co]]:
-        """Ask every actor of the mesh."""
+        """Call every actor of the mesh."""
         ...
 
 
 class OneWayEndpoint(Protocol[P]):
-    """An endpoint that answers nobody, as the holder of a handle sees it."""
+    """An endpoint of a handle that sends no answers."""
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Tell every actor of the mesh."""
+        """Send a message to every actor of the mesh."""
         ...
 
 
 class EndpointMethod(Generic[P, R]):
-    """What :func:`concurrent_endpoint` makes of a method, as type checkers see it."""
+    """Type of a method decorated with :func:`concurrent_endpoint`, for type checkers."""
 
     def __get__(self, instance: Any, owner: Any) -> Endpoint[P, R]:
-        raise NotImplementedError("Monarch puts its own descriptor here")
+        raise NotImplementedError("Monarch replaces this descriptor with its own")
 
 
 class OneWayEndpointMethod(Generic[P]):
-    """What :func:`one_way_endpoint` makes of a method, as type checkers see it."""
+    """Type of a method decorated with :func:`one_way_endpoint`, for type checkers."""
 
     def __get__(self, instance: Any, owner: Any) -> OneWayEndpoint[P]:
-        raise NotImplementedError("Monarch puts its own descriptor here")
+        raise NotImplementedError("Monarch replaces this descriptor with its own")
 
 
 def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointMethod[P, R]:
-    """Make a coroutine method an endpoint. Calls run side by side: one that waits never blocks another.
+    """Make a coroutine method an endpoint. Calls run concurrently: one that waits never blocks another.
 
-    Without the span in which Monarch would wrap each call for its tracing: it costs CPU time, and nobody reads it.
+    Disables the tracing span in which Monarch would wrap each call, because it costs CPU time and is not used.
     """
     return cast(EndpointMethod[P, R], monarch_endpoint(method, instrument=False))
 
 
 def lasting_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointMethod[P, R]:
-    """A :func:`concurrent_endpoint` that is called for as long as a run lasts: its calls leave no port behind
-    (``runtime/lasting_calls.py``).
+    """A :func:`concurrent_endpoint` with persistent calls, for endpoints that are called throughout a run: its calls
+    leave no port behind (``runtime/lasting_calls.py``).
 
-    Its actor must be :class:`~monarch_rl.runtime.lasting_calls.AnswersCalls`. Arguments and results must be what plain
-    pickle takes: values, of types that a module has, and no handles.
+    Its actor must be an :class:`~monarch_rl.runtime.lasting_calls.AnswersCalls`. Plain pickle must be able to pickle
+    arguments and results: values of types that are defined at the top of a module, and no handles.
     """
     made = monarch_endpoint(method, instrument=False)
     setattr(made._method, LASTING, method)
@@ -88,18 +89,18 @@ def lasting_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> End
 
 
 def one_way_endpoint(method: Callable[Concatenate[Any, P], Awaitable[None]]) -> OneWayEndpointMethod[P]:
-    """Make a coroutine method an endpoint whose caller hears nothing. It is not to wait, as messages after it wait for
-    it, and not to raise, as that ends its actor; nor may reading its arguments raise."""
+    """Make a coroutine method an endpoint that sends no answer. It must not wait, because later messages wait for it,
+    and must not raise, because that ends its actor; for the same reason, unpickling its arguments must not raise."""
     return cast(OneWayEndpointMethod[P], monarch_serial_endpoint(method, instrument=False))
 
 
-# -- the actors of an actor mesh, one by one --------------------------------------------------------------------------
+# -- the single actors of an actor mesh -------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 def members(mesh: T) -> list[T]:
-    """The mesh's actors by rank, each as a mesh of one. ``mesh``: a handle, typed as its actor's class."""
+    """The mesh's actors by rank, each as a mesh of one. ``mesh`` is a handle, typed as its actor's class."""
     monarch_mesh = cast(Any, mesh)
     labels, sizes = monarch_mesh.extent.labels, monarch_mesh.extent.sizes
     places = product(*(range(size) for size in sizes))

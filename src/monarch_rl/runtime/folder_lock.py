@@ -1,4 +1,4 @@
-"""A folder that one process at a time works in: the lock is this process's alone, and ends with it, however it ends."""
+"""Locks of folders that only one process at a time may use. The lock ends with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 logger = logging.getLogger("monarch_rl")
 
 LOCK = "lock"
-"""The file in the folder."""
+"""Name of the lock file in the folder."""
 _held: dict[Path, int] = {}
-"""Descriptors, by folder."""
+"""Descriptors of the lock files, by folder."""
 
 
 def take(folder: Path) -> bool:
-    """Lock a folder until :func:`release` or the end of this process; whether no other process has it.
+    """Lock a folder until :func:`release` or the end of this process. Returns False if another process has the lock.
 
-    The lock is one of fcntl: processes that this one forks do not have it. Where the file system has none, it is said.
+    Uses fcntl's locks, which forked processes do not inherit. Logs a warning if the file system has no locks.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -33,14 +33,16 @@ def take(folder: Path) -> bool:
             os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN) and descriptor is not None:
             return False
-        logger.warning("%s cannot be locked (%s): nothing keeps another launch from it", folder, error.strerror)
+        logger.warning(
+            "%s cannot be locked (%s): make sure that no other launch uses this folder", folder, error.strerror
+        )
         return True
     _held[folder] = descriptor
     return True
 
 
 def release(folder: Path) -> None:
-    """Let others take a folder."""
+    """Unlock a folder."""
     descriptor = _held.pop(folder.resolve(), None)
     if descriptor is not None:
         os.close(descriptor)

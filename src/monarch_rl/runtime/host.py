@@ -1,9 +1,9 @@
 """The host process of one machine: it serves as a Monarch host and owns every process of the run there.
 
-It is the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that processes whose parent died, such as an engine's
+It is the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so processes whose parent died, such as an engine's
 workers, remain its descendants. Its standard input is a pipe that the starter holds open. When the pipe closes, because
-the run has ended or the starter was killed, it kills its remaining descendants and ends. Their temporary directory is a
-folder of its own (``scratch.py``), which it removes.
+the run has ended or the starter was killed, it kills its remaining descendants, removes their temporary directory
+(``scratch.py``) and ends.
 """
 
 from __future__ import annotations
@@ -35,29 +35,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("monarch_rl")
 
 GRACE_S = 2.0
-"""Seconds for processes to end by themselves before they are killed."""
+"""Seconds for processes to end on their own before they are killed."""
 
 
 class HostLost(RuntimeError):
-    """The host process of this machine ended by itself, or was killed, and all that it owned ended with it."""
+    """The host process of this machine ended unexpectedly, or was killed, and all processes that it owned with it."""
 
 
 class HostProcess:
     """The host process of this machine, seen from the rank that started it."""
 
     def __init__(self, ip: str | None, environment: Mapping[str, str], preloads: Sequence[Preload] = ()) -> None:
-        """Start a host, reachable at ``ip``; if that is None, on this machine only (a Unix socket without a file).
-
-        With ``preloads`` it has a fork server.
-        """
+        """Start a host that is reachable at ``ip``, or, if that is None, only from this machine (through an abstract
+        Unix socket). With ``preloads`` it has a fork server."""
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
         """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
         variables = {HOST_ADDRESS_VARIABLE: ip or LOOPBACK}
         if ip is None and "GLOO_SOCKET_IFNAME" not in environment:
-            # Else gloo listens at the address that the machine's name resolves to.
+            # Otherwise gloo listens on the address that the machine's name resolves to.
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
         self.fork_server = ForkServer()
-        """Its own, if it has one."""
+        """The host's fork server; without preloads it has none."""
         if preloads:
             names = frozenset(preload.name for preload in preloads)
             self.fork_server = ForkServer(f"monarch_rl-fork-{uuid.uuid4().hex}", names)
@@ -74,23 +72,23 @@ class HostProcess:
         self._ending = False
 
     def lost(self) -> HostLost | None:
-        """Why the process ended before its end was asked for; None if it did not."""
+        """Why the process ended before it was asked to; None if it did not."""
         code = self._process.poll()
         if not code or self._ending:
             return None
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        hint = ": the kernel's log (dmesg) says whether memory ran out" if code == -signal.SIGKILL else ""
+        hint = ": check the kernel log (dmesg) for an out-of-memory kill" if code == -signal.SIGKILL else ""
         return HostLost(
             f"the host process {self._process.pid} of this machine {how}{hint}. It owned every process of the run on "
-            "this machine, so they have ended, too"
+            "this machine, so all of them have ended"
         )
 
     def when_lost(self, call: Callable[[HostLost], None]) -> None:
         """Have ``call`` called on another thread as soon as the process is lost."""
 
         def watch() -> None:
-            with suppress(ChildProcessError):  # another thread has waited for it
-                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # waits: as long as the run
+            with suppress(ChildProcessError):  # another thread has reaped it
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # waits: for the whole run
             lost = self.lost()
             if lost is not None:
                 call(lost)
@@ -98,7 +96,7 @@ class HostProcess:
         threading.Thread(target=watch, name="host-lost", daemon=True).start()
 
     def expect_end(self) -> None:
-        """Take whatever end the process comes to from now on for the one that was asked for."""
+        """From now on, treat any end of the process as expected."""
         self._ending = True
 
     def end(self, seconds: float) -> None:
@@ -124,7 +122,7 @@ class HostProcess:
         self.scratch.remove()
 
     def _kill_orphans(self) -> None:
-        """Kill what a lost host leaves: processes that are not tied to it or to one of its other processes."""
+        """Kill the processes that a lost host leaves behind: those not tied to it or to another of its processes."""
         import psutil
 
         for process in psutil.process_iter():
@@ -134,13 +132,13 @@ class HostProcess:
 
 
 _fork_server: subprocess.Popen[bytes] | None = None
-"""Of this host, if it has one."""
+"""This host's fork server, if it has one."""
 
 
 def _end_descendants() -> None:
     """Ask the children of this process to end; after :data:`GRACE_S` seconds kill all remaining descendants.
 
-    Most grandchildren end by themselves, and clean up, when their parent has ended.
+    Only the children are asked: most grandchildren clean up and end when their parent has ended.
     """
     import psutil
 
@@ -158,13 +156,14 @@ def _end_descendants() -> None:
 
 
 def running_descendants() -> list[psutil.Process]:
-    """The descendants of this process, which adopts orphans, that have not ended; empty only if there are none."""
+    """The descendants of this process that have not ended; empty only if there are none. Requires that this process
+    adopts orphans."""
     import psutil
 
     def look() -> list[psutil.Process]:
         return [process for process in psutil.Process().children(recursive=True) if _is_running(process)]
 
-    # A look misses what is below a process that ends meanwhile. By the next one this process has adopted that.
+    # One look misses the descendants of a process that ends meanwhile. By the second, this process has adopted them.
     return look() or look()
 
 
@@ -186,8 +185,8 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it is a process of ``multiprocessing`` that removes the semaphores of others, and ends, once they have
-    ended; nobody else knows their names."""
+    """Whether it is a resource tracker of ``multiprocessing``. Trackers must not be killed: they remove the semaphores
+    of other processes once those have ended, and then end; nothing else has the semaphores' names."""
     import psutil
 
     try:

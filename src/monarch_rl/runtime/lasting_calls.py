@@ -1,20 +1,21 @@
-"""Calls that leave no port behind: numbered, and answered over one lasting port of the caller.
+"""Persistent calls: numbered calls that are all answered over one persistent channel of the caller.
 
-Each call of Monarch opens a port for its answer, of which caller and actor together never free 1 to 2 KB, so that a
-process that calls others for as long as a run lasts grows with its steps. Here a caller opens one port for each of its
-event loops, and introduces itself once to each actor that it calls (:meth:`AnswersCalls.attend`). That is one call of
-Monarch, which never returns. It fails when the actor's process is lost, and with it every call that is not answered.
+Each Monarch call opens a port for its answer, of which caller and actor together never free 1 to 2 KB, so a process
+that calls others throughout a run would grow with every step. Here a caller opens one port per event loop, and
+introduces itself once to each actor that it calls (:meth:`AnswersCalls.attend`). That is a single Monarch call, which
+never returns. When the actor's process is lost, it fails, and with it every unanswered call.
 
     caller                               actor
-    attend(name, port) ---------------->              once; pending as long as the actor lives
+    attend(name, port) ---------------->              once; pending while the actor lives
     answer_calls([(number, endpoint, arguments), ...]) ---->
            <---- port: [(number, rank, succeeded, result), ...]
 
-Calls that are made in one turn of the event loop travel together, and so do answers. What travels is pickled here and
-by plain pickle: arguments that cannot be read would end the actor if Monarch read them, an answer that cannot be read
-has no number, and Monarch's own pickler calls Python for every object.
+Calls made in the same iteration of the event loop are sent together, and so are answers. Arguments and results are
+pickled here, by plain pickle, for three reasons: arguments that cannot be unpickled would end the actor if Monarch
+unpickled them; an answer that cannot be unpickled would have no number; and Monarch's own pickler calls Python for
+every object.
 
-An actor is not told when a caller is lost. It forgets it when another one of the same name introduces itself.
+An actor is not notified when a caller is lost. It forgets a caller when another one introduces itself by the same name.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import begun, retrieve
 
 LASTING = "_monarch_rl_lasting"
-"""Attribute of the methods that are called so."""
+"""Attribute that marks the methods of persistent endpoints; its value is the plain method."""
 Call = tuple[int, str, bytes]
-"""Its number, the endpoint's name, its pickled arguments."""
+"""Number of the call, name of the endpoint, pickled arguments."""
 Answer = tuple[int, int, bool, bytes]
-"""Number of the call, rank of the actor, whether it succeeded, the pickled result or error."""
+"""Number of the call, rank of the actor, whether it succeeded, pickled result or error."""
 
 
-# ---- the actor -------------------------------------------------------------------------------------------------------
+# -- the actor's side -------------------------------------------------------------------------------------------------
 
 
 class AnswersCalls:
-    """The part of an actor that answers numbered calls."""
+    """Base class of actors that answer persistent calls."""
 
     @monarch_concurrent_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
     async def attend(self, caller: str, name: str, number: int, port: Any) -> None:
-        """Take calls of ``caller``, whose port this is, and say so as the answer to call ``number``.
+        """Accept calls of ``caller``, which reads answers from ``port``, and confirm this by answering call ``number``.
 
-        Return when another caller has this ``name``, unless it is empty; raise when no answer can be sent.
+        Returns when another caller introduces itself by the same ``name``, unless the name is empty. Raises when an
+        answer cannot be sent.
         """
         callers: dict[str, _AnswersToCaller] = vars(self).setdefault("_callers", {})
         for replaced in [other for key, other in callers.items() if name and other.name == name and key != caller]:
@@ -65,28 +67,28 @@ class AnswersCalls:
         answers = callers.setdefault(caller, _AnswersToCaller(name, port))
         answers.add((number, context().message_rank.rank, True, pickle.dumps(None)))
         try:
-            await asyncio.wait([answers.ended])  # waits: as long as the actor lives
-        finally:  # also where Monarch cancels this, before the actor's clean-up
+            await asyncio.wait([answers.ended])  # waits: for the actor's whole life
+        finally:  # also if Monarch cancels this call, which it does before the actor's clean-up
             callers.pop(caller, None)
-            await answers.stop()  # waits: for what is cancelled
+            await answers.stop()  # waits: for cancelled tasks
         answers.ended.result()
 
     @monarch_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
     async def answer_calls(self, caller: str, calls: list[Call]) -> None:
-        """Start to answer; a call waits for no other."""
+        """Start to answer calls, which run concurrently."""
         answers: _AnswersToCaller | None = vars(self)["_callers"].get(caller)
-        if answers is None:  # its attend() has ended
+        if answers is None:  # the caller's attend() has ended
             return
         for call in calls:
             answers.start(self, call)
 
 
 class _AnswersToCaller:
-    """Sends one caller its answers; those that are ready in one turn of the event loop go together.
+    """Sends one caller its answers; those that become ready in the same iteration of the event loop go together.
 
     Args:
-        name: of the caller's actor; empty if it has none.
-        port: of the caller.
+        name: name of the caller's actor; empty if it has none.
+        port: port from which the caller reads answers.
     """
 
     def __init__(self, name: str, port: Any) -> None:
@@ -94,7 +96,7 @@ class _AnswersToCaller:
         self._ready: list[Answer] = []
         self._under_way: set[asyncio.Task[None]] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the caller gets no more answers: with the error, or because another one has its name."""
+        """Done when the caller gets no more answers: with an error, or because another caller has its name."""
 
     def end(self, error: Exception | None = None) -> None:
         if self.ended.done():
@@ -105,11 +107,11 @@ class _AnswersToCaller:
             self.ended.set_exception(error)
 
     async def stop(self) -> None:
-        """Cancel the calls that are under way, without an answer."""
+        """Cancel the unfinished calls, without an answer."""
         self.end()
         for task in self._under_way:
             task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)  # waits: they are cancelled
+        await asyncio.gather(*self._under_way, return_exceptions=True)  # waits: for cancelled tasks
 
     def start(self, actor: AnswersCalls, call: Call) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(actor, *call))
@@ -121,9 +123,9 @@ class _AnswersToCaller:
         try:
             args, kwargs = pickle.loads(arguments)
             method = getattr(getattr(type(actor), name)._method, LASTING)
-            result = await method(actor, *args, **kwargs)  # waits: the caller keeps the deadline
+            result = await method(actor, *args, **kwargs)  # waits: the caller enforces the deadline
             answer = number, rank, True, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:  # the caller's to judge, as it would be in a call of Monarch
+        except BaseException as error:  # reported to the caller, as in a Monarch call
             answer = number, rank, False, _pickled_error(error, name)
             if isinstance(error, asyncio.CancelledError):
                 self.add(answer)
@@ -138,7 +140,8 @@ class _AnswersToCaller:
         self._ready.append(answer)
 
     def _send(self) -> None:
-        """Send what is ready. An error ends ``attend``, and so reaches the caller: the event loop would only log it."""
+        """Send the answers that are ready. An error ends ``attend``, so that it reaches the caller: raised here, it
+        would only be logged by the event loop."""
         ready, self._ready = self._ready, []
         try:
             self._port.send(ready)
@@ -147,16 +150,17 @@ class _AnswersToCaller:
 
 
 def _pickled_error(error: BaseException, name: str) -> bytes:
-    """The error as Monarch reports those of actors: with its traceback, also where it cannot be pickled itself."""
+    """The error in the form in which Monarch reports errors of actors, with its traceback, even if it cannot be
+    pickled."""
     message = f"Actor call {context().actor_instance.name}.{name} failed."
     reported = ActorError(error, message)
     try:
         pickled = pickle.dumps(reported)
         pickle.loads(pickled)
     except Exception:
-        stand_in = ActorError(RuntimeError(_words_of(error)), message)
-        stand_in.exception_formatted = reported.exception_formatted
-        pickled = pickle.dumps(stand_in)
+        substitute = ActorError(RuntimeError(_words_of(error)), message)
+        substitute.exception_formatted = reported.exception_formatted
+        pickled = pickle.dumps(substitute)
     return pickled
 
 
@@ -167,21 +171,21 @@ def _words_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-# ---- the caller ------------------------------------------------------------------------------------------------------
+# -- the caller's side ------------------------------------------------------------------------------------------------
 
 
 async def next_message(receiver: Any) -> Any:
-    """What comes next on a channel: its ``recv``, but that has Monarch's threads run Python for every message."""
-    return receiver._process(await receiver._receiver.recv_task().spawn_handle())  # waits: as long as the caller
+    """The next message of a channel, without its ``recv``, which runs Python on Monarch's threads for each message."""
+    return receiver._process(await receiver._receiver.recv_task().spawn_handle())  # waits: for the caller's whole life
 
 
 @dataclass(eq=False, slots=True)
 class _PendingCall:
     endpoint: str
     missing: int
-    """Actors that have not answered."""
+    """Number of actors that have not answered."""
     to_answer: Callable[[list[Any]], Any]
-    """What the caller gets for the results by rank."""
+    """Turns the results, in rank order, into the caller's result."""
     answer: asyncio.Future[Any]
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -190,7 +194,7 @@ class _PendingCall:
             return
         try:
             result = pickle.loads(content)
-        except Exception as error:  # it is this call's, and no other's
+        except Exception as error:  # only this call fails
             succeeded, result = False, error
         if not succeeded:
             self.answer.set_exception(result)
@@ -209,8 +213,8 @@ class _PendingCall:
             self.answer.set_exception(error)
 
 
-class _Inbox:
-    """The lasting port of one event loop, and the calls that will be answered there."""
+class _ReplyPort:
+    """The persistent port of one event loop, and the calls that will be answered there."""
 
     def __init__(self) -> None:
         self.port, self._receiver = Channel[list[Answer]].open()
@@ -222,7 +226,7 @@ class _Inbox:
     def expect(
         self, endpoint: str, actors: int, to_answer: Callable[[list[Any]], Any] = list
     ) -> tuple[int, _PendingCall]:
-        """A number for a call; it is forgotten once the call is answered or given up."""
+        """Assign a number to a call. The number is released once the call is answered or abandoned."""
         number = next(self._numbers)
         pending = _PendingCall(endpoint, actors, to_answer, asyncio.get_running_loop().create_future())
         self._pending[number] = pending
@@ -230,68 +234,70 @@ class _Inbox:
         return number, pending
 
     def fail(self, number: int, error: Exception) -> None:
-        """Call ``number`` will not be answered."""
+        """Fail call ``number``, if it is pending."""
         if number in self._pending:
             self._pending[number].fail(error)
 
     def _forget(self, number: int, answer: asyncio.Future[Any]) -> None:
         del self._pending[number]
         if not answer.cancelled():
-            answer.exception()  # nobody may wait for it any more, and asyncio would log it
+            answer.exception()  # retrieved here, because asyncio logs it if the caller no longer waits
 
     async def _read(self) -> None:
         try:
             while True:
-                answers: list[Answer] = await next_message(self._receiver)  # waits: as long as the loop runs
+                answers: list[Answer] = await next_message(self._receiver)  # waits: for the loop's whole life
                 for number, rank, succeeded, content in answers:
-                    if number in self._pending:  # else its caller has given up
+                    if number in self._pending:  # else the caller has abandoned the call
                         self._pending[number].add(rank, succeeded, content)
-        except asyncio.CancelledError:  # the loop ends: this task would keep it, and so its entry there
-            _inboxes.pop(asyncio.get_running_loop(), None)
+        except asyncio.CancelledError:  # the loop ends: this task would keep it alive, and with it the weak entry
+            _reply_ports.pop(asyncio.get_running_loop(), None)
             raise
         except Exception as error:
             for pending in list(self._pending.values()):
                 pending.fail(error)
 
 
-_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
+_reply_ports: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _ReplyPort] = weakref.WeakKeyDictionary()
 
 
-class _Line:
-    """The caller's end of what one event loop and the actors behind one handle send each other.
+class _CallChannel:
+    """The caller's end of the connection between one event loop and the actors behind one handle.
 
     Args:
-        handle: of the actors.
-        lines: of that handle, by event loop; this one is no longer among them when its loop ends.
+        handle: handle of the actors.
+        channels: the handle's channels by event loop; this one is removed when its loop ends.
     """
 
-    def __init__(self, handle: Any, lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line]) -> None:
-        loop, self._lines = asyncio.get_running_loop(), lines
-        self._inbox = _inboxes.get(loop) or _inboxes.setdefault(loop, _Inbox())
+    def __init__(
+        self, handle: Any, channels: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _CallChannel]
+    ) -> None:
+        loop, self._channels = asyncio.get_running_loop(), channels
+        self._reply_port = _reply_ports.get(loop) or _reply_ports.setdefault(loop, _ReplyPort())
         self._answer_calls, self.actors = handle.answer_calls, len(handle._ndslice)
-        self._outbox: list[Call] = []
+        self._unsent: list[Call] = []
         self._pending: set[_PendingCall] = set()
         self._is_open = self._is_lost = False
-        number, opened = self._inbox.expect("attend", self.actors)
+        number, opened = self._reply_port.expect("attend", self.actors)
         opened.answer.add_done_callback(self._opened)
         self._attending = loop.create_task(self._attend(handle.attend, number, opened))
 
     @property
     def ended(self) -> bool:
-        """It takes no more calls."""
-        return self._is_lost or self._inbox.reading.done()
+        """Whether it accepts no more calls."""
+        return self._is_lost or self._reply_port.reading.done()
 
     def call(
         self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_answer: Callable[[list[Any]], Any]
     ) -> asyncio.Future[Any]:
-        """Call all actors. Raises what pickling the arguments raises."""
+        """Call all actors. Raises if the arguments cannot be pickled."""
         arguments = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
-        number, pending = self._inbox.expect(endpoint, self.actors, to_answer)
+        number, pending = self._reply_port.expect(endpoint, self.actors, to_answer)
         self._pending.add(pending)
         pending.answer.add_done_callback(lambda _: self._pending.discard(pending))
-        if self._is_open and not self._outbox:
+        if self._is_open and not self._unsent:
             asyncio.get_running_loop().call_soon(self._send)
-        self._outbox.append((number, endpoint, arguments))
+        self._unsent.append((number, endpoint, arguments))
         return pending.answer
 
     def _opened(self, opened: asyncio.Future[Any]) -> None:
@@ -300,23 +306,25 @@ class _Line:
             self._send()
 
     def _send(self) -> None:
-        """Send what is to be sent. An error is that of these calls: the event loop would only log it."""
-        calls, self._outbox = self._outbox, []
+        """Send the queued calls. An error fails these calls: raised here, it would only be logged by the event loop."""
+        calls, self._unsent = self._unsent, []
         if not calls or self._is_lost:
             return
         try:
-            self._answer_calls.broadcast(self._inbox.name, calls)
+            self._answer_calls.broadcast(self._reply_port.name, calls)
         except Exception as error:
             for number, _, _ in calls:
-                self._inbox.fail(number, error)
+                self._reply_port.fail(number, error)
 
     async def _attend(self, attend: Any, number: int, opened: _PendingCall) -> None:
         name = wait_registry.registered_name()
         try:
-            await attend.call(self._inbox.name, name, number, self._inbox.port)  # waits: as long as the actors live
-            self._lose([opened, *self._pending], RuntimeError(f"another process that is {name} is answered instead"))
+            await attend.call(
+                self._reply_port.name, name, number, self._reply_port.port
+            )  # waits: for the actors' whole life
+            self._lose([opened, *self._pending], RuntimeError(f"another process named {name} has taken its place"))
         except asyncio.CancelledError:  # the loop ends
-            self._lines.pop(asyncio.get_running_loop(), None)
+            self._channels.pop(asyncio.get_running_loop(), None)
             raise
         except Exception as error:
             self._lose([opened, *self._pending], error)
@@ -328,16 +336,16 @@ class _Line:
 
 
 def _named(error: Exception, endpoint: str) -> Exception:
-    """The loss of an actor as a call of ``endpoint`` would have reported it."""
+    """The loss of an actor, reported as if by a Monarch call of ``endpoint``."""
     if not isinstance(error, SupervisionError):
         return error
     return SupervisionError(str(error).replace(".attend() failed", f".{endpoint}() failed", 1))
 
 
 class LastingEndpoint:
-    """An endpoint of a handle: Monarch's, but for :meth:`call` and :meth:`call_one`.
+    """Monarch's endpoint of a handle, with persistent calls in place of :meth:`call` and :meth:`call_one`.
 
-    Without a running event loop, and for actors that are lost, these are Monarch's, too: they then say what it says.
+    Without a running event loop, and if the actors are lost, these two are Monarch's as well, and raise its errors.
     """
 
     def __init__(self, handle: Any, name: str, monarchs: Any) -> None:
@@ -347,32 +355,32 @@ class LastingEndpoint:
         return getattr(self._monarchs, name)
 
     def call_one(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        """Ask the one actor of a mesh of one, at once."""
-        line = self._line()
-        if line is None or line.actors != 1:
+        """Call the only actor of a mesh of one. The call is sent even if the result is not awaited."""
+        channel = self._channel()
+        if channel is None or channel.actors != 1:
             return _begun(self._monarchs.call_one(*args, **kwargs))
-        return line.call(self._name, args, kwargs, operator.itemgetter(0))
+        return channel.call(self._name, args, kwargs, operator.itemgetter(0))
 
     def call(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        """Ask every actor of the mesh, at once."""
-        line = self._line()
-        if line is None:
+        """Call every actor of the mesh. The call is sent even if the result is not awaited."""
+        channel = self._channel()
+        if channel is None:
             return _begun(self._monarchs.call(*args, **kwargs))
-        return line.call(self._name, args, kwargs, functools.partial(ValueMesh, self._handle._shape))
+        return channel.call(self._name, args, kwargs, functools.partial(ValueMesh, self._handle._shape))
 
-    def _line(self) -> _Line | None:
-        """The line of the running event loop to the actors, if there is one."""
+    def _channel(self) -> _CallChannel | None:
+        """The running event loop's channel to the actors; None without a loop, or if the channel has ended."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return None
-        lines = vars(self._handle).setdefault("_lines", weakref.WeakKeyDictionary())
-        line: _Line = lines.get(loop) or lines.setdefault(loop, _Line(self._handle, lines))
-        return None if line.ended else line
+        channels = vars(self._handle).setdefault("_channels", weakref.WeakKeyDictionary())
+        channel: _CallChannel = channels.get(loop) or channels.setdefault(loop, _CallChannel(self._handle, channels))
+        return None if channel.ended else channel
 
 
 def _begun(call: Any) -> Awaitable[Any]:
-    """A call of Monarch; on an event loop a task that awaits it, which a caller's frame may have: see :func:`begun`."""
+    """A Monarch call; on an event loop, a task that awaits it, which a caller's frame may hold: see :func:`begun`."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -383,7 +391,7 @@ def _begun(call: Any) -> Awaitable[Any]:
 
 
 def _endpoint(handle: Any, name: Any, method: Any, propagator: Any) -> Any:
-    """Replaces Monarch's ``ActorMesh._endpoint``, which makes the endpoints of a handle."""
+    """Replacement for Monarch's ``ActorMesh._endpoint``, which creates the endpoints of a handle."""
     made = _monarchs_endpoint(handle, name, method, propagator)
     lasting = hasattr(method, LASTING) and issubclass(handle._class, AnswersCalls)
     return LastingEndpoint(handle, name.name, made) if lasting else made
@@ -398,7 +406,8 @@ ActorMesh._endpoint = _endpoint
 if TYPE_CHECKING:
 
     class Actor:
-        """Stands for Monarch's, which has no types: a base class of type ``Any`` would hide unknown endpoints."""
+        """Placeholder for Monarch's class, which is untyped: a base class of type ``Any`` would hide misspelled
+        endpoints from mypy."""
 
 else:
     from monarch.actor import Actor
@@ -408,5 +417,4 @@ class ResilientActor(AnswersCalls, Actor):
     """An actor that survives the loss of the actors that it calls and answers."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """True: a message to a lost process is no failure of its sender, which is Monarch's default."""
-        return True
+        return True  # handled; by default Monarch fails the sender of a message to a lost process

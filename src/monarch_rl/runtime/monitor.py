@@ -1,8 +1,8 @@
 """The process monitor: a second actor in every process of a run, which reports on the process.
 
-Monarch gives each actor an event loop on a thread of its own, so the monitor answers while the first actor is blocked.
-It cannot answer if the whole process is stopped, or if one call holds the interpreter. Then others on the same machine
-inspect the process: the controller, or any other monitor there.
+Monarch runs each actor's event loop on its own thread, so the monitor answers while the first actor is blocked. It
+cannot answer if the whole process is stopped, or if one call holds the GIL. Then another process on the same machine
+inspects it: the controller, or any other monitor there.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from monarch_rl.runtime.lasting_calls import AnswersCalls
 from monarch_rl.runtime.wait_registry import Progress, Wait
 
 TASKS_SHOWN = 20
-"""asyncio tasks of a loop that the stacks include."""
+"""Number of asyncio tasks per event loop that the stacks include."""
 _LIBRARIES = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _EVENT_LOOP = (asyncio.events.__file__, asyncio.base_events.__file__)
-"""The code that runs what is on an event loop."""
+"""Files of the code that runs an event loop's callbacks."""
 STACKS_DEADLINE_S = 5.0
-"""Seconds for py-spy to read another process's stacks; 0.1 is normal."""
+"""Seconds for py-spy to read another process's stacks; normally 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a process reports about itself. Times are its machine's ``time.monotonic()``."""
+    """A process's report on itself. Times are ``time.monotonic()`` of its machine."""
 
     name: str | None
-    """Name of the first actor registered in it; None before that."""
+    """Name of the first actor registered in it; None before the first registration."""
     pid: int
     machine: str
-    """Processes with equal values can inspect each other by pid."""
+    """Processes with the same value can inspect each other by pid."""
     now: float
     waits: list[Wait]
     progress: dict[str, Progress]
@@ -58,30 +58,31 @@ class ProcessReport:
     lags: list[float]
     """Event-loop lags since the previous report, in seconds."""
     helpers: dict[int, str]
-    """Names of the processes that work for it, by pid."""
+    """Names of its helper processes, by pid."""
     piece: GpuOperation | None = None
-    """What its device has not ended."""
+    """Its current GPU operation."""
     helpers_operations: dict[int, GpuOperation] = field(default_factory=dict)
-    """And those of the processes that work for it, by pid."""
+    """Current GPU operations of its helper processes, by pid."""
     blocked_at: str = ""
-    """File and line at which an event loop is that has not run for :data:`presence.PAUSE_S`."""
+    """File and line at which its slowest event loop is blocked; empty unless that has not run for
+    :data:`wait_registry.PAUSE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What the operating system says about a process."""
+    """The state of a process according to the operating system."""
 
     status: str
-    """psutil's, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such process,
-    ``unknown`` if the system does not tell."""
+    """psutil's status, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such
+    process, ``unknown`` if the system denies access."""
     cpu_s: float
-    """CPU seconds that it has used."""
+    """CPU seconds used so far."""
     queued_s: float = 0.0
-    """Seconds for which its threads were ready to run and had no core (``runtime/starvation.py``)."""
+    """Seconds for which its threads were ready to run but had no core (``runtime/starvation.py``)."""
 
 
 class ProcessMonitor(AnswersCalls, Actor):
-    """Reports on its process, and inspects or kills others on its machine."""
+    """Reports on its process, and inspects or kills other processes on its machine."""
 
     @lasting_endpoint
     async def report(self) -> ProcessReport:
@@ -116,7 +117,7 @@ class ProcessMonitor(AnswersCalls, Actor):
 
 def own_report() -> ProcessReport:
     """Report on this process."""
-    # Read before the clock, so that no wait is younger than ``now``.
+    # Read before the clock, so that no wait begins after ``now``.
     waits, progress = wait_registry.waits(), wait_registry.progress_by_kind()
     piece, helpers_operations = operation_in_progress(), wait_registry.helpers_operations()
     heartbeats = [heartbeat for heartbeat, _ in wait_registry.heartbeats().values()]
@@ -137,8 +138,8 @@ def own_report() -> ProcessReport:
 
 
 def _blocked_at() -> str:
-    """Where the slowest event loop is, if it is blocked: the last line that is neither a library's nor ours of the code
-    that it runs; empty if it runs none."""
+    """File and line of the innermost user code on the slowest event loop, if that is blocked; empty if it is not, or
+    runs no user code. User code is neither a library's nor this package's."""
     slowest = max(wait_registry.heartbeats().values(), key=lambda of_loop: of_loop[0].overdue_s(), default=None)
     if slowest is None or slowest[0].overdue_s() < wait_registry.PAUSE_S:
         return ""
@@ -151,7 +152,7 @@ def _blocked_at() -> str:
 
 
 def machine() -> str:
-    """An id of this machine and its PID namespace."""
+    """An ID of this machine and PID namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -160,7 +161,7 @@ def machine() -> str:
 
 
 def state_of(pid: int) -> ProcessState:
-    """State of a process on this machine."""
+    """The state of a process on this machine."""
     try:
         process = psutil.Process(pid)
         used = process.cpu_times()
@@ -181,7 +182,7 @@ def kill(pid: int) -> None:
 
 
 def own_stacks() -> str:
-    """The stacks of all threads of this process, and the position of the tasks of its event loops."""
+    """The stacks of all threads of this process, and where the tasks of its event loops are."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     loops = {thread: name for name, (_, thread) in wait_registry.heartbeats().items()}
     parts = []
@@ -204,9 +205,9 @@ def _position(task: asyncio.Task[object]) -> str:
 def stacks_of(pid: int) -> str:
     """The Python stacks of another process on this machine, read by py-spy, or why they cannot be read.
 
-    py-spy does not pause the process, so this works on a stopped process, too.
+    py-spy does not pause the process, so this also works on a stopped process.
     """
-    installed = Path(sys.executable).with_name("py-spy")  # in a virtual environment that is not activated
+    installed = Path(sys.executable).with_name("py-spy")  # for a virtual environment that is not activated
     command = [str(installed) if installed.is_file() else "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=STACKS_DEADLINE_S)

@@ -1,6 +1,6 @@
-"""What a process sets for itself: how its life is tied to others, a quick end, its title, its garbage collector.
+"""A process's own settings: whose end it follows, a quick exit, its title, and its garbage collector.
 
-Imports nothing heavy: it is imported before Monarch. Linux only: elsewhere nothing is tied.
+Imports nothing heavy, because it is imported before Monarch. Processes end with others on Linux only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import setproctitle
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _owner: int | None = None
-"""The pid of the process for which the fork server has forked this one."""
+"""pid of the process for which the fork server forked this one."""
 
 
 def set_owner(owner: int) -> None:
-    """Note that this process is forked: the fork server ends it when process ``owner`` ends."""
+    """Record that this process was forked by the fork server, which ends it when process ``owner`` ends."""
     global _owner
     _owner = owner
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel send ``number`` to this process when the thread that started it ends.
+    """Have the kernel send signal ``number`` to this process when the thread that started it ends.
 
-    ``parent`` is the pid of the starter: if it has already ended, this process ends at once. If it had this process
-    forked (``fork_server.py``), the two are tied already, and nothing is done.
+    ``parent`` is the pid of the starter: if it has already ended, this process ends at once. Nothing is done if the
+    starter had this process forked (``fork_server.py``), because the server already ends it with its owner.
     """
     if parent is not None and parent == _owner:
         return
@@ -46,7 +46,7 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL; `signal 40` for one of the real-time signals, most of which have no name."""
+    """Name of a signal, such as ``SIGKILL``; ``signal 40`` for real-time signals, most of which have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -64,10 +64,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_quickly(code: int) -> NoReturn:
-    """End this process: run what is registered for its end, but do not take the interpreter apart.
+    """End this process: run the exit handlers, but skip the interpreter's finalization.
 
-    That takes seconds with many libraries, joins threads that nobody needs, and those that go on meanwhile fail with
-    tracebacks.
+    With many libraries, finalization takes seconds, joins threads that are not needed, and makes other threads that
+    still run fail with tracebacks.
     """
     forget()
     atexit._run_exitfuncs()
@@ -78,7 +78,7 @@ def end_quickly(code: int) -> NoReturn:
 
 
 def exit_code_of(run: Callable[[], object]) -> int:
-    """Run a program; the exit code that the interpreter would end with. A program's own result is an exit code, too."""
+    """Run a program; returns the exit code that the interpreter would end with. An integer result is an exit code."""
     try:
         result = run()
     except SystemExit as end:
@@ -95,13 +95,13 @@ def exit_code_of(run: Callable[[], object]) -> int:
 # -- Monarch's threads at the end of a process ------------------------------------------------------------------------
 
 MONARCH_THREAD = "monarch-pytokio"
-"""Name of the threads in which Monarch calls Python, as the system has it."""
+"""The operating system's name of the threads in which Monarch calls Python."""
 MONARCH_END_S = 10.0
-"""Seconds for them to end; with a core for each they take milliseconds."""
+"""Seconds for these threads to end; with a core for each they take milliseconds."""
 
 
 def monarch_threads() -> int:
-    """How many of them this process has; 0 where the system does not say."""
+    """Number of Monarch's threads in this process; 0 if the system is not Linux."""
     found = 0
     with suppress(OSError):  # not Linux
         for thread in os.listdir("/proc/self/task"):
@@ -111,50 +111,50 @@ def monarch_threads() -> int:
 
 
 def let_end() -> None:
-    """Wait until they have ended. Monarch's own exit handler gives them a second. On a machine without cores that is
-    too little, and a thread of Rust that asks for the interpreter while that is taken apart aborts the process."""
+    """Wait until Monarch's threads have ended. Monarch's own exit handler waits for a second, which is too short on a
+    machine without free cores: a Rust thread that acquires the GIL during finalization aborts the process."""
     deadline = time.monotonic() + MONARCH_END_S
     while monarch_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def wait_at_exit() -> None:
-    """Register :func:`let_end` for the end of this process. Before Monarch is imported, because the last that was
-    registered is called first."""
+    """Register :func:`let_end` as an exit handler. Call it before Monarch is imported, because exit handlers run last
+    in, first out."""
     atexit.register(let_end)
 
 
 def forget() -> None:
-    """This process ends without taking the interpreter apart."""
+    """Unregister :func:`let_end`, for a process that skips the interpreter's finalization."""
     atexit.unregister(let_end)
 
 
-# -- Python's collector of reference cycles, kept away from what never becomes garbage --------------------------------
+# -- Python's garbage collector, exempting objects that never become garbage ------------------------------------------
 
 
 def freeze_heap() -> None:
-    """Exempt all objects that exist now from garbage collection. Call it when a process is set up.
+    """Exempt all objects that exist now from garbage collection. Call it once a process is set up.
 
-    Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
-    at all of them: that was more than half of the CPU time of a rollout worker.
+    Imports alone create hundreds of thousands of objects, which live as long as the process. Each full collection
+    visits all of them, which took more than half of the CPU time of a rollout worker.
     """
-    gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
+    gc.collect()  # existing garbage, such as tensors that the set-up left in a cycle, must not be frozen
     gc.freeze()
     atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)  # at the end objects are to go in the usual order, before their modules
+    atexit.register(gc.unfreeze)  # so that objects are freed in the usual order at exit, before their modules
 
 
 def thaw_heap() -> None:
-    """Undo :func:`freeze_heap`, where much of what it exempted was replaced. Not in a forked process: what its fork
-    server has frozen shares its pages with that, and the next collection would copy them."""
+    """Undo :func:`freeze_heap`, after many of the exempted objects were replaced. Not for a forked process: it shares
+    memory pages with the objects that its fork server froze, and the next collection would copy them."""
     gc.unfreeze()
 
 
 def leave_heap() -> None:
-    """Collect nothing at the end of this process: what cycles hold goes with it. Call it early, before other functions
-    are registered for the end, which then run before.
+    """Disable garbage collection at the end of this process, whose memory is freed anyway. Call it early: exit handlers
+    that are registered later run before it.
 
-    The interpreter collects several times while it takes its modules apart: most of what the end of a controller took.
+    The interpreter collects several times during finalization, which took most of the time for a controller to end.
     """
     atexit.register(_leave)
 
@@ -164,13 +164,13 @@ def _leave() -> None:
     gc.disable()
 
 
-# -- the title, which ``ps`` shows ------------------------------------------------------------------------------------
+# -- the process title that ``ps`` shows ------------------------------------------------------------------------------
 
 
 def prepare_titles() -> None:
-    """Have ``setproctitle`` find this process's command line, before the environment is changed: later it cannot.
+    """Let ``setproctitle`` locate this process's command line, which it can only do before the environment changes.
 
-    A title that is longer than the command line would overwrite the environment that others read; not after this.
+    Also prevents a title longer than the command line from overwriting the environment that other processes read.
     """
     before = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"
@@ -181,6 +181,6 @@ def prepare_titles() -> None:
 
 
 def show_title(title: str) -> None:
-    """Have ``ps`` show ``monarch_rl::`` and ``title``."""
+    """Make ``ps`` show ``monarch_rl::{title}``."""
     prepare_titles()
     setproctitle.setproctitle(f"monarch_rl::{title}")

@@ -1,11 +1,11 @@
-"""Temporary folders that are gone when their processes are, also after SIGKILL. Imports nothing heavy.
+"""Temporary folders that are removed when their processes end, even by SIGKILL. Imports nothing heavy.
 
     monarch_rl-4x1c9ab2/    in the temporary directory, locked by each process that keeps it
 
-What libraries leave in the temporary directory (SGLang's and Monarch's sockets) lies in such a folder of the host
-process. It is removed when the host ends, by the rank that started the host if that was killed, and if both were, by
-whoever makes the next one. That rank has a folder, too (:func:`folder_of_process`): its host removes it if the rank was
-killed.
+Files that libraries leave in the temporary directory (SGLang's and Monarch's sockets) lie in such a folder of the host
+process. The host removes it when it ends; if the host is killed, the rank that started it does; and if both are killed,
+the next process that creates such a folder does. The starting rank has a folder as well (:func:`folder_of_process`),
+which its host removes if the rank is killed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from pathlib import Path
 
 PREFIX, UNLOCKED = "monarch_rl-", ".monarch_rl-"
 MADE_HERE = re.compile(rf"\.?{PREFIX}[a-z0-9_]{{8}}")
-"""Names of these folders, before they are locked and from then on."""
+"""Names of these folders, with a leading dot until they are locked."""
 MARK = 0o1700
-"""Mode of these folders from their lock on. Folders that a user has given such a name are not of this mode, and stay.
-Unlike a file in the folder, it is there until the folder is gone."""
+"""Mode of these folders once they are locked. A folder of such a name that a user created does not have this mode, and
+is not removed. Unlike a marker file in the folder, the mode lasts until the folder is gone."""
 LOCKED_S = 3600.0
-"""Seconds within which a folder that was made is locked, by far."""
+"""Seconds after which a folder that is still unlocked counts as left behind: generous, as locking takes a moment."""
 AFTER_OTHERS = -200
-"""When a process's folder is removed at its exit: ``multiprocessing`` removes at -100 what it has put there."""
+"""Exit priority of removing a process's folder: after ``multiprocessing``, which removes its own files at -100."""
 MOST_BYTES = 80
-"""Of a folder's path: that of a Unix socket has at most 107, and libraries put theirs into folders of their own."""
+"""Maximum length of a folder's path in bytes: a Unix socket's path may have 107, and libraries put their sockets into
+subfolders."""
 TEMPORARY = "TMPDIR"
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable with the folder of what torch has compiled, which is to stay; by default in the temporary directory."""
+"""Variable with torch's compilation cache, which must be kept; by default it lies in the temporary directory."""
 
 
 class ScratchFolder:
-    """A new folder, kept until this process removes it, as at the end of a ``with`` block, or ends."""
+    """A new folder, kept until this process ends or removes it, for instance at the end of a ``with`` block."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -51,9 +52,9 @@ class ScratchFolder:
         remove_left(parent)
         unlocked = Path(tempfile.mkdtemp(prefix=UNLOCKED, dir=parent))
         self._lock = keep(unlocked)
-        with suppress(OSError):  # some file systems have no modes: there nobody removes what is left
+        with suppress(OSError):  # on file systems without modes, folders that are left behind are not removed
             unlocked.chmod(MARK)
-        # Others look at this name alone, so nobody takes the folder for one that was left before it is locked.
+        # Renamed only when locked: so no other process takes an unlocked folder of this name for one left behind.
         self.path = unlocked.rename(parent / unlocked.name.replace(UNLOCKED, PREFIX, 1))
 
     def __enter__(self) -> ScratchFolder:
@@ -63,26 +64,26 @@ class ScratchFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder and everything in it."""
         remove(self.path)
         os.close(self._lock)
 
     def variables(self) -> dict[str, str]:
-        """Of processes that are to have it as their temporary directory."""
+        """Environment variables of processes that use the folder as their temporary directory."""
         compiled = os.environ.get(COMPILED) or _compiled()
         self._keep_headers(Path(compiled))
         return {TEMPORARY: str(self.path), COMPILED: compiled}
 
     def _keep_headers(self, compiled: Path) -> None:
-        """torch puts the C++ headers that it has compiled into a folder of the temporary directory, whatever
-        :data:`COMPILED` says. They are to stay, too: a link by the name of that folder leads there."""
-        with suppress(OSError):  # there is one already, or each run compiles its headers
+        """Link torch's folder of precompiled C++ headers to ``compiled``, so that the headers are kept, too: torch puts
+        them into the temporary directory whatever the value of :data:`COMPILED`."""
+        with suppress(OSError):  # the link exists already; without one, each run compiles its headers
             compiled.mkdir(parents=True, exist_ok=True)
             (self.path / Path(_compiled()).name).symlink_to(compiled)
 
     @contextmanager
     def as_temporary_directory(self) -> Iterator[None]:
-        """Have this process, and those that it starts in the block, use it as their temporary directory."""
+        """Within the block, this process, and those that it starts, use the folder as their temporary directory."""
         before = {name: os.environ.get(name) for name in self.variables()}
         try:
             _set(self.variables())
@@ -93,38 +94,39 @@ class ScratchFolder:
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Have this process, and those that it starts in the block, use a folder of their own for what is temporary."""
+    """Within the block, this process, and those that it starts, use a new folder as their temporary directory."""
     with ScratchFolder() as folder, folder.as_temporary_directory():
         yield folder.path
 
 
 @functools.cache
 def folder_of_process() -> ScratchFolder:
-    """The folder of what a library makes once in a process and needs until its end, as Monarch's client does. It is
-    removed at the end of the interpreter, after what ``multiprocessing`` has put there."""
+    """The folder for files that a library creates once per process and needs until its end, as Monarch's client does.
+    It is removed when the interpreter exits, after the files of ``multiprocessing``."""
     folder = ScratchFolder()
     Finalize(None, folder.remove, exitpriority=AFTER_OTHERS)
     return folder
 
 
 def keep(folder: Path) -> int:
-    """Lock a folder, beside others that do, as long as the returned descriptor is open."""
+    """Lock a folder, shared with other processes that do, while the returned descriptor is open."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    with suppress(OSError):  # some file systems lock nothing: there nobody removes what is left either
+    with suppress(OSError):  # on file systems without locks, folders that are left behind are not removed
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return descriptor
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, as far as that is possible."""
+    """Remove a folder, as far as possible."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_left(parent: Path) -> None:
-    """Remove the folders of this user that were made here and nobody keeps: those of processes that were killed."""
+    """Remove this user's folders of this kind in ``parent`` that no process keeps: processes that were killed left them
+    behind."""
     for folder in parent.glob(f"*{PREFIX}*"):
         if MADE_HERE.fullmatch(folder.name):
-            with suppress(OSError):  # it is kept, another user's, or gone
+            with suppress(OSError):  # it is in use, another user's, or gone
                 (_remove_unlocked if folder.name.startswith(UNLOCKED) else _remove_marked)(folder)
 
 
@@ -140,9 +142,9 @@ def _remove_marked(folder: Path) -> None:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Of a process that was killed before it gave the folder its name."""
+    """Remove a folder whose process was killed before it renamed it."""
     if time.time() - folder.lstat().st_mtime > LOCKED_S:
-        folder.rmdir()  # nobody has put anything there
+        folder.rmdir()  # it is empty
 
 
 def _set(variables: dict[str, str] | dict[str, str | None]) -> None:
@@ -151,14 +153,14 @@ def _set(variables: dict[str, str] | dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    tempfile.tempdir = None  # looked up once, and then remembered
+    tempfile.tempdir = None  # tempfile caches the variable's value
 
 
 def _compiled() -> str:
-    """Where torch keeps what it has compiled, if nobody says."""
+    """torch's default compilation cache."""
     try:
         user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # as torch does: a container's user may have no entry
+    except (KeyError, ModuleNotFoundError, OSError):  # as torch does: in a container the user may have no passwd entry
         user = f"uid_{os.getuid()}"
     user = re.sub(r'[\\/:*?"<>|]', "_", user)
     return str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly, and so can another thread.
 
-A second signal, or a timeout, ends it at once. So can another thread.
+A second signal, or a timeout, ends the run at once.
 
-systemd and batch systems signal all processes of a job, and the supervisor passes the signal on: the same one comes
-twice and means one thing.
+systemd and batch systems signal all processes of a job, and the supervisor also forwards the signal. So the same signal
+arriving twice in a short time counts once.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from typing import Any
 logger = logging.getLogger("monarch_rl")
 
 CLEAN_EXIT_S = 20.0
-"""Seconds from the first signal to the end of the process, even if something still runs."""
+"""Seconds from the first signal after which the process is ended, even if something still runs."""
 SAME_S = 2.0
-"""Seconds from the first signal within which the same one again means no more than that."""
+"""Seconds after the first signal within which the same signal is ignored."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Batch systems send SIGUSR1 some time before they end a job, a terminal that closes SIGHUP."""
+"""Batch systems send SIGUSR1 some time before they end a job; a closing terminal sends SIGHUP."""
 
 
 def handled() -> list[signal.Signals]:
-    """:data:`HANDLED`, but no SIGHUP that whoever started this process has it ignore: nohup does."""
+    """:data:`HANDLED`, without SIGHUP if this process was started to ignore it, as nohup does."""
     return [one for one in HANDLED if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Interrupts:
-    """The handling of signals in a block; :func:`interrupts` makes it."""
+    """State of the signal handling within a block of :func:`interrupts`."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         """The first signal."""
         self.received_at = 0.0
-        """On the monotonic clock, in seconds."""
+        """Time of the first signal, ``time.monotonic()``."""
         self.reason: Exception | None = None
         """Why another thread ends the block."""
         self.armed = False
-        """Signals are handled: the block is in the main thread, and has not ended."""
+        """Whether signals are handled: the block runs in the main thread, and has not ended."""
         self.grace_s = 0.0
-        """Seconds for what has to be saved, on top of :data:`CLEAN_EXIT_S`."""
+        """Seconds for saving, in addition to :data:`CLEAN_EXIT_S`."""
         self.take_over: Callable[[], object] | None = None
-        """Called on the running event loop in place of the interrupt: ends what runs there."""
+        """Called on the running event loop instead of raising KeyboardInterrupt; must end what runs there."""
 
     def end(self, reason: Exception) -> None:
-        """End the block from another thread, as a signal would, but have it raise ``reason``."""
-        if self.armed and self.received is None and self.reason is None:  # else it ends already
+        """End the block from another thread, as a signal would, but make it raise ``reason``."""
+        if self.armed and self.received is None and self.reason is None:  # else the block is already ending
             self.reason = reason
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
-    """Within the block the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
-    exits, unless it is the same within :data:`SAME_S`.
+    """Within the block, the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
+    exits at once, unless it is the same signal within :data:`SAME_S`.
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
     Under a running event loop the interrupt is raised between two callbacks, never inside one, so that ``asyncio.run``
     cancels its tasks and their ``finally`` blocks run. With ``raise_in_main=False`` the first signal only starts the
-    timeout (:data:`CLEAN_EXIT_S`). In a thread other than the main one this does nothing.
+    timeout (:data:`CLEAN_EXIT_S`). In a thread other than the main one this function does nothing.
     """
     state = Interrupts()
     if threading.current_thread() is not threading.main_thread():
@@ -87,7 +87,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
             os._exit(128 + number)
         state.received, state.received_at = number, time.monotonic()
         if state.reason is None:
-            logger.warning("%s: stopping (once more after %g s ends at once)", name, SAME_S)
+            logger.warning("%s: stopping (send it again after %g s to end at once)", name, SAME_S)
         watchdog = _watchdog(number, state)
         if not raise_in_main:
             return
@@ -116,7 +116,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
 
 
 def _watchdog(number: int, state: Interrupts) -> threading.Timer:
-    """A timer that ends a process which does not end by itself; it runs."""
+    """Start a timer that ends the process if it has not ended by then."""
     limit_s = CLEAN_EXIT_S + state.grace_s
     timer = threading.Timer(limit_s, _exit_at_once, (number, state.reason, limit_s))
     timer.daemon = True

@@ -1,8 +1,8 @@
-"""How long processes are ready to run and get no core: what tells a starved machine from a run that hangs.
+"""How long processes are ready to run but have no core. This distinguishes a starved machine from a run that hangs.
 
-Linux counts for each thread the time that it was ready to run and had no core (``/proc/PID/task/*/schedstat``). The
-first thread alone says little: most of a process's work is done by others. A process that waits for another one, or for
-nothing, is not ready to run, so its time does not grow.
+Linux counts for each thread the time for which it was ready to run but had no core (``/proc/PID/task/*/schedstat``).
+All threads are read, because the first one does little of a process's work. A process that waits for another one, or is
+idle, is not ready to run, so this time does not grow.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from dataclasses import dataclass
 logger = logging.getLogger("monarch_rl")
 
 HOST_PID_VARIABLE = "MONARCH_RL_HOST_PID"
-"""Set by ``runtime/host.py`` for all processes of one host: those below it are the run's. Not for users."""
+"""pid of the host process, whose descendants are the run's processes on this machine. Set by ``runtime/host.py`` for
+all processes of one host. Not for users."""
 SAME_LOOK_S = 0.2
-"""Seconds for which a look at all processes of the run is used again: many waits end at the same time."""
+"""Seconds for which a look at all processes of the run is reused, because many waits end at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """What a process had of the cores since its threads began, in seconds, over all threads that live."""
+    """Core time of a process in seconds, summed over all threads that are alive, since each began."""
 
     ran_s: float
     queued_s: float
-    """Ready to run, without a core."""
+    """Time ready to run, but without a core."""
 
     def queued_share(self, before: CoreTime, seconds: float) -> float:
-        """The part of the last ``seconds`` that the process would have saved on an idle machine: between 0 and 1.
+        """The share of the last ``seconds`` that the process would have saved on an idle machine, between 0 and 1.
 
-        One thread that is ready to run all the time, and gets a core half of the time, gives 0.5. Threads that run side
-        by side are weighted by what they want.
+        A single thread that is always ready to run and gets a core half of the time gives 0.5. Concurrent threads are
+        weighted by the core time that they want.
         """
-        queued = max(0.0, self.queued_s - before.queued_s)  # threads that end take their times with them
+        queued = max(0.0, self.queued_s - before.queued_s)  # the times of threads that have ended are no longer summed
         ran = max(0.0, self.ran_s - before.ran_s)
         wanted = max(queued + ran, seconds)
         return queued / wanted if wanted > 0 else 0.0
 
 
 def core_time(pid: int) -> CoreTime:
-    """Of a process on this machine; zeros for one that has ended, and where the system is not Linux."""
+    """Core time of a process on this machine; zeros if it has ended, or the system is not Linux."""
     ran = queued = 0
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
@@ -57,7 +58,7 @@ def core_time(pid: int) -> CoreTime:
 
 
 def run_processes() -> list[int]:
-    """The processes of this run on this machine that can be seen from here, with this one."""
+    """pids of the processes of this run on this machine that this process can see, including itself."""
     root = int(os.environ.get(HOST_PID_VARIABLE, os.getpid()))
     below: dict[int, list[int]] = defaultdict(list)
     try:
@@ -66,7 +67,7 @@ def run_processes() -> list[int]:
         return [os.getpid()]
     for name in names:
         if name.isdigit():
-            # After the command, which may have any characters: state and parent.
+            # State and parent follow the command, which may contain any characters.
             fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
             if len(fields) >= 2:
                 below[int(fields[1])].append(int(name))
@@ -80,14 +81,14 @@ def run_processes() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All processes of the run at one time."""
+    """Core times of all processes of the run at one time."""
 
     at: float
     """``time.monotonic()``"""
     processes: Mapping[int, CoreTime]
 
     def most_starved(self, before: Look) -> tuple[int, float]:
-        """The process with the largest :meth:`CoreTime.queued_share` since ``before``, and this share."""
+        """pid of the process with the largest :meth:`CoreTime.queued_share` since ``before``, and that share."""
         seconds = self.at - before.at
         shares = [
             (self.processes[pid].queued_share(before.processes[pid], seconds), pid)
@@ -101,7 +102,7 @@ _last_look = Look(float("-inf"), {})
 
 
 def look(pids: Iterable[int] | None = None) -> Look:
-    """Look at the processes of the run on this machine, or at ``pids``. Takes some milliseconds."""
+    """Read the core times of the run's processes on this machine, or of ``pids``. Takes some milliseconds."""
     global _last_look
     if pids is not None:
         return Look(time.monotonic(), {pid: core_time(pid) for pid in pids})
@@ -111,16 +112,16 @@ def look(pids: Iterable[int] | None = None) -> Look:
 
 
 def warn_if_not_counted() -> None:
-    """Log a warning if no starvation can be seen on this machine."""
+    """Log a warning if starvation cannot be measured on this machine."""
     if not os.path.exists("/proc/self/schedstat"):
         logger.warning(
-            "this system does not count for how long threads wait for a core (/proc/PID/schedstat): deadlines are not "
-            "stretched where it has too few cores, and a process that gets none counts as idle"
+            "this system does not record how long threads wait for a core (/proc/PID/schedstat). If it has too few "
+            "cores, deadlines are not stretched, and a process that gets no core counts as idle"
         )
 
 
 def _read(path: str) -> bytes:
-    """A small file; empty if its process or thread has ended."""
+    """Contents of a small file of /proc; empty if its process or thread has ended."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

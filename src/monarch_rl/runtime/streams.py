@@ -1,11 +1,11 @@
-"""Streams of accelerators: the only place that makes them, and that waits for work on them.
+"""Streams of accelerators. Only this module creates them and waits for work on them.
 
-Training computes on the default stream of its device. What moves, compresses or sums weights does so on streams of
-its own, one for each thread (:class:`SideThread`). No stream ever waits for another one: where one needs what another
-has computed, a thread first waits for its own stream and then lets the other thread begin. docs/weights.md, "Streams",
-says why no circle of waits is possible then; ``tools/lint_streams.py`` finds what does not use this module.
+Training computes on the default stream of its device. Moving, compressing and summing weights use side streams, one
+per thread (:class:`SideThread`). No stream ever waits for another: if one needs the result of another, a thread first
+waits for its own stream and then lets the other thread begin. docs/weights.md, "Streams", explains why waits cannot
+form a cycle; ``tools/lint_streams.py`` finds code that does not use this module.
 
-On a CPU work is done when a call returns, and all of this does nothing.
+On a CPU, work is done when a call returns, so this module does nothing there.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ import torch
 T = TypeVar("T")
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-5, 1e-3
-"""Between two questions whether a stream is done; a transfer takes milliseconds at least."""
+"""Seconds between two checks whether a stream is done; a transfer takes milliseconds at least."""
 
 
 def device_module(device: torch.device) -> Any:
-    """torch's module for a device's streams and events, such as ``torch.cuda``; None on a CPU, which has none."""
+    """torch's module for a device's streams and events, such as ``torch.cuda``; None for a CPU, which has no
+    streams."""
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def finish_current(device: torch.device) -> None:
-    """Wait for what the calling thread has enqueued on its current stream, and for nothing else on the device."""
+    """Wait for the work that the calling thread has enqueued on its current stream, and nothing else on the device."""
     module = device_module(device)
     if module is not None:
-        module.current_stream(device).synchronize()  # streams: of the thread that calls
+        module.current_stream(device).synchronize()  # streams: only the calling thread's
 
 
 def finish_device(device: torch.device) -> None:
-    """Wait for all that this process has enqueued on a device. Not for a process that trains."""
+    """Wait for all work that this process has enqueued on a device. Not for a process that trains."""
     module = device_module(device)
     if module is not None:
-        module.synchronize(device)  # streams: of a process that only decodes
+        module.synchronize(device)  # streams: all, in a process that only decodes
 
 
 _free: dict[tuple[Any, torch.device], list[Any]] = defaultdict(list)
-"""By a device and its module: streams that were given back. torch makes no more than 32 that differ, and then gives the
-same one to two threads, so these are used again."""
+"""Streams that were given back, by module and device. They are reused, because torch creates at most 32 distinct
+streams and then gives the same one to two threads."""
 _freeing = threading.Lock()
 
 
 class SideStream:
-    """A stream beside the default one. It is nobody else's until :meth:`give_back`."""
+    """A stream other than the default one, for exclusive use until :meth:`give_back`."""
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = device_module(device), device
@@ -63,19 +64,19 @@ class SideStream:
         with _freeing:
             free = _free[self._module, self._device]
             for index, stream in enumerate(free):
-                if stream.query():  # one may still have a broadcast on it that nobody could abort
+                if stream.query():  # False, for example, for a stream with a broadcast that could not be aborted
                     return free.pop(index)
         return self._module.Stream(self._device)
 
     def give_back(self) -> None:
-        """Let others have it once all that is enqueued on it is done. Not to be used after that."""
+        """Give the stream to others once all work enqueued on it is done. Do not use it after this call."""
         if self._module is not None:
             with _freeing:
                 _free[self._module, self._device].append(self._stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Enqueue what the block does on this stream. When the block ends, all of it is done; not if it raises."""
+        """Enqueue the block's work on this stream. When the block ends the work is done, unless the block raises."""
         if self._module is None:
             yield
             return
@@ -84,9 +85,9 @@ class SideStream:
             self._stream.synchronize()
 
     def wait(self, until: float, stop: threading.Event) -> bool:
-        """Wait for what is enqueued, but not beyond ``until`` (``time.monotonic()``) nor once ``stop`` is set.
+        """Wait for the enqueued work, until ``until`` (``time.monotonic()``) or until ``stop`` is set.
 
-        Returns whether it is done. Unlike ``synchronize`` this ends if the work does not.
+        Returns whether the work is done. Unlike ``synchronize`` this returns even if the work never ends.
         """
         if self._module is None:
             return True
@@ -103,7 +104,8 @@ class SideStream:
 
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Enqueue what the block does on a stream beside the default one; when the block ends, all of it is done."""
+    """Enqueue the block's work on a stream other than the default one. When the block ends the work is done, unless the
+    block raises."""
     stream = SideStream(device)
     try:
         with stream.use():
@@ -113,11 +115,11 @@ def on_side_stream(device: torch.device) -> Iterator[None]:
 
 
 class SideThread:
-    """A thread with a stream of its own; it does one call after the other.
+    """A thread with its own stream, which runs one call at a time.
 
     Args:
-        name: of the thread.
-        device: of the stream.
+        name: name of the thread.
+        device: device of the stream.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -126,7 +128,8 @@ class SideThread:
         self._closed = False
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call on the thread, under its stream; returns when all that the call has enqueued is done."""
+        """Run ``call`` on the thread, with its stream as the current one; returns when all work that it enqueued is
+        done."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._run, call, arguments)
 
     def _run(self, call: Callable[..., T], arguments: tuple[Any, ...]) -> T:
@@ -134,8 +137,8 @@ class SideThread:
             return call(*arguments)
 
     def close(self) -> None:
-        """Take no more calls. The one under way goes on, and nobody waits for it. May be called again."""
+        """Accept no more calls, without waiting for the current one. May be called more than once."""
         if not self._closed:
             self._closed = True
-            self._executor.submit(self.stream.give_back)  # after the call under way, which uses it
+            self._executor.submit(self.stream.give_back)  # after the current call, which uses the stream
             self._executor.shutdown(wait=False)

@@ -1,14 +1,15 @@
-"""Starts a recipe, and starts it again when it has lost a process that it cannot do without, its controller included.
+"""Runs a recipe, and restarts it after the loss of a process that it cannot do without, including its controller.
 
     python -m monarch_rl.runtime.supervisor recipes/grpo.py --steps 500 ...
 
-The recipe says in a file where its run's folder is, and when it ends whether it may go on. It is started again only if
-it may and has a checkpoint, and a bounded number of times without a newer one. If it ends while it comes up again, that
-counts, too. Signals are passed on to it. Under torchrun, ``--max-restarts`` does all this. Imports nothing heavy.
+The recipe writes the folder of its run to a file, and when it ends, whether it may resume. It is restarted only if it
+may and has a checkpoint, and only a limited number of times without a newer checkpoint. An attempt that ends during its
+start-up counts, too. Signals are forwarded to the recipe. Under torchrun, use ``--max-restarts`` instead. Imports
+nothing heavy.
 
-    --restarts N        without a newer checkpoint; by default the recipe's --checkpoint.restarts
-    --stopped-s S       a recipe whose process is stopped (SIGSTOP) for S seconds is killed and started again; 3600 by
-                        default, 0 waits for it without a bound
+    --restarts N        maximum restarts without a newer checkpoint; default: the recipe's --checkpoint.restarts
+    --stopped-s S       kill and restart a recipe whose process is stopped (SIGSTOP) for S seconds; default: 3600; 0
+                        never does
 """
 
 from __future__ import annotations
@@ -31,42 +32,42 @@ from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.runtime.signals import handled
 
 NOTES = "MONARCH_RL_SUPERVISED"
-"""Variable with the file in which a supervised recipe says where its run is, and whether it may go on."""
+"""Variable with the file in which a supervised recipe writes the folder of its run and whether it may resume."""
 RESUMES = "MONARCH_RL_RESUMES"
-"""Variable with the folder of the run that a recipe goes on with, because it was started again."""
+"""Variable with the folder of the run that a restarted recipe resumes."""
 RESTARTS = 3
-"""Until a recipe has said its own number: the default of ``--checkpoint.restarts``."""
+"""Used until the recipe has reported its own number: the default of ``--checkpoint.restarts``."""
 STOPPED_S = 3600.0
-"""Default of ``--stopped-s``: longer than a pause at a debugger, shorter than a night."""
+"""Default of ``--stopped-s``: longer than a pause in a debugger, shorter than a night."""
 LOOK_S = 1.0
-"""Seconds between two looks at whether the recipe's process is stopped."""
+"""Seconds between two checks whether the recipe's process is stopped."""
 ENDED_S = 20.0
-"""Seconds for what a killed controller has left to end: its host process needs four."""
+"""Seconds for the processes of a killed controller to end: its host process needs four."""
 
 
 def note(run: Path, **values: Any) -> None:
-    """Tell the supervisor, if there is one, of the run in a folder: these values, and those that it was told before."""
+    """Report the run's folder and ``values`` to the supervisor, if there is one, in addition to earlier values."""
     path = os.environ.get(NOTES)
     if path is not None:
         partial = Path(f"{path}.partial")
         with suppress(OSError):  # the supervisor is gone
             partial.write_text(json.dumps(_read(Path(path)) | values | {"run": str(run)}))
-            partial.replace(path)  # at once: a process may be killed at any time
+            partial.replace(path)  # atomically: this process may be killed at any time
 
 
 def follow_supervisor() -> None:
-    """In a supervised recipe: end like at SIGTERM when the supervisor is killed."""
+    """In a supervised recipe: end as if by SIGTERM when the supervisor is killed."""
     if NOTES in os.environ:
         die_with_parent(signal.SIGTERM, os.getppid())
 
 
 class Supervisor:
-    """Runs a command until it ends for good.
+    """Runs a command, and restarts it, until it ends for good.
 
     Args:
-        command: of the recipe.
-        restarts: without a newer checkpoint; None is what the recipe says.
-        stopped_s: seconds for which the recipe's process may be stopped; 0 is without a bound.
+        command: command line of the recipe.
+        restarts: maximum restarts without a newer checkpoint; None means the number that the recipe reports.
+        stopped_s: seconds for which the recipe's process may be stopped; 0 means any time.
     """
 
     def __init__(self, command: Sequence[str], restarts: int | None = None, stopped_s: float = STOPPED_S) -> None:
@@ -74,13 +75,15 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._interrupted = False
         self._stopped = False
-        """The last attempt was killed because it was stopped."""
+        """Whether the last attempt was killed because it was stopped for too long."""
 
     def run(self, resumed: Path | None = None, cause: str = "") -> int:
-        """The exit code of the last attempt: that of the recipe, or 128 + the number of the signal that killed it.
+        """Run the command until it ends for good. Returns the exit code of the last attempt, or 128 + the number of the
+        signal that killed it.
 
         Args:
-            resumed: a run that has ended already, for ``cause``, and is to go on.
+            resumed: folder of a run to resume, which has already ended.
+            cause: why that run ended.
         """
         for number in handled():
             signal.signal(number, self._pass_on)
@@ -92,11 +95,11 @@ class Supervisor:
             while True:
                 if resumed is not None:
                     attempts += 1
-                    print(f"going on with {resumed} from {latest} (restart {attempts} of {restarts}): {cause}")
+                    print(f"resuming {resumed} from {latest} (restart {attempts} of {restarts}): {cause}")
                 code = self._attempt(notes, resumed)
                 _wait_for_orphans()
                 state = _read(notes)
-                if not state and resumed is not None:  # it ended while it came up again
+                if not state and resumed is not None:  # it ended during its start-up
                     state = {"run": str(resumed), "goes_on": True}
                 if code == 0 or self._interrupted:
                     return code
@@ -110,31 +113,31 @@ class Supervisor:
                     if latest is not None and attempts < restarts:
                         continue
                 if state.get("goes_on") or again:
-                    print(f"not started again. What ended the run first: {first_cause}", file=sys.stderr)
+                    print(f"not restarted. First cause of the run's end: {first_cause}", file=sys.stderr)
                 return code
 
     def _attempt(self, notes: Path, resumed: Path | None) -> int:
         notes.unlink(missing_ok=True)
         environment = os.environ | {NOTES: str(notes)} | ({} if resumed is None else {RESUMES: str(resumed)})
         sys.stdout.flush()
-        # In a session of its own: a Ctrl-C in the terminal comes here, and is passed on once.
+        # In its own session, so that a Ctrl-C in the terminal reaches only this process, which forwards it once.
         self._child = subprocess.Popen(self._command, env=environment, start_new_session=True)
         if self._interrupted:
             self._child.terminate()
         self._stopped = self._stopped_s > 0 and self._kill_if_stopped(self._child)
-        code = self._child.wait()  # waits: as long as the run, whose waits have deadlines
+        code = self._child.wait()  # waits: for the whole run, whose own waits have deadlines
         return code if code >= 0 else 128 - code
 
     def _kill_if_stopped(self, child: subprocess.Popen[bytes]) -> bool:
-        """Wait until the recipe's process ends. Kills it, and returns True, once it is stopped for too long.
+        """Wait until the recipe's process ends. Kills it, and returns True, once it has been stopped for too long.
 
-        Looks are counted, not seconds: nobody is at fault while this process is stopped, too.
+        Counts checks instead of seconds, so that time in which this process is stopped itself does not count.
         """
         ended, looks = select.poll(), 0
         descriptor = os.pidfd_open(child.pid)
         try:
             ended.register(descriptor, select.POLLIN)
-            while not ended.poll(1000 * LOOK_S):  # waits: as long as the run
+            while not ended.poll(1000 * LOOK_S):  # waits: for the whole run
                 looks = looks + 1 if _is_stopped(child.pid) else 0
                 if looks * LOOK_S >= self._stopped_s:
                     child.kill()
@@ -145,7 +148,7 @@ class Supervisor:
 
     def _how(self, code: int) -> str:
         if self._stopped:
-            return f"the controller was stopped for {self._stopped_s:g} s (--stopped-s) and was killed"
+            return f"the controller was killed after it was stopped for {self._stopped_s:g} s (--stopped-s)"
         return f"the controller ended by {signal_name(code - 128) if code > 128 else f'exit code {code}'}"
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -171,14 +174,14 @@ def _read(notes: Path) -> dict[str, Any]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal: a debugger's stop has another letter."""
+    """Whether a signal has stopped the process. (A debugger's stop has another state letter.)"""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
     return False
 
 
 def _wait_for_orphans() -> None:
-    """Until nothing runs that the recipe has started: its memory and its devices are needed again."""
+    """Wait until all processes of the recipe have ended, because their memory and devices are needed again."""
     until = time.monotonic() + ENDED_S
     with suppress(ChildProcessError):
         while time.monotonic() < until:

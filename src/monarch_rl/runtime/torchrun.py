@@ -1,13 +1,13 @@
-"""From a torchrun job to one Monarch host per node.
+"""Rendezvous of a torchrun job, with one Monarch host per node.
 
-Global rank 0 is the controller. It listens on a TCP port, for which the other ranks ask in torchrun's own store. Each
-rank keeps one connection to it for the whole run: the ranks that start a host (local rank 0 of each node) send its
-address, and all ranks receive how the run ended. A controller that is killed closes its connections, so nobody has to
-poll for it.
+Global rank 0 is the controller. It listens on a TCP port, which the other ranks request through torchrun's own store.
+Each rank keeps one connection to it for the whole run: the ranks that start a host (local rank 0 of each node) send its
+address, and all ranks receive how the run ended. If the controller is killed its connections close, so no rank has to
+poll it.
 
-torchrun may start the ranks again, with the same store and what earlier ranks have left in it, and tells them no number
-that all of them share: TORCHELASTIC_RESTART_COUNT is that of each agent, which a new machine begins at 0. So each rank
-asks under a name that it has just made up, and only a controller that lives can answer to that.
+torchrun may restart the ranks with the same store, which still contains the entries of earlier ranks, and gives them no
+attempt number that all ranks share: TORCHELASTIC_RESTART_COUNT is counted by each agent, and starts at 0 on a new
+machine. So each rank asks under a new random key, which only a live controller can answer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from monarch_rl.runtime.network import LOOPBACK, meeting_store
 logger = logging.getLogger("monarch_rl")
 
 MEETING_S = 3600.0
-"""Seconds for all ranks to connect. torchrun starts them together, but each node first downloads the model if it lacks
-it: an hour is 60 GB at 17 MB/s. If a rank fails instead, torchrun ends the others of its machine at once."""
+"""Seconds for all ranks to connect. torchrun starts them together, but each node first downloads the model if it does
+not have it: an hour is enough for 60 GB at 17 MB/s. If a rank fails instead, torchrun ends the others on its machine at
+once."""
 _CHECK_S = 1.0
 """Seconds between two checks of a follower whether its own host is alive."""
 _ANSWER_S = 0.1
-"""Seconds between two looks of the controller for ranks that ask."""
+"""Seconds between two checks of the controller for requests of ranks."""
 _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -59,19 +60,22 @@ class Rank:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank = cls(*(int(os.environ[name]) for name in names))
         if rank.world_size % rank.local_world_size:
-            raise ValueError("all nodes of a launch need the same --nproc-per-node")
+            raise ValueError(
+                f"WORLD_SIZE {rank.world_size} is not a multiple of LOCAL_WORLD_SIZE {rank.local_world_size}: start "
+                "all nodes of the launch with the same --nproc-per-node"
+            )
         return rank
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job."""
+        """Number of nodes."""
         return self.world_size // self.local_world_size
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` without torchrun's variables.
 
-    With TORCHELASTIC_USE_AGENT_STORE, a process of a mesh would wait for a store that its own mesh never serves.
+    With TORCHELASTIC_USE_AGENT_STORE set, a mesh process would wait for a store that its mesh never serves.
     """
     return {
         name: value
@@ -82,12 +86,12 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one node of the job offers to the run."""
+    """A node of the job."""
 
     address: str
     """Address of its Monarch host."""
     devices: tuple[str, ...]
-    """Its CUDA devices, as entries for CUDA_VISIBLE_DEVICES."""
+    """Its CUDA devices, as entries of CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class Peer:
     _pending: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
-        # A machine that loses power closes no connection: have the kernel notice within 10 + 3 * 5 seconds.
+        # A machine that loses power does not close its connections: the kernel notices after 10 + 3 * 5 seconds.
         for level, option, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -109,15 +113,21 @@ class Peer:
 
     @property
     def own_ip(self) -> str:
-        """The address at which the other end reaches this machine."""
+        """The address at which the other end can reach this machine."""
         return str(self.connection.getsockname()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message."""
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float, what: str) -> dict[str, Any]:
-        """Return the next message. Raises :class:`DeadlineExceeded`, or ConnectionError when the other end closed."""
+        """Return the next message.
+
+        Args:
+            seconds: deadline.
+            what: description of what is awaited, for errors.
+
+        Raises :class:`DeadlineExceeded`, or ConnectionError if the other end closed the connection.
+        """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._pending:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -134,7 +144,7 @@ class Peer:
 
 
 class Controller:
-    """Global rank 0's side."""
+    """Global rank 0's side of the rendezvous."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -149,7 +159,7 @@ class Controller:
     ) -> tuple[str | None, HostProcess, list[Node]]:
         """Wait for all ranks and start this node's host.
 
-        Returns the address at which the other nodes reach this one (None if there are none), this node's host
+        Returns the address at which the other nodes can reach this one (None if there are no others), this node's host
         process, and all nodes in order. Raises :class:`DeadlineExceeded`, which names the missing ranks.
         """
         nodes: dict[int, Node] = {}
@@ -177,7 +187,7 @@ class Controller:
         return ip, host, [nodes[index] for index in range(self._rank.nodes)]
 
     def _answer(self, missing: Sequence[int]) -> None:
-        """Tell the ranks that ask where this process listens."""
+        """Answer the requests of ranks with the port on which this process listens."""
         for rank in missing:
             if self._store.check([f"rank {rank}"]):
                 name = self._store.get(f"rank {rank}")
@@ -186,21 +196,21 @@ class Controller:
                     self._answered.add(name)
 
     def report_success(self) -> None:
-        """Tell all ranks that the run succeeded. Without this call they fail when this process ends."""
+        """Notify all ranks that the run succeeded. Without this call they fail when this process ends."""
         for rank, peer in self._peers.items():
             try:
                 peer.send({"end": "done"})
             except OSError as error:
-                logger.warning("rank %d had left before the end of the run: %s", rank, error)
+                logger.warning("rank %d ended before the run did: %s", rank, error)
 
     def close(self) -> None:
-        """Close all connections. Ranks that have not received ``done`` fail now."""
+        """Close all connections. Ranks that have not received ``done`` fail."""
         for peer in self._peers.values():
             peer.connection.close()
 
 
 class Follower:
-    """The side of every other rank."""
+    """Every other rank's side of the rendezvous."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -222,7 +232,7 @@ class Follower:
         self._peer.send(hello)
 
     def wait(self) -> bool:
-        """Wait for the end of the run, or of the controller; returns whether the run succeeded."""
+        """Wait for the end of the run, of the controller, or of this node's host; returns whether the run succeeded."""
         while True:
             try:
                 return self._peer.receive(_CHECK_S, "the end of the run")["end"] == "done"
@@ -236,7 +246,7 @@ class Follower:
                 return False
 
     def close(self, seconds: float) -> None:
-        """End this node's host, if this rank started it, and all processes below it."""
+        """End this node's host and all its descendants, if this rank started it."""
         if self._host is not None:
             self._host.end(seconds)
 

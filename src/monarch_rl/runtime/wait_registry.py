@@ -1,7 +1,8 @@
-"""What a process knows about itself: its actors, what they wait for, their progress, the processes they started.
+"""Per-process registry of the process's actors, their waits, their progress, and their helper processes.
 
-The process's actors write it; its monitor (``runtime/monitor.py``) reads it on another thread, so that it can be
-reported while an actor's event loop is blocked. It is kept per process, because processes are what fails.
+The process's actors write it; the process monitor (``runtime/monitor.py``) reads it on another thread, so that it can
+be reported while an actor's event loop is blocked. There is one registry per process, because processes are the units
+that fail.
 """
 
 from __future__ import annotations
@@ -21,55 +22,55 @@ from dataclasses import dataclass
 from monarch_rl.runtime.device_work import GpuOperation
 
 CONTROLLER = "controller"
-"""Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
+"""Name of the recipe's own process in waits. It waits for all others, and only forwards messages."""
 BEAT_S = 0.25
-"""Seconds between two heartbeats of an event loop. Each wakes its process: at 0.1 s that was 0.14 % of a core, in every
-process of a run, also where nothing is to do."""
+"""Seconds between two heartbeats of an event loop. Each one wakes its process: at 0.1 s that took 0.14 % of a core in
+every process of a run, including idle ones."""
 PAUSE_S = 1.0
-"""Lag of an event loop from which on it counts as paused: its process was stopped, had no core, or was blocked."""
+"""Lag in seconds from which an event loop counts as paused: its process was stopped, had no core, or was blocked."""
 WAITS_PER_PROCESS = 16
-"""Waits on the same process that are reported: the oldest distinct ones. An actor may have hundreds."""
+"""Maximum number of reported waits on the same process: the oldest distinct ones. An actor may have hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait that is under way."""
+    """A wait that has not ended."""
 
     waiter: str
-    """Who waits: ``"trainer rank 1"``."""
+    """Name of the waiting actor: ``"trainer rank 1"``."""
     what: str
-    """What it waits for; completes "waits for ...": ``"the batch of step 41"``."""
+    """What is awaited; completes "waits for ...": ``"the batch of step 41"``."""
     on: str
     """Who has to deliver it: the name of a process (``"generator 1"``), of all of a kind (``"rollout workers"``), or of
-    something outside the run (``stall.OUTSIDE``). Empty if it is not a single party."""
+    something outside the run (``stall.OUTSIDE``). Empty if no single party does."""
     since: float
-    """``time.monotonic()`` of this machine, in seconds."""
+    """Start of the wait, ``time.monotonic()`` of this machine."""
     deadline_s: float
-    """Seconds after which the wait ends with an error; infinite if another party keeps the deadline."""
+    """Seconds after which the wait ends with an error; infinite if something else enforces the deadline."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How often something was done, and when last."""
+    """How often the run advanced in some way, and when it last did."""
 
     count: int
-    """Times so far."""
+    """Number of times so far."""
     last: float
-    """``time.monotonic()`` of the last time."""
+    """Last time, ``time.monotonic()``."""
 
 
 class Heartbeat:
-    """Measures the lag of an event loop: the seconds by which a sleep of :data:`BEAT_S` ends too late."""
+    """Measures the lag of an event loop: the seconds by which a sleep of :data:`BEAT_S` ends late."""
 
     def __init__(self) -> None:
         self.last_beat = time.monotonic()
-        """When the loop last ran."""
+        """When the loop last ran, ``time.monotonic()``."""
         self.lags: deque[float] = deque(maxlen=4096)
-        """Lags since the last :meth:`take_lags`."""
+        """Lags since the last :meth:`take_lags`, in seconds."""
         self._paused_s = 0.0
 
     async def run(self) -> None:
-        """Beat for as long as the loop runs."""
+        """Beat while the loop runs."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(BEAT_S)
@@ -84,7 +85,7 @@ class Heartbeat:
         return max(0.0, time.monotonic() - self.last_beat - BEAT_S)
 
     def paused_s(self) -> float:
-        """Seconds so far in which the loop should have run and did not, in pauses of :data:`PAUSE_S` and more."""
+        """Total seconds for which the loop should have run but did not, in pauses of at least :data:`PAUSE_S`."""
         overdue_s = self.overdue_s()
         return self._paused_s + (overdue_s if overdue_s >= PAUSE_S else 0.0)
 
@@ -98,7 +99,7 @@ class Heartbeat:
 
 _names: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.WeakKeyDictionary()
 _heartbeats: dict[str, tuple[Heartbeat, asyncio.Task[None], int]] = {}
-"""By name: the heartbeat, its task, and the thread of the loop."""
+"""By actor name: the heartbeat, its task, and the loop's thread."""
 _more_waits: dict[str, Callable[[], Sequence[Wait]]] = {}
 _helpers: dict[int, str] = {}
 _helpers_operations: dict[int, Callable[[], GpuOperation | None]] = {}
@@ -111,8 +112,8 @@ def register(name: str, more_waits: Callable[[], Sequence[Wait]] | None = None) 
     """Name the actor of the running event loop, and monitor the loop. A second call with the same name changes nothing.
 
     Args:
-        name: the name in messages, such as ``"trainer rank 1"``.
-        more_waits: returns what this actor waits for without awaiting it, such as leases that others hold. Called on
+        name: name in messages, such as ``"trainer rank 1"``.
+        more_waits: returns waits of this actor that it does not await, such as leases that others hold. Called on
             another thread, at any time.
     """
     loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ def register(name: str, more_waits: Callable[[], Sequence[Wait]] | None = None) 
 
 
 def name_loop(name: str) -> None:
-    """Name the running event loop, of which no actor is registered: what waits there does so by this name."""
+    """Name the running event loop without registering an actor: waits on this loop use the name."""
     _names[asyncio.get_running_loop()] = name
 
 
@@ -138,7 +139,8 @@ def unregister(name: str) -> None:
 
 
 def current_name() -> str:
-    """Who waits on this thread: the actor registered on its loop, else the process's first, else the process."""
+    """Name of the waiter on this thread: the actor registered on its loop, else the process's first actor, else the
+    process."""
     try:
         name = _names.get(asyncio.get_running_loop())
     except RuntimeError:
@@ -147,12 +149,12 @@ def current_name() -> str:
 
 
 def registered_name() -> str:
-    """The name of the actor registered on the running event loop; empty without one."""
+    """The name of the actor registered on the running event loop; empty if there is none."""
     return _names.get(asyncio.get_running_loop(), "")
 
 
 def paused_s() -> float:
-    """Seconds for which the running event loop was paused so far; 0 if no actor is registered on it."""
+    """Total seconds for which the running event loop was paused; 0 if no actor is registered on it."""
     heartbeat = _heartbeats.get(_names.get(asyncio.get_running_loop(), ""))
     return heartbeat[0].paused_s() if heartbeat is not None else 0.0
 
@@ -163,20 +165,20 @@ def process_name() -> str | None:
 
 
 def begin_wait(what: str, on: str = "", deadline_s: float = math.inf) -> int:
-    """Record a wait until :func:`end_wait` of the number that this returns."""
+    """Record the start of a wait; returns its number, for :func:`end_wait`."""
     number = next(_numbers)
     _waits[number] = Wait(current_name(), what, on, time.monotonic(), deadline_s)
     return number
 
 
 def end_wait(number: int) -> None:
-    """The wait is over."""
+    """Record the end of a wait."""
     del _waits[number]
 
 
 @contextmanager
 def waiting(what: str, on: str = "", deadline_s: float = math.inf) -> Iterator[None]:
-    """Record a wait while the block runs. The caller keeps the deadline; :func:`deadlines.within` does both."""
+    """Record a wait while the block runs. The caller enforces the deadline; :func:`deadlines.within` does both."""
     number = begin_wait(what, on, deadline_s)
     try:
         yield
@@ -185,7 +187,8 @@ def waiting(what: str, on: str = "", deadline_s: float = math.inf) -> Iterator[N
 
 
 def waits() -> list[Wait]:
-    """The waits of this process, oldest first; of those on the same process, the oldest few distinct ones."""
+    """The waits of this process, oldest first; at most :data:`WAITS_PER_PROCESS` distinct ones per waiter and awaited
+    process, the oldest."""
     under_way = list(_waits.copy().values())
     for more_waits in list(_more_waits.values()):
         under_way += more_waits()
@@ -206,12 +209,12 @@ def progress(kind: str) -> None:
 
 
 def progress_by_kind() -> dict[str, Progress]:
-    """The progress of this process so far, by kind."""
+    """This process's progress so far, by kind."""
     return _progress.copy()
 
 
 def heartbeats() -> dict[str, tuple[Heartbeat, int]]:
-    """By name: the heartbeat of a loop, and the loop's thread."""
+    """By actor name: the heartbeat of its loop, and the loop's thread."""
     return {name: (heartbeat, thread) for name, (heartbeat, _, thread) in _heartbeats.copy().items()}
 
 
@@ -226,10 +229,13 @@ def name_of(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def helper(pid: int, name: str, piece: Callable[[], GpuOperation | None] | None = None) -> None:
-    """Record that process ``pid`` of this machine works for this one, as ``name``. It is inspected from outside.
+    """Record that process ``pid`` of this machine is a helper of this one, called ``name``. Helpers have no monitor:
+    the watch inspects them from other processes.
 
     Args:
-        piece: returns what its device has not ended. Called on another thread, at any time.
+        pid: pid of the helper.
+        name: name in messages.
+        piece: returns the helper's current GPU operation. Called on another thread, at any time.
     """
     _helpers[pid] = name
     if piece is not None:
@@ -243,10 +249,10 @@ def no_helper(pid: int) -> None:
 
 
 def helpers_operations() -> dict[int, GpuOperation]:
-    """What the devices of helpers have not ended, by pid."""
+    """Current GPU operations of helpers, by pid."""
     return {pid: piece for pid, read in _helpers_operations.copy().items() if (piece := read()) is not None}
 
 
 def helpers() -> dict[int, str]:
-    """Names of the processes that work for this one, by pid."""
+    """Names of this process's helpers, by pid."""
     return _helpers.copy()

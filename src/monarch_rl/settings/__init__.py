@@ -1,1 +1,1 @@
-"""The range of each number that a user sets, declared beside the setting and checked when settings are made."""
+"""Settings whose allowed values are declared with each field and checked when the settings are created."""

@@ -1,11 +1,11 @@
-"""Which values a setting may have: declared beside it, and checked when the settings are made.
+"""Allowed values of settings: declared with each field, and checked when the settings are created.
 
     @dataclass(frozen=True)
     class LossSettings(CheckedSettings, flags="trainer.loss"):
         clip_low: Annotated[float, Range(0, 0.99)] = 0.2
 
 ``LossSettings(clip_low=math.nan)`` raises ``ValueError: trainer.loss.clip-low must be a finite number, got nan: give 0
-to 0.99``, also when it is made from the command line.
+to 0.99``, also if it is created from the command line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from ``low`` to ``high``, both included unless ``above`` is set."""
+    """The numbers from ``low`` to ``high``, both included; without ``low`` if ``above`` is set."""
 
     low: float
     high: float
     note: str = ""
-    """What a special value means, for messages: "0 is off"."""
+    """Meaning of a special value, for messages: "0 is off"."""
     above: bool = False
-    """``low`` itself is refused."""
+    """Whether ``low`` itself is refused."""
 
     def __contains__(self, value: float) -> bool:
         return (self.low < value if self.above else self.low <= value) and value <= self.high
@@ -40,40 +40,40 @@ class Range:
         return f"{'above ' if self.above else ''}{plain(self.low)} to {plain(self.high)}"
 
     def complaint(self, value: float) -> str:
-        """What is wrong with a number outside, to be read after the setting's name."""
+        """What is wrong with a number outside the range; follows the setting's name in a message."""
         if value > self.high:
-            said = f"must be at most {plain(self.high)}"
+            complaint = f"must be at most {plain(self.high)}"
         elif self.low == 0:
-            said = "must be positive" if self.above else "must not be negative"
+            complaint = "must be positive" if self.above else "must not be negative"
         else:
-            said = f"must be {'above' if self.above else 'at least'} {plain(self.low)}"
-        return f"{said} ({self.note})" if self.note else said
+            complaint = f"must be {'above' if self.above else 'at least'} {plain(self.low)}"
+        return f"{complaint} ({self.note})" if self.note else complaint
 
 
 FOREVER_S = 1e9
-"""30 years: the longest deadline."""
+"""Longest deadline in seconds: 30 years."""
 SEED = Range(0, 2**31 - 1)
-"""Seeds that numpy, torch and SGLang all take."""
+"""Seeds that numpy, torch and SGLang all accept."""
 
 
 class CheckedSettings:
-    """Base of the dataclasses of settings. A derived class that has a ``__post_init__`` calls this one first.
+    """Base class of settings dataclasses. A derived class with a ``__post_init__`` must call this one's first.
 
-    Checked are: every value has the type of its field, as Python gives it, too; every float is finite; numbers are in
-    the :class:`Range` of their field, if it has one; words are among those of their ``Literal``. A class that declares
-    a field anew keeps the range of its base, unless it gives another.
+    Checks that every value has its field's type, including values passed in Python; that every float is finite; that
+    numbers lie in the :class:`Range` of their field, if it has one; and that strings are among those of their
+    ``Literal``. A class that redeclares a field keeps the range of its base, unless it declares another.
     """
 
     _flags: ClassVar[str] = ""
 
     def __init_subclass__(cls, flags: str | None = None) -> None:
-        """``flags``: what stands before the names of the fields on a recipe's command line."""
+        """``flags``: prefix of the field names on a recipe's command line."""
         super().__init_subclass__()
         if flags is not None:
             cls._flags = flags
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the setting's flag, the value, and what may be given."""
+        """Raises ValueError with the setting's flag, the value, and the allowed values."""
         for name, (allowed, words) in _limits(type(self)).items():
             value = getattr(self, name)
             parts = value if isinstance(value, tuple) else (value,)
@@ -84,12 +84,13 @@ class CheckedSettings:
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """A field's name on the command line, without the dashes before it."""
+        """A field's name on the command line, without the leading dashes."""
         return f"{cls._flags}.{name}".lstrip(".").replace("_", "-")
 
 
 def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
-    """For each field: the range of its numbers, None if any is allowed, and its words, empty if any is allowed."""
+    """For each field: the range of its numbers, None if any number is allowed, and its allowed strings, empty if any
+    string is allowed."""
     allowed: dict[str, Range] = {}
     for base in settings.__mro__:
         if dataclasses.is_dataclass(base):
@@ -109,14 +110,14 @@ C = TypeVar("C", bound=CheckedSettings)
 
 
 def to_plain(settings: CheckedSettings) -> dict[str, Any]:
-    """Settings as JSON has them: tuples as lists, paths as text."""
+    """Settings as JSON types: tuples become lists, paths become strings."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(cast(Any, settings)), default=str))
     return values
 
 
 def from_plain(settings: type[C], values: Mapping[str, Any]) -> C:
-    """The inverse of :func:`to_plain`. Raises ValueError for a field that ``settings`` does not have, and for values
-    that it refuses."""
+    """The inverse of :func:`to_plain`. Raises ValueError for fields that ``settings`` does not have, and for invalid
+    values."""
     names = {field.name for field in dataclasses.fields(cast(Any, settings))}
     if unknown := sorted(values.keys() - names):
         raise ValueError(f"{settings.__name__} has no {unknown[0]}")
@@ -134,7 +135,7 @@ def _from_plain(hint: Any, value: Any) -> Any:
 
 
 def plain(number: float) -> str:
-    """A number as one writes it: 8,192 or 0.99."""
+    """A number in plain notation: 8,192 or 0.99."""
     return f"{int(number):,}" if number == int(number) and abs(number) < 1e15 else f"{number:g}"
 
 
@@ -143,7 +144,7 @@ def _extras(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """The words of a type, or of each element of a tuple, that allows no other string."""
+    """The allowed strings of a type, or of each element of a tuple type; empty if it allows any string."""
     if get_origin(hint) is tuple:
         return _words(get_args(hint)[0])
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -153,7 +154,7 @@ def _words(hint: Any) -> tuple[str, ...]:
 
 
 def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str | None:
-    """What is wrong with one value, and what to give instead."""
+    """What is wrong with one value, and the allowed values; None if it is valid."""
     give = f": give {allowed}" if allowed is not None else ""
     if isinstance(value, str):
         if value in words or not (words or allowed):
@@ -176,15 +177,15 @@ _KINDS: dict[Any, tuple[type, str]] = {
     float: (numbers.Real, "a number"),
     int: (numbers.Integral, "a whole number"),
     bool: (bool, "true or false"),
-    str: (str, "a text"),
+    str: (str, "a string"),
     Path: (Path, "a Path"),
     types.NoneType: (types.NoneType, "None"),
 }
-"""The types of fields, what their values may be, and how messages call them."""
+"""By field type: the type of allowed values, and its name in messages."""
 
 
 def _wrong_type(value: Any, hint: Any, allowed: Range | None) -> str | None:
-    """What is wrong with a value that has not the type of its field, and what to give instead."""
+    """What is wrong with a value that does not have its field's type, and the allowed values; None if it does."""
     if _fits(value, hint):
         return None
     give = f": give {allowed}" if allowed is not None else ""
@@ -209,7 +210,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
-    """A type, to be read after "must be"."""
+    """Name of a type, to follow "must be" in a message."""
     members = get_args(hint)
     if get_origin(hint) is Annotated:
         return _name(members[0])

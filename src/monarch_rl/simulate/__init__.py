@@ -1,1 +1,1 @@
-"""What a run would cost: the same `Run` in virtual time."""
+"""Prediction of a run's speed and policy lag: the same `Run` in virtual time."""

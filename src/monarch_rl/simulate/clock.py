@@ -1,8 +1,8 @@
-"""An asyncio event loop in virtual time: where a real one would sleep until its next timer, it sets its clock to it.
+"""An asyncio event loop in virtual time: instead of sleeping until its next timer, it advances its clock to it.
 
-Code that knows time only by its event loop (``asyncio.sleep``, ``asyncio.timeout``, ``loop.call_at``, ``within``,
-``now``) runs in it unchanged: the same order of events as with real waits in between, without the waits. Nothing
-depends on the machine, so a run is the same every time.
+Code that takes time only from its event loop (``asyncio.sleep``, ``asyncio.timeout``, ``loop.call_at``, ``within``,
+``now``) runs on it unchanged, with the same order of events as in real time but without the waits. Nothing depends on
+the machine, so runs are deterministic.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class NothingLeft(RuntimeError):
-    """Everybody waits and no timer is set: a real run would hang here."""
+    """All tasks wait and no timer is set: a real run would hang."""
 
 
 class _Jump(selectors.SelectSelector):
-    """Does not wait: it moves the clock by the time that it should have waited."""
+    """A selector that does not wait, but advances the clock by the timeout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,16 +30,16 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise NothingLeft(f"at {self.clock:g} s of virtual time everybody waits and no timer is set")
+            raise NothingLeft(f"deadlock at {self.clock:g} s of virtual time: all tasks wait and no timer is set")
         self.clock += max(timeout, 0.0)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The event loop; its clock starts at 0. It serves no sockets, and threads do their work at once (see below)."""
+    """The event loop. Its clock starts at 0. It serves no sockets, and executors run functions at once."""
 
     virtual = True
-    """Deadlines on this loop leave no time out, whatever the machine does (``runtime/deadlines.py``)."""
+    """Deadlines on this loop are never stretched, whatever the machine does (``runtime/deadlines.py``)."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Call ``func`` at once: a thread's work takes no virtual time, and the clock must not run ahead of it."""
+        """Call ``func`` at once: work on a thread takes no virtual time, and the clock must not advance meanwhile."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

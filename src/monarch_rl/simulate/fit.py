@@ -1,4 +1,4 @@
-"""Plan and costs of a run that was made: read from its folder."""
+"""Plan and costs of a real run, read from its folder."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerC
 from monarch_rl.simulate.run import Plan
 
 WARM_UP = 0.25
-"""Share of the steps, at the beginning, that are not read: compilation, caches, an empty buffer."""
+"""Share of the first steps that are skipped: compilation, caches, an empty buffer."""
 WINDOW = 8
-"""Steps that are read together: replicas count tokens when a request ends, so a short step may have none."""
+"""Number of steps that are aggregated: replicas count tokens when a request ends, so a short step may have none."""
 CALLS = 5
-"""Calls of a step, one after the other, in which no trainer rank computes or waits for a batch: update, trained,
-snapshot, and two of the observer's."""
+"""Consecutive calls per step during which no trainer rank computes or waits for a batch: update, trained, snapshot, and
+two of the observer's."""
 FLAT = 0.1
-"""A number that spreads by less than this share of its mean says nothing about a slope."""
+"""Relative standard deviation of ``x`` below which no slope is fitted."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run that was made, as read from its folder."""
+    """A real run, read from its folder."""
 
     plan: Plan
     costs: Costs
     step_s: float
-    """Mean seconds between steps, to compare a prediction with."""
+    """Mean seconds per step, for comparison with a prediction."""
 
 
 def read_run(folder: Path) -> Made:
     """Fit the costs to ``settings.json``, ``metrics.jsonl`` and ``rollouts.jsonl`` of a run folder.
 
-    The files do not say, so these are 0 or unlimited: prefill and scores (their time counts as decoding), the KV cache.
+    The files do not contain the costs of prefill and scores, which are set to 0 (their time counts as decoding), nor
+    the size of the KV cache, which is unlimited.
 
     Raises:
-        ValueError: a file is missing, is too short, or was written by a version that did not log what is needed.
+        ValueError: a file is missing or too short, or was written by a version that did not log the required metrics.
     """
     settings, rows, samples = _files(folder)
     rows = rows[int(len(rows) * WARM_UP) :]
@@ -76,9 +77,9 @@ def read_run(folder: Path) -> Made:
 
 
 def line(x: np.ndarray, y: np.ndarray, flat: Literal["constant", "slope"]) -> tuple[float, float]:
-    """``(a, b)``, neither negative, that bring ``a + b x`` closest to ``y`` (least squares).
+    """Least-squares fit of ``a + b x`` to ``y`` with nonnegative ``(a, b)``.
 
-    Where ``x`` hardly varies, all of ``y`` counts as ``a`` or as ``b x``, as ``flat`` says.
+    If ``x`` hardly varies, all of ``y`` counts as ``a`` (``flat="constant"``) or as ``b x`` (``flat="slope"``).
     """
     through_origin = float(np.sum(x * y) / np.sum(x * x))
     if np.std(x) <= FLAT * np.mean(x):
@@ -90,8 +91,8 @@ def line(x: np.ndarray, y: np.ndarray, flat: Literal["constant", "slope"]) -> tu
 
 
 def group_share(groups: dict[Any, list[float]]) -> float:
-    """The share of the variance of ranks that the members of a group have in common (one-way analysis of variance,
-    on normal scores); 0 if too few groups have two members."""
+    """Share of the variance of ranks that the members of a group have in common (one-way analysis of variance on normal
+    scores); 0 if fewer than four groups have two or more members."""
     groups = {name: values for name, values in groups.items() if len(values) > 1}
     if len(groups) < 4:
         return 0.0
@@ -117,7 +118,7 @@ def _lengths(samples: list[dict[str, Any]], limit: int) -> Distribution:
 
 
 def _decode(rows: list[dict[str, Any]], max_running: int) -> DecodeCosts:
-    """Time of a decoding step by the number of sequences: the replicas' busy seconds / the steps that they made."""
+    """Fit the time of a decoding step to the number of sequences: the replicas' busy seconds / their decoding steps."""
     seconds = _column(rows, "time/step_s")
     busy_s = (1 - _column(rows, "generator/idle_share")) * _column(rows, "generator/replicas") * seconds
     starts = range(0, len(rows) - WINDOW + 1, WINDOW) or range(1)
@@ -127,7 +128,7 @@ def _decode(rows: list[dict[str, Any]], max_running: int) -> DecodeCosts:
 
     tokens = windows(_column(rows, "tokens_per_second") * seconds)
     if not tokens.all():
-        raise ValueError("the replicas finished no request in some of the steps: the run is too short to read")
+        raise ValueError("the replicas finished no request in some of the steps: the run is too short to be fitted")
     running = windows(_column(rows, "generator/running") * busy_s) / windows(busy_s)
     running = np.minimum(running, max_running)
     a, b = line(running, running * windows(busy_s) / tokens, flat="constant")
@@ -140,7 +141,7 @@ def _trainer(rows: list[dict[str, Any]], devices: int) -> TrainerCosts:
 
 
 def _between_s(rows: list[dict[str, Any]]) -> float:
-    """Mean seconds of a step that the trainer neither computed, nor copied, nor waited for a batch."""
+    """Mean seconds per step in which the trainer neither computed, nor copied, nor waited for a batch."""
     trainer_s = _column(rows, "trainer/wait_s") + _column(rows, "trainer/step_s")
     between_s = float(np.mean(_column(rows, "time/step_s") - trainer_s)) - _median(rows, "weights/snapshot_ms") / 1e3
     return max(0.0, between_s)
@@ -151,7 +152,7 @@ def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dic
         settings = json.loads((folder / "settings.json").read_text())
         metrics, rollouts = ((folder / f"{name}.jsonl").read_text() for name in ("metrics", "rollouts"))
     except OSError as error:
-        raise ValueError(f"{folder} is not the folder of a run: {error}") from error
+        raise ValueError(f"{folder} is not a run folder: {error}") from error
     rows = [row for row in map(json.loads, metrics.splitlines()) if "time/step_s" in row]
     samples = [json.loads(text) for text in rollouts.splitlines()]
     if len(rows) < 8 or not samples:
@@ -163,11 +164,14 @@ def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     values = [row.get(name) for row in rows]
     found = np.asarray([value for value in values if value is not None], float)
     if len(found) < len(values):
-        raise ValueError(f"metric {name} is missing in {len(values) - len(found)} steps of the run: it is too old")
+        raise ValueError(
+            f"metric {name} is missing in {len(values) - len(found)} steps of the run, which an older version made: "
+            "use a newer run"
+        )
     return found
 
 
 def _median(rows: list[dict[str, Any]], name: str) -> float:
-    """0 where no step has it: nothing was served yet."""
+    """Median of a metric; 0 if no step has it, because no version was served yet."""
     found = [row[name] for row in rows if row.get(name) is not None]
     return float(np.median(found)) if found else 0.0

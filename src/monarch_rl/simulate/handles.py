@@ -1,6 +1,6 @@
-"""Handles of actors that live in this very process: what ``ProcMesh.spawn`` returns, without Monarch's processes.
+"""Handles of actors in this process, which replace the handles that ``ProcMesh.spawn`` returns.
 
-The loop, the publisher, the workers and the trainer know the others only by such handles, so they run unchanged.
+The loop, the publisher, the workers and the trainer access other actors only through handles, so they run unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 
 
 class LocalMesh:
-    """Calls go to the ``actors``, objects with endpoints or plain coroutine methods, and cost ``call_s`` seconds."""
+    """A mesh of local actors.
+
+    Args:
+        actors: objects with endpoints or plain coroutine methods.
+        call_s: seconds that each call takes.
+    """
 
     def __init__(self, actors: Sequence[Any], call_s: float = 0.0) -> None:
         self._actors = list(actors)
@@ -21,12 +26,12 @@ class LocalMesh:
         self.extent = SimpleNamespace(labels=["rank"], sizes=[len(self._actors)])
 
     def slice(self, rank: int) -> LocalMesh:
-        """A mesh of one actor."""
+        """A mesh of only the actor with this rank."""
         return LocalMesh([self._actors[rank]], self._call_s)
 
     def __getattr__(self, name: str) -> _Calls:
         calls = _Calls([(actor, _function(type(actor), name)) for actor in self._actors], self._call_s)
-        setattr(self, name, calls)  # found at once the next time
+        setattr(self, name, calls)  # cached: the next access does not reach __getattr__
         return calls
 
 
@@ -45,15 +50,15 @@ class _Calls:
         if self._call_s:
             await asyncio.sleep(self._call_s)
         calls = [function(actor, *args) for actor, function in self._targets]
-        answers = await asyncio.gather(*calls)  # waits: the caller has the deadline
+        answers = await asyncio.gather(*calls)  # waits: the caller enforces the deadline
         return dict(enumerate(answers))
 
     async def _later(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
         await asyncio.sleep(self._call_s)
-        return await function(*args)  # waits: as above
+        return await function(*args)  # waits: the caller enforces the deadline
 
 
 def _function(kind: type, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The coroutine function behind an endpoint: Monarch keeps what it wraps in ``_method``."""
+    """The coroutine function behind an endpoint: Monarch keeps the wrapped function in ``_method``."""
     found = getattr(kind, name)
     return inspect.unwrap(getattr(found, "_method", found))

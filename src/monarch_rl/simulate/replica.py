@@ -1,8 +1,8 @@
-"""A generator replica whose decoding is a latency model: continuous batching, counted in stretches of equal steps.
+"""A simulated generator replica: a latency model of continuous batching, computed in spans of equal steps.
 
-Between two events (a sequence joins or ends, a commit) every step takes the same time, so the model needs
-one event for each of these and none for a token. Stands for :class:`monarch_rl.generator.actor.Generator`, and for the
-:class:`~monarch_rl.generator.connection.ReplicaConnection` that a dispatcher has to it.
+Between two events (a sequence joins or ends, a commit) every decoding step takes the same time, so the model processes
+these events but not single tokens. Replaces both :class:`monarch_rl.generator.actor.Generator` and a dispatcher's
+:class:`~monarch_rl.generator.connection.ReplicaConnection` to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from monarch_rl.generator.settings import InFlight
 from monarch_rl.simulate.costs import Costs
 
 ALMOST = 1e-6
-"""Steps by which a sequence may miss its end: rounding of the clock."""
+"""Tolerance in steps for the end of a sequence, because the clock is rounded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,16 +33,17 @@ class _Sequence:
     length: int
     answer: asyncio.Future[Completion]
     began: float = 0.0
-    """Steps of the replica when it joined."""
+    """The replica's step count when the sequence joined."""
 
 
 class SimulatedReplica:
     """One replica.
 
     Args:
-        costs: of the run.
-        grain: tokens that one token of the simulation stands for.
-        in_flight: what becomes of running sequences at a commit (:class:`GeneratorSettings`).
+        costs: latencies of the run.
+        grain: number of real tokens per simulated token.
+        in_flight: treatment of running sequences at a commit (:class:`GeneratorSettings`).
+        devices: number of devices of the replica.
     """
 
     def __init__(self, costs: Costs, grain: int, in_flight: InFlight, devices: int) -> None:
@@ -54,28 +55,29 @@ class SimulatedReplica:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[tuple[float, int, _Sequence]] = []
-        """A heap: steps at the end, order of joining, sequence."""
+        """A heap of (step count at its end, order of joining, sequence)."""
         self._joined = 0
         self._kv = 0
         self._cached: set[int] = set()
-        """Groups whose prompt was computed under the version that is served."""
+        """Groups whose prompt was computed under the served version."""
         self._steps = 0.0
+        """Number of decoding steps so far."""
         self._at = self._stalled_until = 0.0
-        """When steps were last counted, and until when decoding stands still."""
+        """When steps were last counted, and until when decoding is paused."""
         self._timer: asyncio.TimerHandle | None = None
         self._commit: asyncio.Future[None] | None = None
-        """There while a commit goes on; under drain, the commit waits for it."""
+        """Set while a commit is in progress; with ``drain``, the commit waits for it."""
         self._pausing = False
         self._marks: list[tuple[float, int]] = [(-math.inf, 0)]
-        """Steps from which a version draws."""
+        """(step count, version) from which a version samples."""
         self._tokens = self._prefilled = 0
         self._busy_s = self._request_s = 0.0
 
-    # -- what a dispatcher asks ----------------------------------------------------------------------------------------
+    # -- for a dispatcher ----------------------------------------------------------------------------------------------
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """As ``ReplicaConnection.ask``. The prompt's first id names the group; the seed, which must be there,
-        its episode."""
+        """Like ``ReplicaConnection.ask``. The prompt's first token ID identifies the group; the seed, which is
+        required, identifies the episode."""
         group = prompt_ids[0]
         tokens = self._costs.length.draw(group, sampling.seed)
         length = min(max(1, round(tokens / self._grain)), sampling.max_new_tokens)
@@ -86,32 +88,32 @@ class SimulatedReplica:
         return sequence.answer
 
     def cancel_requests(self, why: str) -> None:
-        """As ``ReplicaConnection.cancel_requests``; no simulated replica is ever lost."""
+        """Raises RuntimeError: ``ReplicaConnection.cancel_requests`` is for lost replicas, which are not simulated."""
         raise RuntimeError(f"requests of a simulated replica were cancelled: {why}")
 
-    # -- what the publisher and the observer ask -------------------------------------------------------------------
+    # -- for the publisher and the observer ------------------------------------------------------------------------
 
     async def weights_setup(self, manifest: Any, settings: Any) -> float:
-        """Nothing to allocate; a transfer's deadline is long enough for running sequences, too."""
+        """Does nothing. Returns 0: the deadline of a transfer covers running sequences, too."""
         return 0.0
 
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Nothing to connect."""
+        """Does nothing."""
 
     async def ready(self) -> None:
-        """A simulated replica is always ready."""
+        """Returns at once: a simulated replica is always ready."""
 
     async def lives(self) -> None:
-        """Never returns: no simulated replica is lost."""
-        await asyncio.Event().wait()  # waits: as long as the run
+        """Never returns: simulated replicas are not lost."""
+        await asyncio.Event().wait()  # waits: for the whole run
 
     async def receive(self, version: int, snapshot: int) -> int:
-        """The transfer, while decoding goes on."""
+        """Simulate the transfer; decoding continues meanwhile."""
         await asyncio.sleep(self._costs.transfer_s)
         return 1
 
     async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
-        """Stop decoding for the copy, then draw with ``version``."""
+        """Pause decoding for the copy, then sample with ``version``."""
         self._count()
         self._commit = self._loop.create_future()
         if self._in_flight == "drain" and self._running:
@@ -148,12 +150,12 @@ class SimulatedReplica:
 
     @property
     def _step_s(self) -> float:
-        """Seconds in which every running sequence gets one (simulated) token."""
+        """Seconds in which every running sequence gets one simulated token."""
         decode = self._costs.decode
         return self._grain * (decode.step_s + decode.sequence_s * len(self._running))
 
     def _count(self) -> None:
-        """Count steps and busy time up to now; nothing has changed since the last call."""
+        """Count steps and busy time since the last call. Must be called before every change of running sequences."""
         now = self._loop.time()
         requests = len(self._running) + len(self._waiting)
         if requests and not self._pausing:
@@ -168,7 +170,7 @@ class SimulatedReplica:
         self._stalled_until = max(self._stalled_until, self._at) + seconds
 
     def _turn(self) -> None:
-        """After ``_count``: end sequences that are complete, start those that fit, set the timer to the next change."""
+        """After ``_count``: end complete sequences, start those that fit, and set the timer to the next change."""
         while self._running and self._running[0][0] <= self._steps + ALMOST:
             self._end(heapq.heappop(self._running)[2])
         if self._commit is not None and not self._running and not self._commit.done():
@@ -189,7 +191,7 @@ class SimulatedReplica:
         self._turn()
 
     def _admit(self) -> None:
-        """Start all requests that can: their prompts are computed together, and decoding goes on after that."""
+        """Start all requests that fit: their prompts are computed together, and then decoding continues."""
         decode, computed = self._costs.decode, 0
         while self._waiting and self._commit is None and len(self._running) < decode.max_running:
             one = self._waiting[0]
@@ -210,14 +212,14 @@ class SimulatedReplica:
     def _end(self, one: _Sequence) -> None:
         self._kv -= self._prompt + one.length
         self._tokens += one.length
-        if one.answer.done():  # its worker was cancelled
+        if one.answer.done():  # the requesting worker was cancelled
             return
         n = one.length
         completion = Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), self._versions(one), "stop")
         one.answer.set_result(completion)
 
     def _versions(self, one: _Sequence) -> np.ndarray:
-        """The version that drew each token."""
+        """The version that sampled each token."""
         first = bisect_right(self._marks, one.began, key=lambda mark: mark[0]) - 1
         marks = self._marks[first:]
         starts = [0, *(min(one.length, max(0, math.ceil(at - one.began - ALMOST))) for at, _ in marks[1:]), one.length]

@@ -1,4 +1,4 @@
-"""A whole run in virtual time: the recipe's loop, publisher, buffer and workers, with latency models for the rest."""
+"""A whole run in virtual time: the real loop, publisher, buffer and workers, and latency models for everything else."""
 
 from __future__ import annotations
 
@@ -37,38 +37,39 @@ from monarch_rl.tasks.task import Outcome, Policy, Task
 from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
-"""A deadline that no simulated wait reaches: long waits show in the figures and are no errors."""
+"""A deadline that no simulated wait reaches: long waits show in the metrics and are not errors."""
 ANSWER_GRAINS = 64
-"""Simulated tokens of a mean answer, if the grain is automatic: step times differ by under 1 % from grain 1."""
+"""Simulated tokens in a mean answer, if the grain is automatic: step times differ by less than 1 % from grain 1."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: sizes and devices."""
+    """Sizes and devices of a run."""
 
     groups_per_step: int = 32
-    """Prompts of one optimiser step."""
+    """Prompts per optimizer step."""
     group_size: int = 8
-    """Episodes of a prompt."""
+    """Episodes per prompt."""
     trainer_devices: int = 4
     """Devices of the trainer."""
     replicas: int = 4
     """Generator replicas."""
     tp: int = 1
-    """Devices of a replica."""
+    """Devices per replica."""
     workers: int = 1
-    """Rollout workers; each chooses replicas by its own requests alone."""
+    """Rollout workers; each chooses replicas by its own requests only."""
     concurrent_groups: int = 0
-    """Groups that a worker plays at once; 0 is as many as the buffer has slots."""
+    """Concurrent groups per worker; 0 is as many as the buffer has slots."""
     scorer_processes: int = 1
-    """Scores that a worker computes at once."""
+    """Concurrent scores per worker."""
     stage_concurrency: int = 8
-    """Groups that may be in stages at once, in each worker."""
+    """Concurrent groups in stages, per worker."""
     in_flight: InFlight = "continue"
-    """What becomes of running sequences at a commit (generator.in-flight)."""
+    """Treatment of running sequences at a commit (generator.in-flight)."""
     buffer: BufferSettings = field(default_factory=BufferSettings)
     seed: int = 0
-    """Seed of all random numbers. It fixes the lengths whatever else is set, so settings can be compared."""
+    """Seed of all random numbers. It determines the lengths independently of all other settings, so settings can be
+    compared."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -83,38 +84,41 @@ class Plan:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 1 or self.concurrent_groups < 0:
-            raise ValueError("group-size must be at least 1, concurrent-groups not negative")
+            raise ValueError(
+                f"group-size must be at least 1 and concurrent-groups must not be negative, got {self.group_size} and "
+                f"{self.concurrent_groups}"
+            )
         if self.places is None:
-            raise ValueError("concurrent-groups must be given for a stream: its buffer has no slots to count")
+            raise ValueError("set concurrent-groups: a stream's buffer has no slots from which to derive it")
 
     @property
     def places(self) -> int | None:
-        """Groups that a worker plays at once."""
+        """Concurrent groups per worker."""
         slots = self.buffer.slots_for(self.groups_per_step)
         return self.concurrent_groups or (None if slots is None else -(-slots // self.workers))
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """The figures of a run, without its first steps."""
+    """Metrics of a run, without its first steps."""
 
     step_s: float
-    """Seconds between optimiser steps."""
+    """Seconds per optimizer step."""
     trainer_idle_share: float
     generator_idle_share: float
     running: float
     """Mean number of requests in a replica while it has any."""
     tokens_per_s: float
-    """Tokens per second drawn by all replicas."""
+    """Tokens per second sampled by all replicas."""
     lag: tuple[float, ...]
-    """Share of the trained tokens by lag 0, 1, ..."""
+    """Share of the trained tokens with policy lag 0, 1, ..."""
     order_wait_share: float
     """Share of the time in which enough groups were complete but a slow one was due."""
     wasted_share: float
-    """Share of the drawn tokens that are not trained: filtered, late, rejected."""
+    """Share of the sampled tokens that are not trained: filtered, late, rejected."""
     steps: int
     run_s: float
-    """Seconds of all steps, by the event loop's clock."""
+    """Seconds of all steps on the event loop's clock."""
     wall_s: float
     """Real seconds that the simulation took."""
 
@@ -124,16 +128,16 @@ class RunMetrics:
 
 
 def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> RunMetrics:
-    """Simulate ``steps`` optimiser steps and sum up those after the first ``warm_up``.
+    """Simulate ``steps`` optimizer steps; returns the metrics of those after the first ``warm_up``.
 
     Args:
-        grain: tokens that one simulated token stands for; 0 chooses by the mean length.
+        grain: number of real tokens per simulated token; 0 chooses it by the mean length.
 
     Raises:
         ValueError: the settings contradict each other.
     """
     if not 0 <= warm_up < steps:
-        raise ValueError(f"warm-up {warm_up} leaves nothing of {steps} steps")
+        raise ValueError(f"warm-up must be at least 0 and less than steps ({steps}), got {warm_up}")
     grain = grain or max(1, int(costs.length.average / ANSWER_GRAINS))
     return run_virtual(_predict(plan, costs, steps, warm_up, grain))
 
@@ -145,7 +149,7 @@ async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: in
 
 
 def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
-    """The settings of a run over existing actors; no step or transfer may take ``deadline_s``."""
+    """Settings of a run with existing actors; ``deadline_s`` is the deadline of steps and transfers."""
     return RunSettings(
         groups_per_step=plan.groups_per_step,
         update_deadline_s=deadline_s,
@@ -155,11 +159,13 @@ def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
 
 
 async def measure(run: Run, steps: int, warm_up: int) -> RunMetrics:
-    """Make ``steps`` optimiser steps and sum up those after the first ``warm_up``; in real time with real handles.
+    """Run ``steps`` optimizer steps; returns the metrics of those after the first ``warm_up``.
+
+    In real time if the run has real handles.
 
     Raises:
         RuntimeError: an episode failed.
-        DeadlineExceeded: a batch did not come in time.
+        DeadlineExceeded: a batch was not ready in time.
     """
     started, wall = now(), time.perf_counter()
     rows: list[dict[str, float]] = []
@@ -168,7 +174,7 @@ async def measure(run: Run, steps: int, warm_up: int) -> RunMetrics:
         rows.append(await run.step())
         if step == warm_up:
             first = await run.counts()
-        if step == steps:  # not later: by then groups under way have been dropped
+        if step == steps:  # not after the loop: by then unfinished groups have been dropped
             last = await run.counts()
     if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
         raise RuntimeError(f"episodes failed: {', '.join(failed)}")
@@ -178,11 +184,20 @@ async def measure(run: Run, steps: int, warm_up: int) -> RunMetrics:
 def _figures(
     rows: list[dict[str, float]], first: Counts, last: Counts, steps: int, run_s: float, wall_s: float
 ) -> RunMetrics:
-    """Sums and means over the counted steps; ``first`` and ``last`` are the buffer's counts around them."""
+    """Sums and means over the measured steps.
+
+    Args:
+        rows: metrics of the measured steps.
+        first: the buffer's counts before the measured steps.
+        last: the buffer's counts after the measured steps.
+        steps: number of all steps.
+        run_s: seconds of all steps on the event loop's clock.
+        wall_s: real seconds of all steps.
+    """
     seconds = np.asarray([row["time/step_s"] for row in rows])
 
     def mean(name: str) -> float:
-        """Weighted by the time of each step."""
+        """Mean weighted by the duration of each step."""
         return float(np.average([row[name] for row in rows], weights=seconds))
 
     lag = _difference(last.lag_counts, first.lag_counts)
@@ -209,9 +224,9 @@ def _difference(after: list[int], before: list[int]) -> np.ndarray:
 
 
 def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
-    """The actors of a simulated run: real buffer and workers, with latency models for trainer, engines and scores."""
+    """The actors of a simulated run: real buffer and workers, and latency models of trainer, engines and scores."""
 
-    def mesh(*actors: Any) -> Any:  # stands for the handle of the real actor: tests/simulate/test_handles.py
+    def mesh(*actors: Any) -> Any:  # replaces the handle of the real actor: tests/simulate/test_handles.py
         return LocalMesh(actors, costs.call_s)
 
     buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
@@ -221,14 +236,14 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
     for worker in rollout:
         worker.set_up(buffer, replicas)
     for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
-        wait_registry.unregister(name)  # there is no watch, and virtual hours have many heartbeats of 50 ms
+        wait_registry.unregister(name)  # there is no watch, and virtual hours would have many heartbeats
     workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
     generators = ActorPool("generator", "generator", {index: mesh(replica) for index, replica in enumerate(replicas)})
     return Actors(buffer, trainer, generators, workers)
 
 
 class SimulatedTrainer:
-    """The whole trainer mesh as one rank: ranks share a batch by tokens and wait for each other."""
+    """The whole trainer mesh as one rank, because ranks split a batch by tokens and wait for each other."""
 
     def __init__(self, costs: Costs, devices: int, grain: int, buffer: Buffer) -> None:
         self._costs = costs
@@ -236,7 +251,7 @@ class SimulatedTrainer:
         self._buffer = buffer
 
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
-        """Like ``Trainer.update``: take the batch, then compute."""
+        """Like ``Trainer.update``: take the batch, then spend the time of the update."""
         started = now()
         take = self._buffer.take.call_one(version, 0, 1, 2**62, batch_deadline_s)
         what = f"the batch of step {version + 1}"
@@ -246,42 +261,43 @@ class SimulatedTrainer:
         return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}
 
     async def trained_episodes(self, groups: int, seed: int) -> list[Any]:
-        """Its tokens mean nothing: there is nothing to look at."""
+        """Empty: simulated episodes have no meaningful tokens."""
         return []
 
     async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
-        """A version of one element."""
+        """A version with a single element."""
         return 0, [("weights", (1,))], [("weights", 0, 1)]
 
     async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
-        """No tensor is frozen."""
+        """Empty: no tensor is frozen."""
         return [], []
 
     async def weights_setup(self, manifest: Any, settings: Any) -> None:
-        """Nothing to allocate."""
+        """Does nothing."""
 
     async def weights_open(self) -> tuple[int, bytes]:
-        """Rank and address; nothing connects to it."""
+        """Rank, and an address to which nothing connects."""
         return 0, b""
 
     async def weights_connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Nothing to connect."""
+        """Does nothing."""
 
     async def ready(self) -> None:
-        """The simulated trainer is always ready."""
+        """Returns at once: the simulated trainer is always ready."""
 
     async def snapshot(self, version: int, index: int) -> float:
-        """The copy that the next update waits for."""
+        """Spend the time of the copy, for which the next update waits."""
         await asyncio.sleep(self._costs.snapshot_s)
         return self._costs.snapshot_s
 
     async def send(self, version: int, snapshot: int) -> list[int]:
-        """Takes no time of its own: the replica's ``receive`` takes the time of the transfer."""
+        """Takes no time: the replica's ``receive`` takes the time of the transfer."""
         return [0]
 
 
 class SimulatedWorker(RolloutWorker):
-    """The real worker: its places, groups and outbox, with meaningless tokens and scores that only take time."""
+    """The real worker, with its concurrency, groups and submitting, but meaningless tokens and scores that only take
+    time."""
 
     def __init__(self, plan: Plan, costs: Costs, grain: int, name: str) -> None:
         limit = costs.length.maximum
@@ -303,11 +319,12 @@ class SimulatedWorker(RolloutWorker):
         self._stand_ins = Resources(template, task, scorer)
 
     def set_up(self, buffer: Buffer, replicas: list[SimulatedReplica]) -> None:
-        """Like ``setup``, with stand-ins for the chat template, the task and the scorer."""
+        """Like ``setup``, with simulated chat template, task and scorer."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
     async def score(self, function: Any, entry: dict[str, Any]) -> Outcome:
-        """Like ``Scorer.score``: wait for a process, then a score's seconds. Rewards are 0 and 1 in turn, or all 0."""
+        """Like ``Scorer.score``: wait for a free process, then for the time of a score. Rewards alternate between 0 and
+        1, or are all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
         seconds = self._costs.score.draw(entry["task"], ("score", entry["task"], entry["scored"]))
@@ -318,7 +335,7 @@ class SimulatedWorker(RolloutWorker):
 
 
 def _stages(plan: Plan, costs: Costs) -> list[Stage]:
-    """One that takes the seconds of all, if they take some."""
+    """A single stage that takes the time of all stages; none if that is 0."""
 
     async def stage(entry: dict[str, Any], group: Group) -> None:
         await asyncio.sleep(costs.stage.draw(entry["task"], ("stage", entry["task"])))
@@ -327,7 +344,7 @@ def _stages(plan: Plan, costs: Costs) -> list[Stage]:
 
 
 class SimulatedDispatcher(Dispatcher):
-    """The real dispatcher, with the replicas themselves instead of connections to them."""
+    """The real dispatcher, with replicas in place of connections to them."""
 
     def __init__(self, replicas: list[SimulatedReplica]) -> None:
         connections: Any = replicas
@@ -336,7 +353,8 @@ class SimulatedDispatcher(Dispatcher):
 
 
 class _Template:
-    """Stands for :class:`ChatTemplate`: a prompt's first id is its task, the others mean nothing."""
+    """Replaces :class:`ChatTemplate`. The first token ID of a prompt identifies its item; the others are
+    meaningless."""
 
     stop_token_ids = ()
     system = ""
@@ -362,11 +380,11 @@ class _Template:
 async def _play(item: dict[str, Any], policy: Policy) -> Outcome:
     """One turn, one score."""
     await policy.reply(str(item["task"]))
-    return await policy.in_scorer(float, item)  # SimulatedWorker.score, which calls no function
+    return await policy.in_scorer(float, item)  # SimulatedWorker.score, which ignores the function
 
 
 class _Items:
-    """What is played, by cursor: stands for the data of a task."""
+    """Replaces a task's data: items by cursor."""
 
     def __init__(self, seed: int, equal_rewards: float) -> None:
         self._seed = seed

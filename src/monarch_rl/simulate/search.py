@@ -1,4 +1,4 @@
-"""Which lag and which split of the devices: simulated runs of each, and the recommendation."""
+"""Search for the best lag bound and device split by simulation, and the recommendation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from monarch_rl.simulate.run import Plan, RunMetrics
 
 ENOUGH = 1.05
-"""The smallest lag is recommended whose step takes at most this many times the fastest: stale tokens teach less."""
+"""The smallest lag whose step time is at most this many times the fastest is recommended, because stale tokens are less
+useful for training."""
 
 Predict = Callable[[Plan], RunMetrics]
 
@@ -28,29 +29,33 @@ class Case:
 
 
 def with_lag(plan: Plan, lag: int) -> Plan:
-    """The plan with another bound; without its reject-lag if the bound makes that useless."""
+    """The plan with another lag bound, without its reject-lag if that has no effect under the new bound."""
     reject = plan.buffer.reject_lag
     keep = None if reject is None or reject >= lag else reject
     return replace(plan, buffer=replace(plan.buffer, max_policy_lag=lag, reject_lag=keep))
 
 
 def splits(plan: Plan, devices: int, most: int = 8) -> list[Plan]:
-    """At most ``most`` evenly spread splits of ``devices`` between trainer and replicas (0: only the plan's own).
+    """At most ``most`` evenly spaced splits of ``devices`` between trainer and replicas; for 0 devices, only the plan's
+    own split.
 
     Raises:
-        ValueError: a replica does not fit beside a trainer device.
+        ValueError: there are not enough devices for a replica and a trainer device.
     """
     if devices == 0:
         return [plan]
     largest = (devices - 1) // plan.tp
     if largest < 1:
-        raise ValueError(f"{devices} devices cannot hold a trainer and a replica of {plan.tp}")
+        raise ValueError(
+            f"{devices} devices are too few for a trainer device and a replica of {plan.tp}: use at least {plan.tp + 1}"
+        )
     counts = sorted({1 + round(i * (largest - 1) / max(1, min(most, largest) - 1)) for i in range(min(most, largest))})
     return [_split(plan, devices, count) for count in counts]
 
 
 def search(plan: Plan, devices: int, max_lag: int, predict: Predict) -> list[Case]:
-    """All lags up to ``max_lag`` at spread splits, then at the splits between the best one and its neighbours."""
+    """Simulate all lags up to ``max_lag`` at evenly spaced splits, then at splits between the best one and its
+    neighbours."""
     coarse = splits(plan, devices)
     lags = range(max_lag + 1)
     cases = [Case(p, predict(p)) for split in coarse for p in [with_lag(split, lag) for lag in lags]]
@@ -69,14 +74,15 @@ def search(plan: Plan, devices: int, max_lag: int, predict: Predict) -> list[Cas
 
 
 def recommend(cases: Sequence[Case]) -> Case:
-    """The smallest lag that is within :data:`ENOUGH` of the fastest step, at its fastest split."""
+    """The case with the smallest lag whose step time is within :data:`ENOUGH` of the fastest, at that lag's fastest
+    split."""
     fastest = min(case.found.step_s for case in cases)
     enough = [case for case in cases if case.found.step_s <= ENOUGH * fastest]
     return min(enough, key=lambda case: (case.max_policy_lag, case.found.step_s))
 
 
 def gain(cases: Sequence[Case], case: Case) -> float:
-    """How much faster than lag 0 at the best split for lag 0: a ratio of step times."""
+    """Speed-up of ``case`` over lag 0 at its best split: a ratio of step times."""
     return min(other.found.step_s for other in cases if other.max_policy_lag == 0) / case.found.step_s
 
 

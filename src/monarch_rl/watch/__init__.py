@@ -1,1 +1,2 @@
-"""The watch over a run: it polls its processes, finds one that cannot go on, and says which one holds up the others."""
+"""The watch: it polls a run's processes, finds stalls and hung processes, and reports which process blocks the
+others."""

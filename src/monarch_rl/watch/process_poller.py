@@ -1,6 +1,6 @@
-"""The controller's view of all processes of a run: it polls their monitors and inspects each process from outside.
+"""The controller's view of all processes of a run: it polls their monitors, and inspects each process from outside.
 
-Used by ``watch/watch.py``, on whose thread and event loop all of this runs.
+Runs on the thread and event loop of ``watch/watch.py``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
 
 ASK_DEADLINE_S = 5.0
-"""Seconds for each call that a report needs; all are made at once."""
+"""Seconds for each call that a report needs; all calls are concurrent."""
 LAG_ALARM_S = 1.0
-"""Event-loop lag above which an actor is named in the log: requests to it wait as long."""
+"""Event-loop lag in seconds from which an actor is named in the log: requests to it wait that long."""
 ALARM_EVERY_S = 60.0
-"""Seconds between two log messages about the same actor, at least."""
+"""Minimum seconds between two log messages about the same actor."""
 PLACES_NAMED = 20
-"""Lines that block the same actor that are named, each once."""
+"""Maximum number of source lines logged for blocking the same actor, each once."""
 
 
 @dataclass(slots=True)
@@ -48,33 +48,36 @@ class _PolledProcess:
     handle: ProcessMonitor
     process: Process
     last_answer: float | None = None
-    """``time.monotonic()`` of its last answer. None before the first one: the start has deadlines of its own."""
+    """``time.monotonic()`` of its last answer; None before the first one, because the start has its own deadlines."""
     failed: bool = False
-    """Monarch has reported its loss."""
+    """Whether Monarch has reported its loss."""
 
 
 @dataclass(slots=True)
 class _SeenOperation:
-    """A piece of work on a device when it was first seen, by ``time.monotonic()``."""
+    """A GPU operation, and the state of its process when the operation was first observed."""
 
     since: float
+    """``GpuOperation.since``; identifies the operation."""
     at: float
+    """``time.monotonic()`` of the first observation."""
     had: CoreTime
-    """What the process had had of the cores by then."""
+    """Core time of the process at the first observation."""
     unwatched_s: float
+    """The poller's total of unwatched seconds at the first observation."""
     others_compiled_s: float = 0.0
-    """Seconds since then in which others compiled that it may wait for."""
+    """Seconds since the first observation in which processes that it may wait for compiled."""
 
 
 class LoopLag:
-    """Event-loop lag by kind of actor, handed from one thread to another; logs a warning when it is high."""
+    """Event-loop lag by kind of actor, collected on one thread and read on another; logs a warning if it is high."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lags: dict[str, list[float]] = defaultdict(list)
         self._alarms: dict[str, float] = {}
         self._places: dict[str, set[str]] = defaultdict(set)
-        """Lines that were named, by process."""
+        """Source lines already logged, by process."""
 
     def note(self, name: str, kind: str, lags: list[float]) -> None:
         """Add ``lags``, in seconds, of the process called ``name``."""
@@ -86,22 +89,22 @@ class LoopLag:
         if worst >= LAG_ALARM_S and now - self._alarms.get(name, -math.inf) >= ALARM_EVERY_S:
             self._alarms[name] = now
             logger.warning(
-                "the event loop of %s turned %.1f s too late: something blocks it, or it had no core", name, worst
+                "the event loop of %s ran %.1f s too late: some code blocks it, or it had no core", name, worst
             )
 
     def name_line(self, name: str, report: ProcessReport) -> None:
-        """Log the line that holds up the event loop of the process called ``name``, once."""
+        """Log the source line that blocks the event loop of the process called ``name``, once per line."""
         place = report.blocked_at
         if place and place not in self._places[name] and len(self._places[name]) < PLACES_NAMED:
             self._places[name].add(place)
             logger.warning(
-                "%s holds up the event loop of %s, for %.1f s so far: what waits or computes there belongs on a thread "
-                "(asyncio.to_thread) or in a scoring process",
+                "%s holds up the event loop of %s, for %.1f s so far: move blocking calls and computation to a thread "
+                "(asyncio.to_thread) or to a scoring process",
                 *(place, name, report.blocked_s),
             )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call, by their names in docs/metrics.md."""
+        """Metrics since the last call, in milliseconds, by their names in docs/metrics.md."""
         with self._lock:
             taken, self._lags = self._lags, defaultdict(list)
         values = {}
@@ -112,27 +115,27 @@ class LoopLag:
 
 
 class ProcessPoller:
-    """Polls all processes of ``cluster``, also those that are spawned later.
+    """Polls all processes of ``cluster``, including those spawned later.
 
     Args:
         cluster: the cluster to poll.
         silence_s: seconds without an answer after which a process is a culprit.
         interval_s: seconds between two polls of a process.
-        lag: takes the event-loop lag that the processes report.
+        lag: receives the event-loop lag that the processes report.
     """
 
     def __init__(self, cluster: Cluster, silence_s: float, interval_s: float, lag: LoopLag) -> None:
         self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
         self._polled: dict[int, _PolledProcess] = {}
-        """By the ``id`` of its handle, which it keeps alive."""
+        """By ``id`` of the process's handle, which the entry keeps alive."""
         self._cpu_history: dict[tuple[str, int | None], deque[tuple[float, CoreTime]]] = defaultdict(deque)
-        """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
+        """By machine and pid: time and core time at each inspection during the last ``silence_s``."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
-        """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
-        self._pieces: dict[tuple[str, int | None], _SeenOperation] = {}
-        """By machine and pid: the piece of work that was last seen there."""
+        """By machine and pid: when a process that is in a state of NOT_RUNNING was first seen in one."""
+        self._operations: dict[tuple[str, int | None], _SeenOperation] = {}
+        """By machine and pid: the last observed GPU operation."""
         self._unwatched_s = 0.0
-        """Seconds so far for which this process itself did not run."""
+        """Total seconds for which this process itself did not run."""
         self._polls: set[asyncio.Task[None]] = set()
         self._watched_since = self._inspected_at = time.monotonic()
 
@@ -148,7 +151,7 @@ class ProcessPoller:
                     poll.add_done_callback(self._polls.discard)
 
     async def _poll(self, polled: _PolledProcess, kind: str) -> None:
-        """Poll one process until it is lost. One that does not answer has one call under way, not several."""
+        """Poll one process until it is lost, with at most one pending call."""
         process = polled.process
         while True:
             try:
@@ -156,7 +159,7 @@ class ProcessPoller:
                 report = await within(10 * self._silence_s, call, f"the report of {process.name}", on="Monarch")
             except DeadlineExceeded:
                 continue
-            except ActorError as error:  # the process answers: this is a bug in the monitor
+            except ActorError as error:  # the process answers, so this is a bug in the monitor
                 logger.warning("the monitor of %s failed: %s", process.name, error)
                 await asyncio.sleep(self._interval_s)
                 continue
@@ -166,7 +169,7 @@ class ProcessPoller:
                 return
             process.name, process.pid = report.name or process.name, report.pid
             process.machine, process.report = report.machine, report
-            if polled.last_answer is not None:  # the first report covers the start
+            if polled.last_answer is not None:  # the first report has the lags of the process's start
                 self._lag.note(process.name, kind, report.lags)
                 self._lag.name_line(process.name, report)
             polled.last_answer = time.monotonic()
@@ -178,10 +181,11 @@ class ProcessPoller:
             poll.cancel()
 
     def reset_silence(self, lost_s: float = 0.0) -> None:
-        """Count silences from now on, because this process itself could not receive answers until now.
+        """Restart the silence of all processes, because this process itself could not receive answers until now.
 
         Args:
-            lost_s: seconds for which it did not run: perhaps nobody did, so devices are not blamed for them.
+            lost_s: seconds for which this process did not run. Perhaps no process did, so GPU operations are not
+                charged for them.
         """
         self._unwatched_s += lost_s
         self._cpu_history.clear()
@@ -190,20 +194,20 @@ class ProcessPoller:
             polled.last_answer = time.monotonic() if polled.last_answer is not None else None
 
     async def picture(self) -> RunPicture:
-        """All processes now, each inspected from outside, too."""
+        """All processes now: their last reports, and their states inspected from outside."""
         own = monitor.own_report()
         self._lag.note(CONTROLLER, CONTROLLER, own.lags)
         self._lag.name_line(CONTROLLER, own)
         picture = RunPicture({CONTROLLER: Process(CONTROLLER, own.pid, own.machine, own)}, self._silence_s)
-        # Failed ones first: a replacement has the same name and takes the entry of the process it replaces.
+        # Failed ones first: a replacement has the same name, and overwrites the entry of the process that it replaces.
         for polled in sorted(self._polled.values(), key=lambda polled: not polled.failed):
             process, now = polled.process, time.monotonic()
             last_answer = polled.last_answer if polled.last_answer is not None else now
             process.silent_s = max(0.0, now - last_answer - self._interval_s)
             picture.processes[process.name] = process
-            if process.report is not None and not polled.failed:  # helpers end with the process they work for
+            if process.report is not None and not polled.failed:  # helpers end with their process
                 process.piece = process.report.piece
-                if process.piece is not None:  # until it answered: it may have ended since
+                if process.piece is not None:  # counted up to its report: the operation may have ended since
                     process.piece_s = process.report.now - process.piece.since
                 for pid, name in process.report.helpers.items():
                     helper = picture.processes[name] = Process(name, pid, process.machine)
@@ -216,9 +220,9 @@ class ProcessPoller:
         return picture
 
     def _forget_ended(self, picture: RunPicture) -> None:
-        """Forget processes that have ended and were replaced: a long run replaces many."""
+        """Forget processes that have ended and were replaced: in a long run there are many."""
         shown = {(process.machine, process.pid) for process in picture.processes.values()}
-        for history in (self._cpu_history, self._not_running_since, self._pieces):
+        for history in (self._cpu_history, self._not_running_since, self._operations):
             for key in history.keys() - shown:
                 del history[key]
         in_cluster = _handles(self._cluster)
@@ -228,7 +232,7 @@ class ProcessPoller:
                 del self._polled[number]
 
     async def _inspect(self, picture: RunPicture) -> None:
-        """Set the state of all processes, as the operating system of their machine gives it."""
+        """Set the state of all processes, according to their machines' operating systems."""
         by_machine: dict[str, list[Process]] = defaultdict(list)
         for process in picture.processes.values():
             if process.pid is not None:
@@ -240,29 +244,30 @@ class ProcessPoller:
                 process.state = None if process.pid is None else states.get(process.pid)
                 self._compare_with_history(process, now)
                 self._leave_out_queued(process, now)
-        _leave_out_others_compilation(list(picture.processes.values()), self._pieces, now, now - self._inspected_at)
+        _leave_out_others_compilation(list(picture.processes.values()), self._operations, now, now - self._inspected_at)
         self._inspected_at = now
 
     def _leave_out_queued(self, process: Process, now: float) -> None:
-        """Of the seconds of its piece of work, those for which it had no core, and those before this watch looked."""
+        """Subtract from the seconds of its GPU operation the time for which the process had no core, and the time
+        before this watch started."""
         key = process.machine, process.pid
         if process.piece is None:
-            self._pieces.pop(key, None)
+            self._operations.pop(key, None)
             return
         process.piece_s = max(0.0, min(process.piece_s, now - self._watched_since))
         if process.state is None:
             return
         had = CoreTime(process.state.cpu_s, process.state.queued_s)
-        seen = self._pieces.get(key)
+        seen = self._operations.get(key)
         if seen is None or seen.since != process.piece.since:
-            self._pieces[key] = _SeenOperation(process.piece.since, now, had, self._unwatched_s)
+            self._operations[key] = _SeenOperation(process.piece.since, now, had, self._unwatched_s)
             return
-        # A share, because many threads may wait at once: what waits for the device is one of them.
+        # A share, not the sum of queued seconds: many threads may be queued at once, and only one waits for the device.
         without_core_s = had.queued_share(seen.had, now - seen.at) * (now - seen.at)
         process.piece_s = max(0.0, process.piece_s - without_core_s - (self._unwatched_s - seen.unwatched_s))
 
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
-        """States of processes of one machine, by pid; empty if no monitor there answers."""
+        """States of processes on one machine, by pid; empty if no monitor on it answers."""
         pids = [process.pid for process in processes if process.pid is not None]
         if machine == monitor.machine():
             return {pid: monitor.state_of(pid) for pid in pids}
@@ -270,7 +275,7 @@ class ProcessPoller:
         return await self._ask_on(machine, lambda there: there.states.call_one(pids), "process states", unknown)
 
     def _compare_with_history(self, process: Process, now: float) -> None:
-        """Set what follows from earlier states: shares of a core, and for how long the process has not been running."""
+        """Set the attributes derived from earlier states: the shares of a core, and ``not_running_s``."""
         if process.state is None:
             process.cpu_share = process.queued_share = process.not_running_s = 0.0
             return
@@ -280,40 +285,40 @@ class ProcessPoller:
         else:
             process.not_running_s = 0.0
             self._not_running_since.pop(key, None)
-        # Over all of silence_s: on a crowded machine a process at work may wait long for a core.
+        # Over all of silence_s: on a busy machine a process at work may wait long for a core.
         history = self._cpu_history[key]
         history.append((now, CoreTime(process.state.cpu_s, process.state.queued_s)))
         while history[0][0] < now - self._silence_s:
             history.popleft()
         (begin, before), (_, latest) = history[0], history[-1]
         seconds = now - begin
-        # At its first inspection a process counts as at work.
+        # A process counts as at work at its first inspection.
         process.cpu_share = (latest.ran_s - before.ran_s) / seconds if seconds > 0 else 1.0
         process.queued_share = latest.queued_share(before, seconds)
 
     async def _ask_on(self, machine: str, ask: Callable[[ProcessMonitor], Awaitable[T]], what: str, otherwise: T) -> T:
-        """Ask the monitor on ``machine`` that answered last; ``otherwise`` if it does not answer."""
+        """Ask the monitor on ``machine`` that answered most recently; returns ``otherwise`` if it does not answer."""
         there = [polled for polled in self._polled.values() if polled.process.machine == machine and not polled.failed]
         for polled in sorted(there, key=lambda polled: -(polled.last_answer or 0.0))[:1]:
-            with suppress(Exception):  # if it does not answer, its silence is noticed elsewhere
+            with suppress(Exception):  # if it does not answer, polling notices its silence
                 return await within(ASK_DEADLINE_S, ask(polled.handle), what, on="Monarch")
         return otherwise
 
     async def stacks(self, process: Process) -> str:
-        """The Python stacks of a process: from its own monitor if that answers, else read from outside."""
+        """The Python stacks of a process: from its own monitor if that answers, else read by another process."""
         if process.name == CONTROLLER:
             return monitor.own_stacks()
         for polled in self._polled.values():
             if polled.process is process and process.silent_s < self._silence_s / 2 and not polled.failed:
-                with suppress(Exception):  # it does not answer after all: read them from outside
+                with suppress(Exception):  # it does not answer after all: read them from another process
                     call = polled.handle.stacks.call_one()
                     return await within(ASK_DEADLINE_S, call, f"the stacks of {process.name}", on="Monarch")
         pid = process.pid
         if pid is None:
-            return "it has never answered\n"
+            return "unknown: the process has never answered\n"
         if process.machine == monitor.machine():
             return await asyncio.to_thread(monitor.stacks_of, pid)
-        unknown = "nobody on its machine answers\n"
+        unknown = "unknown: no process on its machine answers\n"
         return await self._ask_on(process.machine, lambda there: there.stacks_of.call_one(pid), "stacks", unknown)
 
     async def kill(self, process: Process) -> None:
@@ -331,23 +336,24 @@ class ProcessPoller:
 
 
 def _leave_out_others_compilation(
-    processes: list[Process], pieces: dict[tuple[str, int | None], _SeenOperation], now: float, since_last_s: float
+    processes: list[Process], operations: dict[tuple[str, int | None], _SeenOperation], now: float, since_last_s: float
 ) -> None:
-    """Of the seconds of pieces of work, leave out those in which another process that it may wait for compiled kernels,
-    and was within the time for that. Only the one that compiles can say so.
+    """Subtract from the seconds of each GPU operation the time in which another process, for which it may wait,
+    compiled kernels within its limit. Only the compiling process itself reports that it compiles.
 
-    One that exceeds that time excuses nobody, so processes that hang while they compile do not excuse each other.
+    A process that exceeds the limit for compilation excuses no other, so processes that hang while they compile do not
+    excuse each other.
 
     Args:
-        processes: with the seconds of their pieces, without those for which they had no core.
-        pieces: as they were first seen, by machine and pid.
-        now: the time of this inspection.
-        since_last_s: seconds since the one before.
+        processes: all processes; ``piece_s`` already excludes the time for which they had no core.
+        operations: operations as first observed, by machine and pid.
+        now: time of this inspection.
+        since_last_s: seconds since the previous inspection.
     """
     compiling = [process for process in processes if process.piece is not None and process.piece.compiles]
     compiling = [process for process in compiling if not process.device_hangs]
     for process in processes:
-        seen = pieces.get((process.machine, process.pid))
+        seen = operations.get((process.machine, process.pid))
         if process.piece is None or seen is None or seen.since != process.piece.since:
             continue
         if any(other is not process and _may_wait_for(process, other) for other in compiling):
@@ -356,20 +362,23 @@ def _leave_out_others_compilation(
 
 
 def _may_wait_for(process: Process, other: Process) -> bool:
-    """Whether a process's device may wait for what another one compiles: trainer ranks wait for each other in
-    collectives, wherever they are, and engines of a machine for the lock of a kernel's files."""
+    """Whether a process's GPU operation may wait for another process's compilation: trainer ranks on any machines wait
+    for each other in collectives, and engines on the same machine for the lock of a kernel's files."""
     ranks = {known.name.startswith(TRAINER_RANK) for known in (process, other)}
     return ranks == {True} or (ranks == {False} and process.machine == other.machine)
 
 
 def _handles(cluster: Cluster) -> set[int]:
-    """The ``id`` of the handle of each process that was not replaced."""
+    """``id`` of the handle of each process that was not replaced."""
     return {id(handle) for _, monitors in cluster.monitors for handle in monitors}
 
 
 def _leave_out_lost(picture: RunPicture, polled_by_handle: dict[int, _PolledProcess], cluster: Cluster) -> None:
-    """Leave out what Monarch has reported as lost, and is not only stopped. But one that was not replaced, and that
-    somebody waits for, stays: Monarch may have told this watch alone, and tell others two minutes later."""
+    """Remove processes that Monarch has reported as lost, unless they are only stopped.
+
+    A lost process that was not replaced, and that another one waits for, is not removed: Monarch may have reported its
+    loss only to this watch, and report it to others two minutes later.
+    """
     in_cluster = _handles(cluster)
     waits = [wait for process in picture.processes.values() for wait in process.waits]
     awaited = {process.name for wait in waits for process in picture.waited_on(wait)}

@@ -1,6 +1,6 @@
 """Find the culprit of a stall: the chain of waits that leads to it, and the sentence that describes the chain.
 
-Pure functions of a :class:`RunPicture`, which ``watch/process_poller.py`` takes.
+Pure functions of a :class:`RunPicture`, which ``watch/process_poller.py`` creates.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle. A process in which only the monitor answers uses 0.01 to
 0.03."""
 STARVED_SHARE = 0.3
-"""Share of the time for which a process was ready to run and had no core, from which on it is starved if it used less
-than :data:`IDLE_SHARE` of one. One that has work to do is near 1; less, if two take turns."""
+"""A process is starved if it was ready to run without a core for at least this share of the time, and used less than
+:data:`IDLE_SHARE` of a core. The share is near 1 for a process with work to do, and lower if two take turns."""
 TRAINER_RANK = "trainer rank "
-"""How their names begin."""
+"""Prefix of the names of trainer ranks."""
 OUTSIDE = ("an episode's code", "the disk", "the start of an engine")
-"""What a wait may be on that is no process of the run. Such waits have deadlines of their own and are no stall."""
+"""Values of ``Wait.on`` that are not processes of the run. Such waits have their own deadlines and are not stalls."""
 LOST = ("zombie", "dead", "gone")
 """States of a process that has ended."""
 NOT_RUNNING = ("stopped", "tracing-stop", *LOST)
 """States that a process does not leave on its own."""
 LOST_FACTOR = 2.5
-"""Monarch reports a lost process: within 3 s, or two minutes if it was just asking for its state. A lost generator
-costs nothing but itself. So a loss is a stall only if it goes unnoticed for this many times ``silence_s``."""
+"""A loss counts as a stall only if it goes unnoticed for this many times ``silence_s``: Monarch reports a lost process
+within 3 s, or within two minutes if it was just asking for its state, and the loss of a generator costs only itself."""
 
 GROUP = re.compile(r"\bgroup \d+\b")
-"""How waits name a group."""
+"""Name of a group in the descriptions of waits."""
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """What the watch knows about a process of the run. Seconds are counted up to the time of the picture."""
+    """The watch's data about a process of the run. Seconds are counted up to the time of the picture."""
 
     name: str
     pid: int | None = None
     machine: str = ""
     report: ProcessReport | None = None
-    """Its last one."""
+    """Its last report."""
     silent_s: float = 0.0
     """Seconds since its last answer; 0 for helpers, which are not polled."""
     state: ProcessState | None = None
-    """None if no monitor that answers can inspect it."""
+    """None if no monitor on its machine answers."""
     not_running_s: float = 0.0
     """Seconds since it was first seen in one of the states :data:`NOT_RUNNING`."""
     cpu_share: float = 0.0
-    """Of a core, over the last ``RunPicture.silence_s`` seconds."""
+    """Share of a core that it used over the last ``RunPicture.silence_s`` seconds."""
     queued_share: float = 0.0
-    """Share of these seconds for which it was ready to run and had no core."""
+    """Share of these seconds for which it was ready to run but had no core."""
     piece: GpuOperation | None = None
-    """What its device had not ended when it was reported."""
+    """GPU operation in progress at its last report."""
     piece_s: float = 0.0
-    """Seconds for which it had not, without those for which the process was ready to run and had no core."""
+    """Seconds that the GPU operation has taken, excluding time for which the process was ready to run but had no
+    core."""
 
     @property
     def waits(self) -> list[Wait]:
@@ -77,18 +78,18 @@ class Process:
 
     @property
     def starved(self) -> bool:
-        """Whether it wants the CPU and hardly gets it: it waits for the machine, not for another process."""
+        """Whether it is ready to use the CPU and hardly gets it: it waits for the machine, not for another process."""
         return not self.uses_cpu and self.queued_share >= STARVED_SHARE
 
     @property
     def device_hangs(self) -> bool:
-        """Whether its device has not ended a piece of work in the time for it. A thread that waits for it uses a core
-        all the same."""
+        """Whether its GPU operation has exceeded its limit. CPU use does not show this: a thread that waits for a hung
+        device uses a core, too."""
         return self.piece is not None and self.piece_s >= self.piece.limit_s
 
     @property
     def at_work(self) -> bool:
-        """Whether it uses the CPU, or would if it got it, and its device does not hang."""
+        """Whether it uses the CPU or is starved, and its device does not hang."""
         return (self.uses_cpu or self.starved) and not self.device_hangs
 
     @property
@@ -97,12 +98,12 @@ class Process:
         return self.state is not None and self.state.status in LOST
 
     def hung_s(self) -> float:
-        """Seconds for which it has been stopped or ended, or its device has hung, or else silent or blocked without
-        being at work.
+        """Seconds for which the process has been stopped or lost, or its device has hung, or it has been silent or
+        blocked without being at work.
 
-        A process that uses the CPU, or is ready to and has no core, is at work, however long that takes, even if it
-        does not answer and its event loops do not run: it may be in a long call. But not if it has a device do
-        something that should have ended.
+        A process that uses the CPU, or is ready to but has no core, is at work for any length of time, even if it does
+        not answer and its event loops do not run, because it may be in a long call. The exception is a process whose
+        GPU operation has exceeded its limit.
         """
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)
@@ -111,7 +112,11 @@ class Process:
         return 0.0 if self.at_work else max(self.silent_s, self.blocked_s)
 
     def describe(self, silence_s: float) -> str:
-        """Its state; completes a sentence that begins with its name. ``silence_s``: seconds that count as no answer."""
+        """The process's state; completes a sentence that begins with its name.
+
+        Args:
+            silence_s: seconds without an answer from which it counts as silent.
+        """
         process = f"its process {self.pid}" if self.pid is not None else "its process"
         cpu = f"uses {self.cpu_share:.0%} of a core"
         if self.starved:
@@ -119,20 +124,20 @@ class Process:
         status = self.state.status if self.state is not None else None
         if self.device_hangs and self.piece is not None and status not in NOT_RUNNING:
             late = f"has waited {self.piece_s:.0f} s for its device to end {self.piece.what}"
-            return f"{late}, and {self.piece.limit_s:.0f} s are the limit; {process} {cpu}"
+            return f"{late}, longer than the limit of {self.piece.limit_s:.0f} s; {process} {cpu}"
         if self.report is None and status in NOT_RUNNING:  # helpers are not polled
             return f"has been {_plain(status)} for {self.not_running_s:.0f} s (process {self.pid})"
         if self.silent_s >= silence_s or status in NOT_RUNNING:
             seen = f"; {process} is {_plain(status)}"
             if status is None:
-                seen = " and nobody on its machine answers who could inspect it"
+                seen = " and no process on its machine answers that could inspect it"
             elif status not in NOT_RUNNING:
                 seen += f" and {cpu}"
             return f"stopped answering {self.silent_s:.0f} s ago{seen}"
         if self.blocked_s >= silence_s:
             at = f" at {self.report.blocked_at}" if self.report is not None and self.report.blocked_at else ""
             return f"has blocked its event loop for {self.blocked_s:.0f} s{at}; {process} {cpu}"
-        return f"waits for nobody; {process} {cpu}" if not self.waits else f"answers; {process} {cpu}"
+        return f"waits for no process; {process} {cpu}" if not self.waits else f"answers; {process} {cpu}"
 
 
 @dataclass(slots=True)
@@ -141,12 +146,13 @@ class RunPicture:
 
     processes: dict[str, Process] = field(default_factory=dict)
     silence_s: float = 15.0
-    """Seconds without an answer, or in a state of :data:`NOT_RUNNING`, that make a process a culprit."""
+    """Seconds without an answer, or in a state of :data:`NOT_RUNNING`, from which a process is a culprit."""
 
     def waited_on(self, wait: Wait) -> list[Process]:
-        """The processes that ``wait`` is on; none if it is on something outside the run, or on no single party.
+        """The processes that ``wait`` is on; empty if it is on something outside the run, or on no single party.
 
-        ``on`` names one process, all of a kind in the plural (``"trainer ranks"``), or what several helpers make up.
+        ``wait.on`` names one process, all of a kind in the plural (``"trainer ranks"``), or several helpers by the part
+        of their names before the parenthesis.
         """
         if wait.on in self.processes:
             return [self.processes[wait.on]]
@@ -154,10 +160,10 @@ class RunPicture:
         return [process for name, process in self.processes.items() if wait.on and name.startswith(kinds)]
 
     def culprits(self) -> list[Process]:
-        """The processes that cannot go on. First comes the one that the waits of the trainer reach first.
+        """The processes that cannot continue, the first one that the trainer's waits reach first.
 
-        Where devices hang, those of others wait for the first one in NCCL: it has hung for longest. They come after
-        whatever else cannot go on, which may be what the devices wait for.
+        Processes with a hung device come last, because their devices may wait for one of the others. Among them, the
+        one that has hung for longest comes first, because the other devices wait for it in NCCL.
         """
         reached = [link.process for link in self._reached()]
         rest = [process for process in self.processes.values() if process not in reached]
@@ -166,20 +172,20 @@ class RunPicture:
         return sorted(found, key=lambda process: (process.device_hangs, -process.piece_s * process.device_hangs))
 
     def starved(self) -> list[Process]:
-        """The processes that want the CPU and hardly get it, worst first."""
+        """The starved processes, worst first."""
         starved = [process for process in self.processes.values() if process.starved]
         return sorted(starved, key=lambda process: -process.queued_share)
 
     def chain(self) -> list[WaitLink]:
-        """The waits from the trainer, or else the controller, to the first culprit.
+        """The waits from the trainer, or else from the controller, to the first culprit.
 
-        Without a culprit the chain ends at a process that waits for nobody, else at one at work, else at the last one
-        it reaches.
+        Without a culprit the chain ends at a process that waits for no other, else at one at work, else at the last one
+        reached.
         """
         reached = self._reached()
         culprits = self.culprits()
         to_culprit = [link for link in reached if link.process in culprits[:1]]
-        if not to_culprit and culprits:  # nobody waits for it yet
+        if not to_culprit and culprits:  # no process waits for it yet
             return [WaitLink(culprits[0], None, None)]
         ends = [link for link in reached if not link.process.waits]
         ends = ends or [link for link in reached if link.process.at_work]
@@ -193,7 +199,7 @@ class RunPicture:
     def at_work(self) -> bool:
         """Whether any process is starved, or the trainer waits, directly or not, for one that uses the CPU, waits for
         something outside the run, or is lost, which Monarch will report."""
-        if self.starved():  # also if nobody waits for it: it may have to pass on a message
+        if self.starved():  # even if no process waits for it: it may have to forward a message
             return True
         reached = [link.process for link in self._reached() if link.process.name != CONTROLLER]
         return any(
@@ -204,8 +210,8 @@ class RunPicture:
         )
 
     def recipe_waits(self) -> bool:
-        """Whether the controller answers, and neither it nor a trainer rank waits for anybody: then the recipe's own
-        code waits for something of its own, between two calls of the run."""
+        """Whether the controller answers, and neither it nor any trainer rank waits: then the recipe's own code is busy
+        or waiting between two calls of the run."""
         controller = self.processes.get(CONTROLLER)
         if controller is None or controller.report is None:
             return False
@@ -213,19 +219,17 @@ class RunPicture:
         return not any(process.waits for process in [controller, *ranks])
 
     def _order(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:
-        """Sort key: first waits for the same group as ``before``; waits on one process before waits on several."""
+        """Sort key: waits for the same group as ``before`` come first; waits on one process before waits on several."""
         group = GROUP.search(before.what) if before is not None else None
         return group is not None and group[0] not in GROUP.findall(wait.what), wait.on not in self.processes
 
     def _reached(self) -> list[WaitLink]:
-        """Every process that the trainer ranks or the controller wait for, directly or not, once.
-
-        Each by its shortest chain, nearest first.
-        """
+        """The trainer ranks that wait, the controller, and every process that they wait for, directly or not: each
+        once, by its shortest chain, nearest first."""
         names = sorted(self.processes)
         ranks = [name for name in names if name.startswith(TRAINER_RANK) and self.processes[name].waits]
         links: dict[str, WaitLink] = {}
-        # What the trainer ranks wait for comes first, because the controller waits for nearly all processes.
+        # Trainer ranks first: the controller waits for nearly all processes.
         for roots in (ranks, [CONTROLLER]):
             queue = deque(WaitLink(self.processes[name], None, None) for name in roots if name in self.processes)
             queue = deque(link for link in queue if link.process.name not in links)
@@ -246,12 +250,12 @@ class WaitLink:
 
     process: Process
     wait: Wait | None
-    """The wait of the process before it, which led here."""
+    """The wait of the previous process on this one; None for the first of a chain."""
     before: WaitLink | None
 
 
 def describe_chain(chain: Sequence[WaitLink], silence_s: float) -> str:
-    """The chain as one sentence: each wait with its seconds, then the state of the last process."""
+    """The chain as one sentence: each wait with its duration, then the state of the last process."""
     clauses = []
     for link in chain[1:]:
         assert link.wait is not None and link.before is not None
@@ -267,7 +271,7 @@ def list_processes(processes: Iterable[Process], silence_s: float) -> str:
     lines = []
     for process in processes:
         lines.append(f"{process.name} (process {process.pid}): {process.describe(silence_s)}")
-        lines += [f"    {_clause(wait, process)} [{wait.on or 'nobody in particular'}]" for wait in process.waits]
+        lines += [f"    {_clause(wait, process)} [{wait.on or 'no single process'}]" for wait in process.waits]
     return "\n".join(lines)
 
 

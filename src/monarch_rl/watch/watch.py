@@ -1,28 +1,30 @@
-"""The watch over a run: it finds a process that cannot go on, or a run in which nothing advances, says why, and acts.
+"""The watch: it detects processes that cannot continue and runs in which nothing advances, reports why, and acts.
 
-It runs on a thread of its own in the controller, with its own event loop, so it also notices a controller whose loop is
-blocked. Every ``stall_s / 5`` seconds it polls the monitors of all processes (``runtime/monitor.py``) and inspects each
-process from outside. It acts on
+It runs on its own thread and event loop in the controller, so it also notices a controller whose event loop is blocked.
+Every ``stall_s / 5`` seconds it polls the monitors of all processes (``runtime/monitor.py``) and inspects each process
+from outside. It acts on
 
 - a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor was at work, or had an event
-  loop that did not run while it was not at work; or whose device did not end a piece of work in its time
-  (``runtime/device_work.py``); or whose loss went unnoticed for 2.5 times as long. It acts even if other processes
-  still advance: they will miss what the culprit holds;
+  loop that did not run while it was not at work; or whose GPU operation exceeded its limit
+  (``runtime/device_work.py``); or whose loss went unnoticed for 2.5 times as long. The watch acts even if other
+  processes still advance, because they will need what the culprit holds;
 - a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
   run so far, no process that the trainer waits for uses the CPU or waits for something outside the run, and none is
-  starved. Progress is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A
-  dropped group is none (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``). It is
-  no stall if the recipe's own code asks for nothing meanwhile, which is said in a warning.
+  starved. The run advances when a step is trained, a group is submitted, a version is published, tokens are sampled, or
+  the rollout of a held-out item ends, but not when a group is dropped (a run that samples tokens but only drops groups
+  is ended by ``pipeline/failures.py``). It is not a stall, but a warning, if the recipe's own code calls nothing
+  meanwhile.
 
-A process that uses the CPU is at work, for however long, and so is one that is ready to use it and gets no core: a
-machine that starves the run is no stall, and is said in a warning. What it delays is bounded by the deadlines of those
-who wait for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it,
-also one that hangs. So a process with a device says what it waits for, and how long that may take.
-What is outside the run, such as an environment's service, has deadlines of its own.
+A process that uses the CPU is at work for any length of time, and so is one that is ready to use it but gets no core: a
+machine that starves the run causes a warning, not a stall. The deadlines of the processes that wait for it bound the
+delay (:class:`~monarch_rl.runtime.deadlines.Patience`). CPU use does not show whether a GPU works or hangs, because
+PyTorch polls it either way, so a process with a device reports its GPU operation and the time limit for it. Services
+outside the run, such as an environment's, have their own deadlines.
 
-To act, it logs one message that follows the waits from the trainer to the culprit, with the stacks of the processes in
-between, and writes it to ``stall-*.txt`` in the run's folder; then it calls ``recover``. The culprit is killed in any
-case, so that nobody waits for it; if ``recover`` could not replace it, the run ends with :class:`Stalled`.
+When it acts, the watch logs one message that follows the waits from the trainer to the culprit, with the stacks of the
+processes in between, and writes it to ``stall-*.txt`` in the run's folder; then it calls ``recover``. The culprit is
+killed in any case, so that no process waits for it. If ``recover`` could not replace it, the run ends with
+:class:`Stalled`.
 """
 
 from __future__ import annotations
@@ -48,33 +50,33 @@ from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_pro
 logger = logging.getLogger("monarch_rl")
 
 STALL_S = 15.0
-"""Default: a thousand times what an answer takes, and less than the 20 s after which Monarch reports a silent process
-as lost, with less detail (``cluster.py``)."""
+"""Default ``stall_s``: a thousand times the duration of an answer, and less than the 20 s after which Monarch reports a
+silent process as lost, with less detail (``cluster.py``)."""
 STUCK_FACTOR = 2
-"""A run that is merely stuck gets this many times ``stall_s``, because nothing is broken."""
+"""A run in which nothing advances, but no process is a culprit, gets this many times ``stall_s``."""
 POLLS = 5
-"""Polls in ``stall_s``."""
+"""Number of polls per ``stall_s``."""
 FAILED_POLLS = 5
-"""Polls that may fail one after another before the watch gives up: a single one may meet a process that just ends."""
-STARVED_SAID_EVERY_S = 600.0
-"""Seconds between two warnings that the machine starves the run, at least."""
+"""Consecutive failed polls after which the watch gives up. A single one may fail because a process is just ending."""
+STARVED_WARN_EVERY_S = 600.0
+"""Minimum seconds between two warnings that the machine starves the run."""
 WATCH = "the watch"
-"""Name of the watch as a caller of the processes' monitors: the next one in this process takes its place there."""
+"""Name of the watch as a caller of the process monitors. The next watch in this process replaces it there."""
 END_S = 20.0
 """Seconds for the controller to leave its loop cleanly; then its process exits."""
 RECOVER_DEADLINE_S = 5.0
-"""Seconds for ``recover`` to say whether the run can go on. The replacement itself comes later."""
+"""Seconds for ``recover`` to decide whether the run can continue. The replacement itself comes later."""
 
 Recover = Callable[[str], Awaitable[bool]]
-"""Takes a culprit's name; true if the run can go on."""
+"""Takes a culprit's name; returns whether the run can continue."""
 
 
 class Stalled(RuntimeError):
-    """The run could not go on. The message says who waited for what, down to the cause."""
+    """The run could not continue. The message states which process waited for what, down to the cause."""
 
 
 class Watch:
-    """The watch of one run; see the top of this file. :func:`watched` makes, starts and stops it."""
+    """The watch of one run; see the top of this file. :func:`watched` creates, starts and stops it."""
 
     def __init__(
         self, cluster: Cluster, folder: Path, stall_s: float, recover: Recover | None, grace_s: float = 0.0
@@ -92,13 +94,13 @@ class Watch:
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
         self._last_advance = time.monotonic()
         self._heartbeat = wait_registry.Heartbeat()
-        """Of the watch's own loop."""
+        """Heartbeat of the watch's own event loop."""
         self._pause_reported = False
-        """The present pause has been logged."""
-        self._starved_said_at = -math.inf
+        """Whether the current pause of the run has been logged."""
+        self._starved_warned_at = -math.inf
         self._ended = threading.Event()
         self._deciding, self._left = threading.Lock(), False
-        """Whether the run has ended by itself, so that the watch does not end it any more."""
+        """Whether the run has ended on its own, so that the watch must not end it."""
         self._exit_timer: threading.Timer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_loop, self._main_task = asyncio.get_running_loop(), asyncio.current_task()
@@ -115,7 +117,8 @@ class Watch:
         self._thread.start()
 
     def leave(self) -> Stalled | None:
-        """The run has ended. Returns why, if the watch has ended it; from here on it does not."""
+        """Declare that the run has ended, so that the watch no longer ends it. Returns why, if the watch has ended
+        it."""
         with self._deciding:
             self._left = True
             return self.stalled
@@ -124,12 +127,12 @@ class Watch:
         """End the watch. Blocks for a moment."""
         self._ended.set()
         self._thread.join(3 * ASK_DEADLINE_S)
-        if self._exit_timer is not None:  # the rest of the end has deadlines of its own
+        if self._exit_timer is not None:  # the rest of the shutdown has its own deadlines
             self._exit_timer.cancel()
 
     async def explain(self, error: Exception) -> None:
-        """Log what the watch knows of an error that ends the run: who waits for whom, if a deadline has passed, else
-        the processes that have ended. Others fail because of these, and Monarch may report them minutes later."""
+        """Log the context of an error that ends the run: all waits if a deadline was exceeded, else the processes that
+        have ended. Other processes fail because of these, which Monarch may only report minutes later."""
         if self._loop is None:
             return
         late = isinstance(error, DeadlineExceeded) or isinstance(getattr(error, "exception", None), DeadlineExceeded)
@@ -137,7 +140,7 @@ class Watch:
         try:
             await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(reporting), "a report of the watch", on=CONTROLLER)
         except Exception as failed:  # it must not hide the error that ends the run
-            logger.error("no report could be made: %s", failed)
+            logger.error("the watch could not report on the error that ends the run: %s", failed)
 
     async def _report_waits(self) -> None:
         await self._report(await self._poller.picture(), time.monotonic() - self._last_advance)
@@ -154,7 +157,7 @@ class Watch:
         try:
             asyncio.run(self._watch())
         except Exception:
-            logger.exception("the watch over the run has failed: only the deadlines of waits will end a stall")
+            logger.exception("the watch has failed: from now on only the deadlines of waits end a stall")
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -172,12 +175,12 @@ class Watch:
                 failed += 1
                 if failed == FAILED_POLLS or self.stalled is not None:  # never end a run twice
                     raise
-                logger.warning("a poll of the watch over the run has failed; it goes on", exc_info=error)
+                logger.warning("a poll of the watch has failed; it continues", exc_info=error)
         beating.cancel()
         self._poller.close()
 
     async def _poll(self) -> None:
-        # Asked before and after the picture: one whose times include a stop of this process is wrong.
+        # Checked before and after the picture: its times are wrong if they include a stop of this process.
         if self._did_not_run() or self._ended.is_set():
             return
         picture = await self._poller.picture()
@@ -188,8 +191,8 @@ class Watch:
         await self._check(picture)
 
     def _did_not_run(self) -> bool:
-        """Whether this process was stopped or starved since the last call, so that it does not know what the others
-        did meanwhile; then all times start again. A picture or a report that takes long is none: the loop runs."""
+        """Whether this process was stopped or starved since the last call, so that it missed what the others did; if
+        so, restarts all timers. A slow picture or report does not count, because the loop runs meanwhile."""
         lost_s = sum(self._heartbeat.take_lags()) + self._heartbeat.overdue_s()
         if lost_s <= self._stall_s / 2:
             return False
@@ -214,12 +217,12 @@ class Watch:
 
     def _warn_if_starved(self, picture: RunPicture) -> None:
         starved, now = picture.starved(), time.monotonic()
-        if starved and now - self._starved_said_at >= STARVED_SAID_EVERY_S:
-            self._starved_said_at = now
+        if starved and now - self._starved_warned_at >= STARVED_WARN_EVERY_S:
+            self._starved_warned_at = now
             worst = starved[0]
             logger.warning(
-                "the machine gives the run too little CPU: %s was ready to run and had no core for %.0f %% of the last "
-                "%g s. Starved processes in all: %d. This is no stall: the run goes on, with longer deadlines",
+                "the machine gives the run too little CPU: %s was ready to run but had no core for %.0f %% of the last "
+                "%g s. Starved processes in total: %d. This is not a stall: the run continues, with longer deadlines",
                 worst.name,
                 100 * worst.queued_share,
                 self._stall_s,
@@ -240,8 +243,8 @@ class Watch:
         if not culprits and picture.recipe_waits():
             self._pause_reported = True
             logger.warning(
-                "nothing has advanced for %.0f s: the recipe's own code has asked the run for nothing since. The run "
-                "goes on when it does",
+                "nothing has advanced for %.0f s, because the recipe's own code has not called the run since then. The "
+                "run continues when it does",
                 paused_s,
             )
             return
@@ -254,24 +257,24 @@ class Watch:
         await self._end(message, culprits)
 
     async def _report(self, picture: RunPicture, paused_s: float) -> str:
-        """Log the chain with the stacks of its processes, write all that is known to a file, return the message."""
+        """Log the chain with the stacks of its processes, write the full report to a file, and return the message."""
         chain = picture.chain()
         message = f"{describe_chain(chain, self._stall_s)}. Nothing has advanced for {paused_s:.0f} s."
         involved = {link.process.name: link.process for link in chain}
         involved |= {process.name: process for process in picture.culprits()}
         reading = [self._poller.stacks(process) for process in involved.values()]
-        texts = await asyncio.gather(*reading, return_exceptions=True)  # without them there is still a culprit
+        texts = await asyncio.gather(*reading, return_exceptions=True)  # the report is useful without stacks, too
         stacks = "\n".join(f"--- {name}\n{text}" for name, text in zip(involved, texts, strict=True))
-        everybody = list_processes(picture.processes.values(), self._stall_s)
+        all_processes = list_processes(picture.processes.values(), self._stall_s)
         path = self._folder / f"stall-{time.strftime('%H%M%S')}.txt"
-        text = f"{message}\n\nAll processes and what they wait for:\n{everybody}\n\nStacks:\n{stacks}\n"
+        text = f"{message}\n\nAll processes and what they wait for:\n{all_processes}\n\nStacks:\n{stacks}\n"
         try:
             write = partial(path.write_text, text, encoding="utf-8", errors="backslashreplace")
             await on_disk(ASK_DEADLINE_S, f"the report {path}", write)
             where = f"Every process and its waits are in {path}."
-        except OSError as error:  # the disk is full, or the folder is gone: the run must end all the same
-            where = f"The report could not be written to {path} ({error}):\n{everybody}\n"
-        logger.error("the run does not go on: %s\n%s Stacks:\n%s", message, where, stacks)
+        except OSError as error:  # the disk is full, or the folder is gone: the run must end nevertheless
+            where = f"The report could not be written to {path} ({error}):\n{all_processes}\n"
+        logger.error("the run cannot continue: %s\n%s Stacks:\n%s", message, where, stacks)
         return message
 
     async def _try_recover(self, culprit: str) -> bool:
@@ -286,7 +289,8 @@ class Watch:
             return False
 
     async def _end(self, message: str, culprits: list[Process]) -> None:
-        """End the run. Kill the culprits once its calls are cancelled: stopped processes would delay the end."""
+        """End the run. Kills the culprits once the run's calls are cancelled, because stopped processes would delay the
+        end."""
         with self._deciding:
             if self._left:
                 return
@@ -304,11 +308,11 @@ class Watch:
 
 
 async def _awaited(awaitable: Awaitable[bool]) -> bool:
-    return await awaitable  # waits: _try_recover keeps the deadline
+    return await awaitable  # waits: _try_recover enforces the deadline
 
 
 def _exit_at_once(message: str, limit_s: float) -> None:
-    logger.error("not ended %g s after a stall was found: ending at once. %s", limit_s, message)
+    logger.error("the run has not ended %g s after a stall was found: ending it at once. %s", limit_s, message)
     os._exit(1)
 
 
@@ -320,18 +324,18 @@ async def watched(
     recover: Recover | None = None,
     grace_s: float = 0.0,
 ) -> AsyncIterator[Watch]:
-    """Watch over the run while the block runs.
+    """Watch the run while the block runs.
 
     Args:
-        cluster: its processes are watched, also those that are spawned later.
-        folder: where ``stall-*.txt`` is written.
-        stall_s: seconds after which a process that cannot go on is a culprit.
-        recover: asked to replace a culprit, or to go on without it, before the run ends because of it. Called on the
-            event loop of the block. Without it the run ends.
-        grace_s: that the block may take on top of :data:`END_S` to end.
+        cluster: cluster whose processes are watched, including those spawned later.
+        folder: folder for ``stall-*.txt``.
+        stall_s: seconds after which a process that cannot continue is a culprit.
+        recover: called to replace a culprit, or to continue without it, before the run is ended because of it. Runs on
+            the event loop of the block. Without it the run ends.
+        grace_s: seconds that the block may take to end, in addition to :data:`END_S`.
 
     Raises:
-        Stalled: the run could not go on.
+        Stalled: the run could not continue.
         ValueError: ``stall_s`` is not positive.
     """
     wait_registry.register(CONTROLLER)
@@ -354,7 +358,8 @@ async def watched(
 
 
 async def _stopped(watch: Watch) -> None:
-    """Stop ``watch``. If it has cancelled this task, that may come only now, and is not to hide what is raised."""
+    """Stop ``watch``. If the watch has cancelled this task, the cancellation may arrive only now; it must not replace
+    the exception that is being raised."""
     stalled = watch.leave()
     stopping = asyncio.ensure_future(asyncio.to_thread(watch.stop))
     try:

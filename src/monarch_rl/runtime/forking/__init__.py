@@ -1,1 +1,1 @@
-"""Processes that are forked with their imports behind them, because a run's start-up is mostly imports."""
+"""Forking processes that have their imports done, because most of a run's start-up is imports."""

@@ -1,9 +1,9 @@
-"""Asking this machine's fork server (``fork_server.py``) for a process, and standing in for one.
+"""Client of this machine's fork server (``fork_server.py``), and proxy for a forked process.
 
-Imports the standard library only. As a program, ``python -IS fork_client.py PRELOAD MODULE``, it stands in for the
-forked process: Monarch ends what it started by its pid and learns from it how it ended, but the forked process is a
-child of the server. So the stand-in forwards signals, ends in the same way, and if it is killed, so is the process.
-If no server can help, it becomes ``python -m MODULE`` itself.
+Imports only the standard library. The program ``python -IS fork_client.py PRELOAD MODULE`` is a proxy for the forked
+process: Monarch signals the process that it started by pid and waits for its exit status, but the forked process is a
+child of the server. So the proxy forwards signals and ends in the same way as the forked process, which is killed if
+the proxy is. Without a server that can fork, the proxy becomes ``python -m MODULE`` itself.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from contextlib import suppress
 from types import FrameType
 
 ADDRESS_VARIABLE = "MONARCH_RL_FORK_SERVER"
-"""Names the fork server of this host to all its processes. Not for users."""
+"""Environment variable with the name of this host's fork server, for all processes of the host. Not for users."""
 ANSWER_S = 300.0
-"""Seconds for a server to answer: before the first answer it imports, which takes ten CPU-seconds."""
+"""Seconds for a server to answer: before its first answer it does its imports, which take ten CPU-seconds."""
 STAND_IN_ANSWER_S = 10.0
-"""The same for a stand-in: Monarch gives a process 30 s from its start until it has introduced itself. After this time
-the stand-in starts its program without the server, which takes two CPU-seconds, and ten more if that imports SGLang. So
-the controller waits for the imports on its own machine before it spawns a run's meshes (``preloading.ForkServer``)."""
+"""The same for a proxy. Monarch gives a process 30 s from its start to introduce itself. After this deadline the proxy
+starts its program without the server, which takes two CPU-seconds, and ten more if it imports SGLang. So the controller
+waits for the imports on its own machine before it spawns a run's meshes (``preloading.ForkServer``)."""
 NUMBER = struct.Struct("q")
-"""How a server reports the pid of a process and later its exit code."""
+"""Format in which a server reports the pid of a process and later its exit code."""
 REFUSED = 0
-"""Stands for a pid: the server cannot fork this process; its log says why."""
+"""Reported in place of a pid if the server cannot fork this process; its log says why."""
 FIXED_FDS = 7
-"""Descriptors of every request: its text, its owner, its status, its claim, and standard input, output and error."""
+"""Number of descriptors that every request has: text, owner, status, claim, and standard input, output and error."""
 
 
 class NoForkServer(RuntimeError):
-    """No process can be forked, so it must be started in another way."""
+    """No process can be forked, so it must be started without the fork server."""
 
 
 def address(preload: str) -> str | None:
-    """Where processes with ``preload`` are forked, in Linux's abstract namespace; None on a host without a server."""
+    """Address in Linux's abstract namespace that forks processes with ``preload``; None on a host without a server."""
     server = os.environ.get(ADDRESS_VARIABLE)
     return address_of(server, preload) if server else None
 
 
 def address_of(server: str, preload: str) -> str:
-    """Where the fork server of that name forks processes with ``preload``."""
+    """Address at which the fork server named ``server`` forks processes with ``preload``."""
     return f"\0{server}/{preload}"
 
 
 def fork(
     preload: str, module: str, title: str = "", fds: Sequence[int] = (), answer_s: float = ANSWER_S
 ) -> tuple[int, int]:
-    """Have a process forked that has the modules of ``preload``, and is killed when this one or the server ends.
+    """Fork a process that has the modules of ``preload``, and is killed when this process or the server ends.
 
-    It has this process's environment, folder, process group and standard files.
+    It inherits this process's environment, working directory, process group and standard files.
 
     Args:
         preload: name of a set of modules that the server has imported.
-        module: what the process runs: this module's ``forked(fds)``, which returns its exit code.
-        title: what ``ps`` shows, after ``monarch_rl::``.
-        fds: descriptors that the process gets.
+        module: name of the module whose ``forked(fds)`` the process runs; the function returns the exit code.
+        title: process title that ``ps`` shows, after ``monarch_rl::``.
+        fds: descriptors to pass to the process.
         answer_s: seconds for the server to answer. A process that it has not begun to fork by then is never forked.
 
     Returns:
-        Its pid, and a descriptor that is readable once the process has ended: :func:`exit_code` reads it.
+        The pid, and a descriptor that becomes readable once the process has ended: :func:`exit_code` reads it.
 
     Raises:
         NoForkServer: there is no server, it refused, or it is busy, for instance with its imports.
-        TimeoutError: the server has begun to fork the process, and has not ended.
+        TimeoutError: the server began to fork the process and did not finish.
     """
     where = address(preload)
     if where is None:
@@ -110,7 +110,7 @@ def fork(
 
 
 def new_claim() -> int:
-    """What the server or the one who asked takes before it starts the process: a pipe with one byte in it."""
+    """A token for the right to start the process, which either the server or the client takes: a pipe with one byte."""
     reader, writer = os.pipe2(os.O_NONBLOCK)
     os.write(writer, b"1")
     os.close(writer)
@@ -118,7 +118,7 @@ def new_claim() -> int:
 
 
 def take_claim(claim: int) -> bool:
-    """Whether the right to start the process is the caller's: it is that of the first who asks for it."""
+    """Take the right to start the process; returns whether the caller got it, which is true for the first one only."""
     return bool(os.read(claim, 1))
 
 
@@ -129,24 +129,23 @@ def _readable(descriptor: int, seconds: float) -> bool:
 
 
 def close_all(*descriptors: int) -> None:
-    """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def exit_code(status: int) -> int | None:
-    """Wait for the end of a forked process. Its exit code, negative for a signal; None if the server was lost."""
+    """Wait for a forked process to end; returns its exit code, negative for a signal; None if the server was lost."""
     return read_number(status)
 
 
 def read_number(descriptor: int) -> int | None:
     """The next number from a server; None at the end of the pipe."""
-    data = os.read(descriptor, NUMBER.size)  # waits: the caller polled, or waits for the process's whole life
+    data = os.read(descriptor, NUMBER.size)  # waits: the caller has polled, or waits for the process's whole life
     return NUMBER.unpack(data)[0] if data else None
 
 
 def in_memory(content: bytes) -> int:
-    """A descriptor of ``content``, read from the start."""
+    """A file descriptor from which ``content`` can be read."""
     descriptor = os.memfd_create("monarch_rl-fork")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -155,7 +154,7 @@ def in_memory(content: bytes) -> int:
 
 
 def main() -> None:
-    """Stand in for a forked process; see the top of this file."""
+    """Be the proxy of a forked process; see the top of this file."""
     preload, module = sys.argv[1:]
     try:
         title = os.environ.get("HYPERACTOR_PROCESS_NAME", module)

@@ -1,4 +1,4 @@
-"""``multiprocessing`` whose processes come from the host's fork server, where there is one."""
+"""A ``multiprocessing`` context whose processes are forked by the host's fork server, if there is one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("monarch_rl")
 
 
 class ForkContext(context.SpawnContext):
-    """As ``multiprocessing.get_context("spawn")``, but processes have the modules of ``preload`` from the start.
+    """Like ``multiprocessing.get_context("spawn")``, but processes start with the modules of ``preload`` imported.
 
-    They end when the process ends that started them. Unlike spawned ones they do not import its main module again:
-    that is Monarch's. Where there is no fork server, processes are spawned.
+    They end when the process that started them ends. Unlike spawned processes they do not import its main module again,
+    which is Monarch's. Without a fork server, processes are spawned.
     """
 
     def __init__(self, preload: str, title: str = "") -> None:
@@ -29,15 +29,15 @@ class ForkContext(context.SpawnContext):
         self._preload, self._title = preload, title
 
     @property
-    def Process(self) -> Any:  # type: ignore[override]  # a class there
-        """Makes a process; takes the arguments of ``multiprocessing.Process``."""
+    def Process(self) -> Any:  # type: ignore[override]  # a class in the base class
+        """Creates a process; takes the arguments of ``multiprocessing.Process``."""
         return functools.partial(ForkedProcess, preload=self._preload, title=self._title)
 
 
 class ForkedProcess(context.SpawnProcess):
-    """A process with the modules of ``preload``; takes the arguments of ``multiprocessing.Process``.
+    """A process with the modules of ``preload``; also takes the arguments of ``multiprocessing.Process``.
 
-    ``ps`` shows it as ``monarch_rl::`` and ``title``.
+    ``ps`` shows it as ``monarch_rl::{title}``.
     """
 
     def __init__(self, *args: Any, preload: str, title: str, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class ForkedProcess(context.SpawnProcess):
         self.preload, self.title = preload, title
 
     def run(self) -> None:
-        show_title(self.title)  # a forked one has it already
+        show_title(self.title)  # for a spawned process; a forked one has it already
         super().run()
 
     @staticmethod
@@ -58,10 +58,10 @@ class ForkedProcess(context.SpawnProcess):
 
 
 class _ForkPopen(popen_forkserver.Popen):
-    """The standard library's way to send a process to a fork server, to ours."""
+    """The standard library's client of a fork server, connected to ours."""
 
     _fds: list[int]
-    """Descriptors that the process gets; the base class fills it."""
+    """Descriptors to pass to the process; filled by the base class."""
 
     def _launch(self, process: Any) -> None:
         preparation = spawn.get_preparation_data(process.name)
@@ -86,9 +86,9 @@ class _ForkPopen(popen_forkserver.Popen):
 
 
 def forked(fds: Sequence[int]) -> int:
-    """In the forked process: run what was pickled; its exit code."""
+    """In the forked process: run the pickled process object; returns the exit code."""
     data, owner, tracker, *inherited = fds
-    standard: Any = forkserver._forkserver  # type: ignore[attr-defined]  # where the standard library's descriptors are looked up
+    standard: Any = forkserver._forkserver  # type: ignore[attr-defined]  # where unpickling looks up descriptors
     standard._inherited_fds = inherited
     of_resources: Any = resource_tracker._resource_tracker
     of_resources._fd = tracker

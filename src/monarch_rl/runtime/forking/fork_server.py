@@ -1,17 +1,18 @@
-"""The fork server of a host: it starts processes that have their imports behind them.
+"""The fork server of a host: it starts processes that have their imports done.
 
-Most of a run's start-up is imports, the same ones in many processes. So the host starts this server before anything
-else; it imports once, and forks. It has no threads and touches no device, and stays that way: that is what makes a fork
-safe. (A process in which Monarch was imported has threads, so Monarch is imported by each process itself.)
+Most of a run's start-up is imports, the same ones in many processes. So the host starts this server first; it imports
+once, and forks. It never has threads and never touches a device, which makes forking safe. (Importing Monarch starts
+threads, so each process imports Monarch itself.)
 
-Servers form a tree: each stage is forked from the one before it, imports more modules (its preload), and serves a Unix
-socket of its own. A request names its owner by a descriptor (pidfd), and brings the environment, the standard files and
-what to run. The forked process
+Servers form a tree: each stage is forked from the previous one, imports more modules (its preload), and serves its own
+Unix socket. A request contains a descriptor of its owner (pidfd), the environment, the standard files and what to run.
+The forked process
 
-- takes its environment, and what else it would inherit from its owner, before it reads devices. An environment that
-  differs in what is read while modules load (:data:`LOADED`) is refused: such a process is started without the server;
+- takes over the environment, and everything else that it would inherit from its owner, before it looks for devices. The
+  server refuses an environment that differs in variables that are read while modules load (:data:`LOADED`): such a
+  process is started without the server;
 - is killed by its server when its owner ends, and by the kernel when its server ends;
-- is waited for by its server, which tells the owner its exit code.
+- is waited for by its server, which reports its exit code to the owner.
 """
 
 from __future__ import annotations
@@ -46,13 +47,12 @@ LOADED = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "XDG_CACHE_HOME"),
 )
-"""Beginnings of the names of variables that libraries read when they are loaded. SGLang's are not among them: it sets
-some by itself for its scheduler, whichever way that is started, and reads those later (``scheduler_process.py`` has the
-exception)."""
+"""Name prefixes of the variables that libraries read when they are loaded. SGLang's are not included: it sets some for
+its scheduler, however that is started, and reads them later (the exception is in ``scheduler_process.py``)."""
 SET_WHEN_LOADED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Those of them that the libraries set themselves when they are loaded, and read for each compilation."""
+"""Variables with these prefixes that the libraries set themselves when loaded, and read for each compilation."""
 MAX_FDS = 250
-"""Descriptors of one request; Linux allows 253."""
+"""Maximum number of descriptors in a request; Linux allows 253."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +62,29 @@ class Preload:
     name: str
     modules: tuple[str, ...]
     after: str = ""
-    """The preload that it builds upon, if any."""
+    """Name of the preload that it builds upon, if any."""
     asks_for_accelerators: bool = False
-    """These modules ask for accelerators when they are imported, so they are preloaded only where there are none."""
+    """Importing these modules queries accelerators, so they are preloaded only on machines without any."""
 
 
 def preloads_to_text(preloads: Sequence[Preload]) -> str:
-    """``preloads`` for a command line."""
+    """Serialize ``preloads`` for a command line."""
     return json.dumps([asdict(preload) for preload in preloads])
 
 
 def preloads_from_text(text: str) -> list[Preload]:
-    """What :func:`preloads_to_text` has written."""
+    """The inverse of :func:`preloads_to_text`."""
     return [Preload(**values) for values in json.loads(text)]
 
 
 def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[bytes]:
-    """Start a fork server, which ends when its standard input is closed and all that it has forked have ended.
+    """Start a fork server. It ends when its standard input is closed and all processes that it forked have ended.
 
     Requests may be sent at once; they are answered when the modules are imported.
 
     Args:
-        name: what :data:`~monarch_rl.runtime.forking.fork_client.ADDRESS_VARIABLE` is in the processes that ask it.
-        preloads: those that build upon others come after them.
+        name: value of :data:`~monarch_rl.runtime.forking.fork_client.ADDRESS_VARIABLE` in its client processes.
+        preloads: sets of modules to import; each comes after the one that it builds upon.
     """
     with ExitStack() as ours:
         listeners = []
@@ -102,10 +102,10 @@ def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[byt
 
 @dataclass(frozen=True)
 class Request:
-    """A process to be: what the forked process goes on with."""
+    """A process to fork."""
 
     module: str
-    """Its ``forked`` is run."""
+    """Module whose ``forked`` is run."""
     title: str
     owner: int
     """pid"""
@@ -122,13 +122,13 @@ class _Child:
     pid: int
     pidfd: int
     owner: int
-    """pidfd of the process that it belongs to."""
+    """pidfd of its owner."""
     status: int
-    """The pipe to its owner."""
+    """Pipe to its owner."""
 
 
 class _Forked(BaseException):
-    """Leaves the server's code in a process that was just forked."""
+    """Raised in a process that was just forked, to leave the server's code."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -136,27 +136,27 @@ class _Forked(BaseException):
 
 
 class Stage:
-    """One server of the tree. It serves until ``alive`` is at its end and all that it has forked have ended.
+    """One server of the tree. It serves until the pipe ``alive`` is closed and all processes that it forked have ended.
 
     Args:
-        listener: where requests arrive.
-        alive: a pipe that the host holds open.
+        listener: socket on which requests arrive.
+        alive: descriptor of a pipe that the host holds open.
     """
 
     def __init__(self, listener: socket.socket, alive: int) -> None:
         self._listener, self._alive = listener, alive
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, _Child] = {}
-        """By their pidfds."""
+        """By pidfd."""
         self._owners: dict[int, _Child] = {}
-        """Children by the pidfds of their owners, of those that live."""
+        """Children by the pidfd of their owner, for owners that are alive."""
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._poll.register(alive, select.POLLIN)
         self._ending = False
 
     def serve(self) -> None:
-        """Serve until the end. In each forked process raises :class:`_Forked`."""
+        """Serve until the end. Raises :class:`_Forked` in each forked process."""
         while not (self._ending and not self._children):
             for descriptor, _ in self._poll.poll():  # waits: as long as the host lives
                 if descriptor == self._listener.fileno():
@@ -174,16 +174,16 @@ class Stage:
 
     def _accept(self) -> None:
         try:
-            connection = self._listener.accept()[0]  # waits: there is one
-        except OSError as error:  # too many open files: those who have asked before may end
-            logger.warning("the fork server cannot take a request: %s", error)
+            connection = self._listener.accept()[0]  # waits: not at all, a connection is ready
+        except OSError as error:  # too many open files: retry, because earlier clients may end
+            logger.warning("the fork server cannot accept a request: %s", error)
             time.sleep(0.1)
             return
         self._connections[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
     def _answer(self, connection: socket.socket) -> None:
-        """Fork, or refuse."""
+        """Fork a process for a request, or refuse."""
         self._poll.unregister(connection)
         with connection:
             _, fds, flags, _ = socket.recv_fds(connection, 16, MAX_FDS)
@@ -200,7 +200,7 @@ class Stage:
         if differing:
             logger.warning("%s is started without the fork server: %s differ", request.module, ", ".join(differing))
             _report(status, REFUSED)
-        if differing or not take_claim(claim):  # without the claim, its owner has waited too long
+        if differing or not take_claim(claim):  # the owner took the claim if it waited too long
             close_all(owner, status, claim, *request.standard, *request.fds)
             return
         os.close(claim)
@@ -213,7 +213,7 @@ class Stage:
 
         try:
             pid = os.fork()
-        except OSError as error:  # no memory, or too many processes: what was forked before lives on
+        except OSError as error:  # no memory, or too many processes: earlier children stay alive
             refuse(error)
             return
         if pid == 0:
@@ -223,7 +223,7 @@ class Stage:
             raise _Forked(request)
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError as error:  # too many open files: what was forked before lives on
+        except OSError as error:  # too many open files: earlier children stay alive
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)  # waits: it was killed
             refuse(error)
@@ -236,7 +236,7 @@ class Stage:
         close_all(*request.standard, *request.fds)
 
     def _reap(self, child: _Child) -> None:
-        """Tell the owner how a child has ended."""
+        """Report to the owner how a child has ended."""
         _, status = os.waitpid(child.pid, 0)  # waits: it has ended
         _report(child.status, os.waitstatus_to_exitcode(status))
         self._poll.unregister(child.pidfd)
@@ -254,7 +254,7 @@ class Stage:
 
 
 def differing_when_loaded(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Names of variables that are read when libraries are loaded, and differ."""
+    """Names of the variables that differ and that libraries read when they are loaded."""
     names = {name for name in {*ours, *theirs} if name.startswith(LOADED)}.difference(SET_WHEN_LOADED)
     return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
@@ -268,14 +268,14 @@ def _same_user(connection: socket.socket) -> bool:
 def _report(status: int, number: int) -> None:
     try:
         os.write(status, NUMBER.pack(number))
-    except BrokenPipeError:  # the owner is gone, so nobody asks
+    except BrokenPipeError:  # the owner is gone, so nobody needs the number
         return
 
 
 def main() -> NoReturn:
-    """Serve the preloads on the command line at their sockets. Standard input is the host's pipe."""
+    """Serve the preloads on the command line on their sockets. Standard input is the host's pipe."""
     preloads = preloads_from_text(sys.argv[1])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the host ends its children so; the server goes after them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the host sends it to all its children; the server must end last
     die_with_parent(signal.SIGKILL)
     prepare_titles()
     alive = os.dup(0)
@@ -297,7 +297,7 @@ def main() -> NoReturn:
 def _fork_stages(
     after: str, preloads: Sequence[Preload], listeners: Mapping[str, socket.socket], alive: int
 ) -> list[int]:
-    """Fork the stages that build directly upon ``after``; returns their pids. Keeps none of their sockets."""
+    """Fork the stages that build directly upon ``after``, and close all sockets here; returns their pids."""
     server, pids = os.getpid(), []
     for preload in preloads:
         if preload.after == after:
@@ -314,14 +314,14 @@ def _fork_stages(
 def _run_stage(
     preload: Preload, preloads: Sequence[Preload], listeners: Mapping[str, socket.socket], alive: int
 ) -> NoReturn:
-    """Import, fork the stages after this one, and serve. A stage that fails closes its socket: nobody waits for it."""
+    """Import, fork the next stages, and serve. A stage that fails closes its socket, so that no client waits for it."""
     above = {below.name: listeners[below.name] for below in preloads if _builds_upon(below, preload.name, preloads)}
     for name, other in listeners.items():
         if name != preload.name and name not in above:
             other.close()
     show_title(f"fork server, {preload.name}")
     try:
-        gc.disable()  # nothing of what is imported becomes garbage
+        gc.disable()  # imported objects do not become garbage
         with compiled_on_first_call():
             for module in preload.modules:
                 importlib.import_module(module)
@@ -338,7 +338,7 @@ def _run_stage(
 
 
 def _builds_upon(preload: Preload, name: str, preloads: Sequence[Preload]) -> bool:
-    """Whether ``preload`` comes after the one called ``name``, directly or through others."""
+    """Whether ``preload`` builds upon the one called ``name``, directly or through others."""
     by_name = {each.name: each for each in preloads}
     while preload.after:
         if preload.after == name:
@@ -360,11 +360,11 @@ def _check_forkable(module: str) -> None:
 
 def _wait_for(pids: Sequence[int]) -> None:
     for pid in pids:
-        os.waitpid(pid, 0)  # waits: as long as the host lives
+        os.waitpid(pid, 0)  # waits: for the host's whole life
 
 
 def become(request: Request) -> NoReturn:
-    """Go on as the process that was asked for, in a process just forked."""
+    """Turn a process that was just forked into the requested one."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     show_title(request.title)
     with suppress(PermissionError):  # the owner is in a session of its own
@@ -382,7 +382,7 @@ def become(request: Request) -> NoReturn:
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # else all forked processes draw the same numbers
+        numpy.random.seed()  # else all forked processes generate the same random numbers
     set_owner(request.owner)
     run = importlib.import_module(request.module).forked
     end_quickly(exit_code_of(lambda: run(request.fds)))

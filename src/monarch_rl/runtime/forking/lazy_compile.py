@@ -1,7 +1,7 @@
-"""Importing libraries that use ``torch.compile`` without importing the compiler.
+"""Importing libraries that use ``@torch.compile`` without importing the compiler.
 
-``@torch.compile`` imports TorchInductor where a function is defined: 1.2 CPU-seconds for a compiler that a run may
-never call.
+``@torch.compile`` imports TorchInductor when the function is defined, which costs 1.2 CPU-seconds for a compiler that a
+run may never call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def compiled_on_first_call() -> Iterator[None]:
-    """Within the block, functions that ``torch.compile`` is given are compiled when they are first called.
+    """Within the block, ``torch.compile`` defers the compilation of a function to its first call.
 
     Does nothing if torch is not imported yet.
     """
@@ -44,7 +44,7 @@ def _compile_later(original: Callable[..., Any], model: Any = None, **options: A
         if compiled is None:
             import torch
 
-            if torch.compiler.is_compiling():  # it becomes a part of what calls it
+            if torch.compiler.is_compiling():  # it is compiled as part of its caller
                 return model(*args, **kwargs)
             compiled = original(model, **options)
         return compiled(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The fork server of this machine, seen from the controller: which modules it has, and from when on."""
+"""The controller's view of this machine's fork server: which modules it imports, and when they are imported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class ForkServer:
     """A fork server (``runtime/forking/fork_server.py``) that the launch has started."""
 
     name: str = ""
-    """What ``fork_client.ADDRESS_VARIABLE`` is in the processes that ask it."""
+    """Value of ``fork_client.ADDRESS_VARIABLE`` in its client processes."""
     preloads: frozenset[str] = frozenset()
-    """Names of what it imports; empty where there is no server."""
+    """Names of its preloads; empty if there is no server."""
 
     async def imported(self, preload: str) -> None:
-        """Wait until it has the modules of ``preload``, if that is one of its own; for ``ANSWER_S`` at most.
+        """Wait until the server has imported the modules of ``preload``, at most ``ANSWER_S``; returns at once if it
+        has no such preload.
 
-        A process that is spawned before may be started without the server, and imports them itself: Monarch does not
-        wait for it as long as imports can take on a crowded machine. Only the controller's machine is asked; the others
-        import at the same time.
+        A process spawned earlier may be started without the server and import the modules itself, and Monarch does not
+        wait as long as imports can take on a busy machine. Only the controller's machine is asked; the others import at
+        the same time.
         """
         if preload not in self.preloads:
             return
@@ -35,8 +36,8 @@ class ForkServer:
             connection.setblocking(False)
             try:
                 connection.connect(address_of(self.name, preload))
-                connection.send(b"imported?")  # no request, so it is answered by the connection's end
+                connection.send(b"imported?")  # not a valid request, so the server answers by closing the connection
                 answer = asyncio.get_running_loop().sock_recv(connection, 1)
                 await within(ANSWER_S, answer, f"the fork server to import {preload}", on="the fork server")
-            except (DeadlineExceeded, OSError) as error:  # then a process is started without it
+            except (DeadlineExceeded, OSError) as error:  # processes are then started without the server
                 logger.warning("processes import %s themselves: %s", preload, error)
