@@ -236,6 +236,12 @@ def _grouped_mm_backward(
 
 
 @_grouped_mm_backward.register_fake
+def _(
+    _grad: torch.Tensor, x_RI: torch.Tensor, weight_EIO: torch.Tensor, _ends_E: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_RI.new_empty(x_RI.shape), weight_EIO.new_empty(weight_EIO.shape)
+
+
 def _backward(ctx: Any, grad_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     x_RI, weight_EIO, ends_E = ctx.saved_tensors
     grad_x_RI, grad_weight_EIO = torch.ops.monarch_rl.grouped_mm_backward(
