@@ -27,7 +27,8 @@ from monarch.actor import Actor, Port
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GenerationError
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.connection import Answering
 from monarch_rl.generator.dispatcher import Dispatcher

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.chat_shape import Row, Shape, find_shape
-from monarch_rl.model.messages import ChatError
 
 SPECIAL = re.compile(r"<[|｜][^<>{}'\" ]+[|｜]>|<(?:start|end)_of_turn>|<turn\|>|</?s>|\[/?[A-Z_]+\]")
 """Pattern of special tokens in a template without a tokenizer."""

@@ -11,13 +11,14 @@ import pytest
 from monarch.actor import ActorError, this_host
 
 from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
-from monarch_rl.buffer.actor import Buffer, BufferClosed
+from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import pack_group
+from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue, TicketQueue
-from monarch_rl.runtime.deadlines import DeadlineExceeded, now, within
+from monarch_rl.runtime.deadlines import now, within
 from tests.buffer.helpers import episode, group
 from tests.episode.trees import distinct_inputs
 from tests.patience import LIMIT_S as WAIT_S

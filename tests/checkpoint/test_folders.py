@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import TRAINER, BrokenCheckpoint, Manifest, Measurement, complete, newest_whole
+from monarch_rl.checkpoint.folders import TRAINER, Manifest, Measurement, complete, newest_whole
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.errors import BrokenCheckpoint
 from tests import patience
 
 MANIFEST = Manifest(0, 0, 0, 1.5, {"metrics.jsonl": 7})

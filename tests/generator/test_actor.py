@@ -20,7 +20,8 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GenerationError
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD

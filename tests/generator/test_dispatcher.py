@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from monarch.actor import Port
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.generator import dispatcher as module
 from monarch_rl.generator.connection import Answering, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
-from monarch_rl.runtime.deadlines import DeadlineExceeded, lose, now
+from monarch_rl.runtime.deadlines import lose, now
 from monarch_rl.simulate.clock import run_virtual
 from tests.patience import LIMIT_S, until
 

@@ -15,11 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
-from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatch
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import CommitError, EngineStopped, GenerationError, WeightMismatch
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.requests import BusyClock, RequestFormat, read_reason, sampling_params
-from monarch_rl.generator.sglang_engine import EngineStopped, io_structs
+from monarch_rl.generator.sglang_engine import io_structs
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings

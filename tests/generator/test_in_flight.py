@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.commit import StillRunning, WeightMismatch
+from monarch_rl.errors import StillRunning, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.requests import KEPT_COMMITS
 from monarch_rl.generator.settings import InFlight

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import CommitError, WeightMismatch
 from monarch_rl.generator import commit as commit_module
-from monarch_rl.generator.commit import CommitError, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.generator.commit import WeightMismatch
+from monarch_rl.errors import EngineStopped, WeightMismatch
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import LoraSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (

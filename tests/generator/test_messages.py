@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode.sampling import Completion, GenerationError, SamplingMasks
+from monarch_rl.episode.sampling import Completion, SamplingMasks
+from monarch_rl.errors import GenerationError
 from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, AnswerSender, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.simulate.clock import run_virtual

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
-from monarch_rl.generator.commit import WeightMismatch
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GenerationError, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.frozen import file_checksums, file_version
 from monarch_rl.generator.tempered import row_divisors

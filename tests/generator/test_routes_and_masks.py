@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling, SamplingMaskMissing, SamplingMasks
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
+from monarch_rl.errors import GenerationError, SamplingMaskMissing
 from monarch_rl.generator import requests as requests_module
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.requests import ExpertRouteFormat, SideChannel, read_reason, take_side_channel

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.errors import EngineStopped
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.scheduler_process import SchedulerTarget
-from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.offline.play import LocalEngine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE

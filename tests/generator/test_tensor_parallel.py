@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import EngineStopped, WeightMismatch
 from monarch_rl.generator import commit as commit_module
-from monarch_rl.generator.commit import WeightMismatch
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.sglang_engine import EngineStopped
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     HEAD_DIM,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import ChatError, Message, Messages, ToolCall, assistant, system, tool, user
+from monarch_rl.model.messages import Message, Messages, ToolCall, assistant, system, tool, user
 from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import ChatError, ParsedReply, user
+from monarch_rl.model.messages import ParsedReply, user
 from monarch_rl.model.tools import ToolSet, as_tools
 from tests.model.chat_helpers import TAGGED, write_model
 

@@ -14,9 +14,10 @@ import psutil
 import pytest
 import torch
 
+from monarch_rl.errors import SideFailed
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.offline import parity
-from monarch_rl.offline.parity import SideFailed, run_ranks
+from monarch_rl.offline.parity import run_ranks
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.trainer.settings import TrainerSettings

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from monarch_rl.episode.failure import KINDS
-from monarch_rl.pipeline.failures import MIN_ITEMS, EpisodesFail
+from monarch_rl.errors import EpisodesFail, ScoringFailed
+from monarch_rl.pipeline.failures import MIN_ITEMS
 from monarch_rl.pipeline.run import Run
-from monarch_rl.rollout.episode_failed import ScoringFailed
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import PublishError
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach

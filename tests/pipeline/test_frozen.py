@@ -19,15 +19,21 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from monarch_rl.checkpoint.folders import partial_folder
-from monarch_rl.episode.sampling import GenerationError
+from monarch_rl.errors import (
+    AllActorsLost,
+    DeadlineExceeded,
+    EngineStopped,
+    FolderChanged,
+    FrozenRefused,
+    GenerationError,
+    TooFewDevices,
+)
 from monarch_rl.generator.connection import ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
 from monarch_rl.generator.replica_memory import VERSIONS
-from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.frozen import (
-    FolderChanged,
     FrozenPlan,
     FrozenPlans,
     FrozenPool,
@@ -40,14 +46,12 @@ from monarch_rl.pipeline.frozen import (
 )
 from monarch_rl.pipeline.observer import FrozenMeter
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
-from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
+from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout import frozen
-from monarch_rl.rollout.frozen import FrozenRefused
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.runtime.devices import Devices, TooFewDevices
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.lasting_calls import LASTING
 from monarch_rl.simulate.clock import run_virtual

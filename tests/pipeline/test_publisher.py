@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import ActorError
 
-from monarch_rl.pipeline.publishing import Publication, Publisher, PublishError, Replicas, TransferGroup
-from monarch_rl.weights.checksum import NotFinite, add_checksums, signed
-from monarch_rl.weights.endpoint import StillServing, TransferSettings
+from monarch_rl.errors import NotFinite, PublishError, StillServing
+from monarch_rl.pipeline.publishing import Publication, Publisher, Replicas, TransferGroup
+from monarch_rl.weights.checksum import add_checksums, signed
+from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
 from tests.patience import patiently
 

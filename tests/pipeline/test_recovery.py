@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.errors import AllActorsLost, DeadlineExceeded
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.recovery import AllActorsLost, LostProcesses, Recovery, RecoverySettings
-from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.pipeline.recovery import LostProcesses, Recovery, RecoverySettings
 from monarch_rl.simulate.clock import run_virtual
 from tests.patience import until
 

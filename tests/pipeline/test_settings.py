@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from monarch_rl.errors import TooFewDevices
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
@@ -18,7 +19,7 @@ from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, los
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
-from monarch_rl.runtime.devices import Devices, TooFewDevices
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import start
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import replica_updates, start_generators
-from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.forking.preloading import ForkServer
 from tests.recipe.running import random_model

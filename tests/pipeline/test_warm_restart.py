@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.errors import AllActorsLost
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
+from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
 from monarch_rl.pipeline.resume import Resumed, open_run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors, _reusable_workers

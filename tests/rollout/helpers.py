@@ -13,10 +13,11 @@ import numpy as np
 from monarch.actor import Actor
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GroupFull
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings
-from monarch_rl.tasks.task import GroupFull, Outcome, Policy, Task
+from monarch_rl.tasks.task import Outcome, Policy, Task
 from tests.rollout.scores import answer, touchy_score
 
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"

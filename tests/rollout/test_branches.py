@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import ContextFull, GroupFull
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings, check_rollout
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import ContextFull, GroupFull, Outcome, Policy, Task
+from monarch_rl.tasks.task import Outcome, Policy, Task
 from tests.rollout.helpers import CHARACTERS
 
 SETTINGS = RolloutSettings(episode_deadline_s=0.2)

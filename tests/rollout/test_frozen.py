@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.episode.sampling import Completion, GenerationError, RequestLost, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GenerationError, JudgeFailed, RequestLost
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import assistant, user
 from monarch_rl.rollout import frozen
-from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.frozen import FrozenModel, connect
 from monarch_rl.rollout.play import EpisodeRunner

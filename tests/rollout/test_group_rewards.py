@@ -13,7 +13,8 @@ import pytest
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.rollout.episode_clock import JudgeFailed, episode_clock_stopped
+from monarch_rl.errors import JudgeFailed
+from monarch_rl.rollout.episode_clock import episode_clock_stopped
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.stages import GroupRewarder

@@ -19,20 +19,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.episode.sampling import Completion, Sampling, SamplingMaskMissing
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import ContextFull, DeadlineExceeded, SamplingMaskMissing, ScorerBroken, ScoringFailed
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, user
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import MOST_INFO_BYTES, ContextFull, Outcome, Policy, Reply, Task, as_outcome
+from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Policy, Reply, Task, as_outcome
 from tests.model.chat_helpers import write_model
 from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.errors import JudgeFailed
 from monarch_rl.model.messages import Message, ToolCall, user
 from monarch_rl.rollout import remote_judge
-from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.remote_judge import RemoteJudge, RemoteReply
 from tests.patience import patiently, until
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from pebble import ProcessPool
 
+from monarch_rl.errors import ScorerBroken, ScoringFailed
 from monarch_rl.rollout import scoring
-from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.scoring import SHOWN_BYTES, Scorer
 from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.forking.fork_context import ForkedProcess

@@ -14,9 +14,10 @@ import pytest
 from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.sampling import TopLogprobs
 from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.errors import FrozenRefused
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
-from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, connect
+from monarch_rl.rollout.frozen import FrozenModel, connect
 from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled, columns_for_training
 from monarch_rl.rollout.teachers import reference, teacher
 from tests.rollout.test_stages import made, run

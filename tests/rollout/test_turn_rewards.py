@@ -11,11 +11,11 @@ import pytest
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.errors import ContextFull, JudgeFailed, ScorerBroken, ScoringFailed
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.rollout.episode_clock import JudgeFailed
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
-from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply
+from monarch_rl.tasks.task import Outcome, Policy, Reply
 from tests.rollout.test_play import SETTINGS, Echo, play, run, task
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import DeadlineExceeded, ProcessLost
 from monarch_rl.runtime import deadlines, wait_registry
-from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, now, within
+from monarch_rl.runtime.deadlines import Patience, lose, now, within
 from monarch_rl.simulate.clock import run_virtual
 from tests.patience import patiently, until
 

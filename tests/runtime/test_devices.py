@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from monarch_rl.errors import TooFewDevices
 from monarch_rl.runtime import devices as module
-from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, smallest_memory
+from monarch_rl.runtime.devices import Devices, devices, launched_by_torchrun, smallest_memory
 from monarch_rl.runtime.torchrun import Rank, without_torchrun
 
 TORCHRUN = {

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import DeadlineExceeded, on_disk, on_disk_now
+from monarch_rl.runtime.deadlines import on_disk, on_disk_now
 from tests.patience import run
 
 STALLED = """

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Channel, context, this_host
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime import lasting_calls, wait_registry
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import ResilientActor
 from tests.patience import patiently, result_of, until

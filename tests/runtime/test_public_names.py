@@ -34,7 +34,8 @@ def test_these_names_are_public_and_documented() -> None:
 
 
 def test_the_page_lists_them() -> None:
-    cells = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/api.md").read_text().partition("## Errors")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(PUBLIC)
 
 

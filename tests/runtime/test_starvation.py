@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime import deadlines, starvation, wait_registry
-from monarch_rl.runtime.deadlines import STRETCH, DeadlineClock, DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import STRETCH, DeadlineClock, within
 from monarch_rl.runtime.starvation import CoreTime, Look, look, run_processes
 from tests.patience import exit_code, wait_until
 from tests.runtime.hogs import hogs, pin

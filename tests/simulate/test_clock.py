@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import DeadlineExceeded, NothingLeft
 from monarch_rl.runtime import starvation
-from monarch_rl.runtime.deadlines import DeadlineExceeded, now, within
-from monarch_rl.simulate.clock import NothingLeft, run_virtual
+from monarch_rl.runtime.deadlines import now, within
+from monarch_rl.simulate.clock import run_virtual
 
 
 def test_an_hour_takes_no_time() -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import cloudpickle
 import pytest
 
-from monarch_rl.rollout.episode_failed import ScoringFailed
+from monarch_rl.errors import ScoringFailed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.tasks.mathematics import MathReward, are_equal
 from monarch_rl.tasks.questions import Questions

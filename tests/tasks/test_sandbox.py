@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.rollout.episode_failed import ScoringFailed
+from monarch_rl.errors import ScoringFailed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.tasks import sandbox as module
 from monarch_rl.tasks.sandbox import Ran, Sandbox

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.algorithms.advantages import gae
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
-from monarch_rl.checkpoint.tensors import CannotWrite
 from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.errors import CannotWrite
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.network import world_store
 from monarch_rl.trainer.functions import LoadedFunctions

@@ -30,6 +30,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
+from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
@@ -43,7 +44,7 @@ from monarch_rl.trainer.shards import local_run
 from monarch_rl.trainer.step import train
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
-from monarch_rl.weights.checksum import NotFinite, ShardChecksums
+from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
 from tests.trainer.ranks import packed

@@ -23,6 +23,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.by_value import ByValue
@@ -39,7 +40,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
-from monarch_rl.weights.checksum import NotFinite, ShardChecksums, tensor_checksum
+from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.episode.trees import distinct_inputs
 from tests.trainer.batches import (

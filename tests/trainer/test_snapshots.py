@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_rl.errors import TransferError
 from monarch_rl.model.lora import lora_names
 from monarch_rl.trainer import lora as trainer_lora
 from monarch_rl.trainer.lora import merged_runs, merged_shards
 from monarch_rl.trainer.publishing import _copy_computed
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.checksum import tensor_checksum
-from monarch_rl.weights.endpoint import TransferError
 from monarch_rl.weights.manifest import make_manifest
 from tests.kernels import Kernels
 from tests.patience import patiently

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, current_rank
 
+from monarch_rl.errors import DeadlineExceeded, Stalled
 from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.runtime.monitor import stacks_of
 from monarch_rl.watch import watch
-from monarch_rl.watch.watch import Stalled, Watch, watched
+from monarch_rl.watch.watch import Watch, watched
 from tests.patience import exit_code, until
 from tests.patience import run as run_program
 from tests.runtime.hogs import hogs, pin

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import Stalled
 from monarch_rl.runtime import device_work, monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
@@ -29,7 +30,7 @@ from monarch_rl.runtime.wait_registry import CONTROLLER, Progress
 from monarch_rl.watch import process_poller, watch
 from monarch_rl.watch.process_poller import LoopLag, ProcessPoller, _PolledProcess
 from monarch_rl.watch.stall import Process, RunPicture
-from monarch_rl.watch.watch import FAILED_POLLS, Stalled, watched
+from monarch_rl.watch.watch import FAILED_POLLS, watched
 from tests.patience import TICK_S, Patience, until
 
 STALL_S = 2.0

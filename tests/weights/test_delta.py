@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.weights.delta import DeltaError, apply, encode, stats, wire_bound
+from monarch_rl.errors import DeltaError
+from monarch_rl.weights.delta import apply, encode, stats, wire_bound
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import NotFinite
 from monarch_rl.weights import checksum
-from monarch_rl.weights.checksum import FiniteProbe, NotFinite, ShardChecksums, not_finite, tensor_checksum
+from monarch_rl.weights.checksum import FiniteProbe, ShardChecksums, not_finite, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.weights.test_checksum import HEIGHTS, SEEDS, WIDTHS, drawn
 

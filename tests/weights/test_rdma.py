@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from monarch.actor import Actor
 from monarch.config import configured
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.weights import rdma
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.endpoint import TransferError, TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
 from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_snapshot, usable
 

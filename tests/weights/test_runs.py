@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.errors import NotFinite
 from monarch_rl.weights.blocks import TensorBox, find_runs, memory_kind, stack_run
-from monarch_rl.weights.checksum import Checksums, NotFinite, ShardChecksums, tensor_checksum
+from monarch_rl.weights.checksum import Checksums, ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.kernels import Kernels
 from tests.weights.test_checksum import DTYPES, HEIGHTS, SEEDS, WIDTHS, drawn

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights import area, broadcast_group, rdma
@@ -23,7 +24,7 @@ from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.collective import CollectiveReceiver, CollectiveSender
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
 from tests.patience import happened, item_of, join, patiently, until

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from monarch_rl.errors import TransferError
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
 from tests.patience import wait_until

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.network import nccl_environment
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
-from monarch_rl.weights.endpoint import Sender, TransferError, TransferSettings
+from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
 from tools.gpu_parts.common import Bench, Findings, Skipped

@@ -34,8 +34,9 @@ from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import PackedGroup
 from monarch_rl.episode.shard import PackedShard
+from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import DeadlineExceeded, now
+from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.runtime.wait_registry import Wait
@@ -51,10 +52,6 @@ class SavedBuffer:
     """File written by :func:`write_state`."""
     generation: int
     """How often the run was resumed."""
-
-
-class BufferClosed(RuntimeError):
-    """The run ended before the batch was complete."""
 
 
 class Buffer(FailureReports):

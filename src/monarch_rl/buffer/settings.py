@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 
@@ -47,24 +48,24 @@ class BufferSettings(CheckedSettings, flags="buffer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_policy_lag is None and self.late != "wait":
-            raise ValueError(f"buffer.late {self.late} needs a lag bound: set buffer.max-policy-lag")
+            raise SettingsError(f"buffer.late {self.late} needs a lag bound: set buffer.max-policy-lag")
         if self.late != "wait" and isinstance(self.window, int):
-            raise ValueError(
+            raise SettingsError(
                 f"buffer.late {self.late} has no effect: with buffer.window {self.window} no group ever exceeds the "
                 "lag bound. Remove buffer.window, or set buffer.late wait"
             )
         if self.max_policy_lag is not None and self.late == "wait" and self.window == "greedy":
-            raise ValueError(
+            raise SettingsError(
                 "buffer.window greedy breaks the lag bound: set buffer.late drop or mask, or a number for buffer.window"
             )
         bound = self.max_policy_lag
         if bound is not None and self.replay > bound + 1:
-            raise ValueError(
+            raise SettingsError(
                 f"buffer.replay {self.replay}: a group is too old after max-policy-lag + 1 = {bound + 1} batches. Set "
                 f"it to at most {bound + 1}, or increase max-policy-lag"
             )
         if self.reject_lag is not None and bound is not None and self.reject_lag >= bound:
-            raise ValueError(
+            raise SettingsError(
                 f"buffer.reject-lag {self.reject_lag} rejects nothing: it must be below max-policy-lag "
                 f"{self.max_policy_lag}"
             )
@@ -83,7 +84,7 @@ class BufferSettings(CheckedSettings, flags="buffer"):
         if self.window == "auto":
             return max(0, largest - groups_per_step) // 4
         if self.window > largest:
-            raise ValueError(
+            raise SettingsError(
                 f"buffer.window {self.window} leaves less than a batch of slots: at most max-policy-lag "
                 f"{self.max_policy_lag}{f' + 1 - replay {self.replay}' if self.replay > 1 else ''} x groups-per-step "
                 f"{groups_per_step} = {largest}"

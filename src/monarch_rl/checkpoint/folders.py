@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.errors import BrokenCheckpoint
+
 logger = logging.getLogger("monarch_rl")
 
 FORMAT = 3
@@ -36,10 +38,6 @@ LATEST, BEST = "latest", "best"
 """Symbolic links to checkpoints."""
 _NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
-
-
-class BrokenCheckpoint(ValueError):
-    """A checkpoint cannot be read; the message names the file and its defect."""
 
 
 @dataclass(frozen=True, slots=True)

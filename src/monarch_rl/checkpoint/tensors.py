@@ -20,16 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from monarch_rl.checkpoint.folders import FileSum, file_sum
+from monarch_rl.errors import CannotWrite
 from monarch_rl.runtime.streams import finish_current
 
 Tensors = Mapping[str, torch.Tensor]
 """By name: this rank's shards (DTensor), or a tensor that is equal on all ranks (plain tensor)."""
 NICE = 10
 """Niceness of the writing thread, so that training gets the cores first."""
-
-
-class CannotWrite(OSError):
-    """A rank could not write its shards; the message names the rank and the reason."""
 
 
 def checkpoint_group(timeout_s: float) -> dist.ProcessGroup:

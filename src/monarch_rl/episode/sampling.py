@@ -9,18 +9,6 @@ from typing import Any
 import numpy as np
 
 
-class GenerationError(RuntimeError):
-    """A request was refused or aborted; the message is the engine's own."""
-
-
-class RequestLost(RuntimeError):
-    """A request was not answered because its replica is lost; another replica can be asked."""
-
-
-class SamplingMaskMissing(GenerationError):
-    """The engine sampled a token but cannot report its sampling mask: this episode fails, and no other."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the engine samples tokens."""

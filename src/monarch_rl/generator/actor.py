@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from monarch.actor import Port
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import EngineStopped, GenerationError
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.connection import Answering
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import within

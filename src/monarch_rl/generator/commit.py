@@ -24,32 +24,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from monarch_rl.errors import CommitError, DeadlineExceeded, StillRunning, WeightMismatch
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.requests import EngineRequests
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
-from monarch_rl.weights.endpoint import StillServing
 from monarch_rl.weights.manifest import Manifest
 
 INTERRUPT_DEADLINE_S = 60.0
 """Seconds within which SGLang must answer the requests that it is told to end: one step, at worst a prefill on a slow
 machine."""
-
-
-class CommitError(RuntimeError):
-    """A version could not be loaded; the engine stays paused and serves nothing."""
-
-
-class StillRunning(StillServing):
-    """Running sequences did not end in time; the engine still serves the previous version."""
-
-
-class WeightMismatch(CommitError):
-    """The loaded weights differ from the trainer's; the engine stays paused and serves nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from monarch_rl.episode.sampling import Completion, RequestLost, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import RequestLost
 from monarch_rl.generator.parts import UNFINISHED, OnPart
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint

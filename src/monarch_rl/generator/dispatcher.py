@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import GenerationError, ProcessLost
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
 from monarch_rl.generator.parts import finish_reason_of, join_parts
-from monarch_rl.runtime.deadlines import DeadlineClock, ProcessLost, within
+from monarch_rl.runtime.deadlines import DeadlineClock, within
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")

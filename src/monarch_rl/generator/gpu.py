@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from monarch_rl.errors import SettingsError
+
 logger = logging.getLogger("monarch_rl")
 
 HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
@@ -59,7 +61,7 @@ def check_dtype(dtype: str) -> None:
     """Raise ValueError for float32, which cannot be served on a GPU."""
     # RMSNorm.forward_cuda (layers/layernorm.py) calls a kernel that exists for half precision only.
     if dtype == "float32":
-        raise ValueError(
+        raise SettingsError(
             "generator.dtype float32 cannot be served on a GPU: SGLang's norms support only half precision there. Give "
             "bfloat16 or auto; trainer.compute-dtype may be float32"
         )
@@ -100,7 +102,7 @@ def check_environment(environment: Mapping[str, str] | None = None, machine: Mac
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         environment = {**os.environ, "PATH": tools}
     if environment.get(HARMFUL, "").lower() in _TRUE:
-        raise ValueError(
+        raise SettingsError(
             f"{HARMFUL} is set, with which SGLang silently permutes the experts' weights at every new version: unset it"
         )
     path, compiler = environment.get("PATH"), environment.get("CXX", "c++")
@@ -111,7 +113,7 @@ def check_environment(environment: Mapping[str, str] | None = None, machine: Mac
         flags = "without flags: SGLang treats it as one word"  # jit/utils/compile/ninja.py quotes it
         missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX, {flags})")
     if missing:
-        raise ValueError(
+        raise SettingsError(
             f"SGLang compiles GPU kernels when it starts, and this machine ({socket.gethostname()}) lacks "
             f"{', and '.join(missing)}"
         )
@@ -204,11 +206,11 @@ def check_driver(cuda: str | None, available: bool, visible: str | None, driver_
         return
     oldest = OLDEST_DRIVERS.get(cuda.split(".")[0])
     if oldest is not None and int(found[1]) < oldest:
-        raise ValueError(
+        raise SettingsError(
             f"this machine's NVIDIA driver is {found[1]}{found[2]}, but torch is built for CUDA {cuda}, which needs "
             f"{oldest} or newer: update the driver, or set CUDA_VISIBLE_DEVICES to nothing to run on CPUs"
         )
-    raise ValueError(
+    raise SettingsError(
         f"this machine has an NVIDIA driver ({found[1]}{found[2]}), but torch (CUDA {cuda}) cannot use a GPU: check "
         "nvidia-smi, or set CUDA_VISIBLE_DEVICES to nothing to run on CPUs"
     )

@@ -18,8 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from monarch_rl.errors import UnsupportedModel
 from monarch_rl.generator.load_report import Box
-from monarch_rl.generator.load_staged import CopyPlan, Placement, UnsupportedModel, box_of, plan_copies, run_order
+from monarch_rl.generator.load_staged import CopyPlan, Placement, box_of, plan_copies, run_order
 from monarch_rl.model.lora import lora_names
 from monarch_rl.weights.manifest import TensorSpec, list_names
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from monarch_rl.errors import UnsupportedModel
 from monarch_rl.generator import load_report
 from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
 from monarch_rl.runtime.streams import finish_device
@@ -39,10 +40,6 @@ from monarch_rl.weights.manifest import INT_OF_SIZE, TensorSpec, list_names
 
 AREAS = 2
 """Number of areas whose mappings are cached; versions alternate between them."""
-
-
-class UnsupportedModel(ValueError):
-    """The model's loader does more than copy, so its work cannot be replayed or verified."""
 
 
 @dataclass(frozen=True, slots=True)

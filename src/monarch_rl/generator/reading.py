@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.sampling import GenerationError, TopLogprobs
+from monarch_rl.episode.sampling import TopLogprobs
+from monarch_rl.errors import GenerationError
 from monarch_rl.generator.requests import BusyClock
 from monarch_rl.generator.settings import recipe_flags
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs

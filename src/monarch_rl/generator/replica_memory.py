@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import CPU_KV_TOKENS, ENGINE_RESERVE, GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
@@ -183,7 +184,7 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
     token_bytes = settings.tp * kv_token_bytes(cache_sizes(config), settings, on_gpu=False)
     if settings.replicas * tokens * token_bytes > memory_bytes:
         fitting = memory_bytes // (settings.replicas * token_bytes)
-        raise ValueError(
+        raise SettingsError(
             f"generator.max-total-tokens {tokens} needs a KV cache of {tokens * token_bytes / 2**30:.1f} GiB for each "
             f"of {settings.replicas} replicas, but this machine has {memory_bytes / 2**30:.1f} GiB: give less than "
             f"{fitting}"

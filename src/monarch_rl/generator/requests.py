@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling, SamplingMaskMissing, SamplingMasks
+from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
+from monarch_rl.errors import EngineStopped, GenerationError, SamplingMaskMissing
 from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts
 from monarch_rl.generator.settings import recipe_flags
-from monarch_rl.generator.sglang_engine import EngineStopped, SglangEngine, io_structs
+from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.wait_registry import Wait

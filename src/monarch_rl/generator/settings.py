@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.gpu import check_dtype, gpu_arguments
 from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import find_architecture
@@ -180,22 +181,22 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
     tp = settings.tp
     family = find_architecture(config)
     if family is not None and family.float32_only and on_gpu:
-        raise ValueError(
+        raise SettingsError(
             f"a {family.label} cannot be served on a GPU: it needs float32, because {family.float32_only}, but "
             "SGLang's norms support only half precision on GPUs. Run it on CPUs"
         )
     if family is not None and family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
-        raise ValueError(
+        raise SettingsError(
             f"a {family.label} is served in float32 only: {family.float32_only}. Set generator.dtype float32"
         )
     scaled_rope = rope_parameters(config)["rope_type"] != "default"
     if family is not None and family.cpu_needs_scaled_rope and not on_gpu and not scaled_rope:
-        raise ValueError(
+        raise SettingsError(
             f"on a CPU SGLang serves a {family.label} only with YaRN rotary embeddings, as in {family.label}'s own "
             "models, but this model's config.json has no rope_scaling: take another model, or run it on a GPU"
         )
     if family is not None and family.needs_lm_head and config.get("tie_word_embeddings"):
-        raise ValueError(
+        raise SettingsError(
             f"the model is a {family.name} with tie_word_embeddings, for which SGLang creates a separate LM head that "
             "no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
         )
@@ -209,7 +210,7 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
     if kv_heads % tp and tp % kv_heads:
         problems.append(f"num_key_value_heads is {kv_heads}")
     if problems:
-        raise ValueError(
+        raise SettingsError(
             f"generator.tp {tp} does not divide the model: {', '.join(problems)}. All ranks take equally many heads "
             f"and columns; use a tp that divides {heads} heads (KV heads may be repeated)."
         )
@@ -236,7 +237,7 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
     allowed = ATTENTION_BACKENDS if on_gpu else ("torch_native",)
     if settings.attention_backend not in ("auto", *allowed):
         where = "SGLang has" if on_gpu else "on a CPU there is only"
-        raise ValueError(
+        raise SettingsError(
             f"generator.attention-backend {settings.attention_backend!r} cannot be used: {where} {', '.join(allowed)}. "
             "Give one of these, or auto"
         )
@@ -247,7 +248,7 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
 def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:
     """Raise ValueError for a context longer than the model's own limit."""
     if settings.context_length > config["max_position_embeddings"]:
-        raise ValueError(
+        raise SettingsError(
             f"generator.context-length {settings.context_length} exceeds the model's own limit of "
             f"{config['max_position_embeddings']} tokens: give at most that, or 0"
         )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from monarch_rl.errors import SettingsError
+
 Config = dict[str, Any]
 """``config.json`` of a model folder."""
 
@@ -84,7 +86,7 @@ class Architecture:
 def _qwen3_moe_experts(config: Config) -> int:
     experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
     if experts is None:
-        raise ValueError("config.json of a Qwen3MoeForCausalLM has neither num_experts nor num_local_experts")
+        raise SettingsError("config.json of a Qwen3MoeForCausalLM has neither num_experts nor num_local_experts")
     return int(experts)
 
 
@@ -148,5 +150,5 @@ def architecture_of(config: Config) -> Architecture:
     """
     architecture = find_architecture(config)
     if architecture is None:
-        raise ValueError(f"architecture {_named(config)} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise SettingsError(f"architecture {_named(config)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return architecture

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
-from monarch_rl.model.messages import ChatError, Message, ParsedReply, Role
+from monarch_rl.model.messages import Message, ParsedReply, Role
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monarch_rl.model.messages import ChatError
+from monarch_rl.errors import ChatError
 
 TURN_SENTINEL = "[[ the turn that the policy sampled ]]"
 """Placeholder for the policy's turn where only the text around it is needed."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.messages import ChatError, Message, Messages, ParsedReply, as_messages
+from monarch_rl.model.messages import Message, Messages, ParsedReply, as_messages
 from monarch_rl.model.tools import Tools, ToolSet, as_tools
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.architecture import architecture_of, find_architecture
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -31,14 +32,14 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
     config = read_config(folder)
     architecture = architecture_of(config)
     if lacking := {key: value for key, value in architecture.needed_keys.items() if key not in config}:
-        raise ValueError(
+        raise SettingsError(
             f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start (transformers 5 "
             f"leaves them out). Add the values of {architecture.label}'s own config: {json.dumps(lacking)}"
         )
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
+        raise SettingsError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
     if tokenizer and not any((folder / file).is_file() for file in TOKENIZERS):
-        raise ValueError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
+        raise SettingsError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return folder
 
 
@@ -64,7 +65,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[f"{MISTRALS_OWN}*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
+        raise SettingsError(
             f"no such model: {name} is neither a folder nor a Hugging Face Hub repository that can be "
             f"reached ({reason}). Give a folder with config.json, or a Hub name such as Qwen/Qwen3-0.6B; "
             f"tools/make_tiny_model.py makes .cache/tiny-qwen3."
@@ -79,12 +80,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json")
+        raise SettingsError(f"{folder} is not a model folder: it has no config.json")
     config = read_object(path)
     try:
         return architecture_of(config).completed(config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise SettingsError(f"{folder}: {error}") from None
 
 
 def find_config(model: str) -> dict[str, Any] | None:
@@ -108,9 +109,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy or download it again") from error
+        raise SettingsError(f"{path} is not JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__} {str(value)[:60]!r}, not a JSON object")
+        raise SettingsError(f"{path} holds {type(value).__name__} {str(value)[:60]!r}, not a JSON object")
     return value
 
 

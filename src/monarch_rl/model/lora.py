@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -40,7 +41,7 @@ class LoraSettings(CheckedSettings, flags="trainer.lora"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.lora.targets must be one or more of {', '.join(TARGETS)}, each once, got {self.targets}"
             )
 

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+from monarch_rl.errors import ChatError
+
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-
-
-class ChatError(ValueError):
-    """Messages, options or tools that do not work with this model's chat template. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

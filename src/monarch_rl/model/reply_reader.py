@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import Shape
-from monarch_rl.model.messages import ChatError, ParsedReply, ToolCall
+from monarch_rl.model.messages import ParsedReply, ToolCall
 from monarch_rl.model.tools import ToolSet
 
 PARSERS_CACHED = 64

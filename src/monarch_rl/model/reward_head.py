@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.architecture import Config, architecture_of
 from monarch_rl.model.folder import find_folder, read_object, resolve_model
 from monarch_rl.model.tensors import REWARD_LABELS
@@ -32,7 +33,7 @@ def resolve_frozen(name: str) -> tuple[Path, Config]:
     if not reward_labels(config):
         resolve_model(str(folder))
     elif not any(folder.glob("*.safetensors")):
-        raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
+        raise SettingsError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
     return folder, config
 
 
@@ -47,7 +48,7 @@ def read_frozen(folder: Path) -> Config:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json")
+        raise SettingsError(f"{folder} is not a model folder: it has no config.json")
     config = read_object(path)
     names = config.get("architectures")
     base = HEADS.get(str(names[0])) if isinstance(names, list) and names else None
@@ -57,7 +58,7 @@ def read_frozen(folder: Path) -> Config:
     try:
         return architecture_of(config).completed(config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}; as reward models also {', '.join(HEADS)}") from None
+        raise SettingsError(f"{folder}: {error}; as reward models also {', '.join(HEADS)}") from None
 
 
 def reward_labels(config: Config) -> int:

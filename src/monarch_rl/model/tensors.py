@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.architecture import Config, architecture_of
 from monarch_rl.model.features import check_features, check_keys
 from monarch_rl.model.folder import (
@@ -54,21 +55,23 @@ def check_weights(folder: Path, config: Config) -> None:
             continue
         for name, shape in header.items():
             if name in found:
-                raise ValueError(
+                raise SettingsError(
                     f"{name} is in {found[name][0]} and in {path}: keep the files that {INDEX} lists, and move the "
                     "others away"
                 )
             found[name] = path, shape
     if missing := [name for name in expected if name not in found]:
-        raise ValueError(
+        raise SettingsError(
             f"{folder} lacks {_some(missing)}, of the {len(expected)} tensors that its config.json requires: a file is "
             "missing, or config.json belongs to another model"
         )
     for name, (path, shape) in found.items():
         if name in expected and shape != expected[name]:
-            raise ValueError(f"{path}: {name} has shape {list(shape)}, but config.json requires {list(expected[name])}")
+            raise SettingsError(
+                f"{path}: {name} has shape {list(shape)}, but config.json requires {list(expected[name])}"
+            )
     if unknown := [name for name in found if name not in expected and not _is_ignored(name, config)]:
-        raise ValueError(
+        raise SettingsError(
             f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {architecture_of(config).name} with this "
             "config.json does not have: ignoring them would load a different model"
         )
@@ -171,28 +174,28 @@ def read_header(path: Path) -> Shapes:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ValueError("its header is longer than the file")
+                raise SettingsError("its header is longer than the file")
             header = json.loads(file.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         shapes = {name: tuple(map(_count, entry["shape"])) for name, entry in tensors.items()}
         places = {name: (_count(e["data_offsets"][0]), _count(e["data_offsets"][1])) for name, e in tensors.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"{path} is not a safetensors file ({error!r}): copy or download it again") from error
+        raise SettingsError(f"{path} is not a safetensors file ({error!r}): copy or download it again") from error
     end = max((place[1] for place in places.values()), default=0)
     if size != 8 + length + end:
         last = max(places, key=lambda name: places[name][1], default="nothing")
         kind = "truncated" if size < 8 + length + end else "damaged"
-        raise ValueError(
+        raise SettingsError(
             f"{path} is {kind}: it has {size} bytes, but its header, whose last tensor is {last}, requires "
             f"{8 + length + end}. Copy or download it again"
         )
     for name, dtype in dtypes.items():
         if dtype not in ITEM_BYTES:
-            raise ValueError(f"{path}: {name} is saved as {dtype}; only {', '.join(ITEM_BYTES)} are supported")
+            raise SettingsError(f"{path}: {name} is saved as {dtype}; only {', '.join(ITEM_BYTES)} are supported")
         span = places[name][1] - places[name][0]
         if span != math.prod(shapes[name]) * ITEM_BYTES[dtype]:
-            raise ValueError(
+            raise SettingsError(
                 f"{path}: {name} has {span} bytes, which do not fit its shape {list(shapes[name])}: copy or download "
                 "the file again"
             )
@@ -203,7 +206,7 @@ def read_header(path: Path) -> Shapes:
 def _count(value: object) -> int:
     """A size or an offset from a header. Raises ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a size or an offset")
+        raise SettingsError(f"{value!r} is not a size or an offset")
     return value
 
 
@@ -213,7 +216,7 @@ def _check_places(path: Path, places: dict[str, tuple[int, int]]) -> None:
     for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
         if start != position:
             between = "overlaps" if start < position else "leaves a gap after"
-            raise ValueError(f"{path}: {name} {between} {before}: copy or download it again")
+            raise SettingsError(f"{path}: {name} {between} {before}: copy or download it again")
         before, position = name, end
 
 
@@ -224,11 +227,11 @@ def _check_shards(folder: Path) -> None:
         return
     named = read_object(path).get("weight_map")
     if not isinstance(named, dict):
-        raise ValueError(f"{path} has no weight_map: copy or download it again")
+        raise SettingsError(f"{path} has no weight_map: copy or download it again")
     for name, file in named.items():
         if not isinstance(file, str) or not (folder / file).is_file():
             count = sum(other == file for other in named.values())
-            raise ValueError(
+            raise SettingsError(
                 f"{folder} lacks {file}, which {path.name} lists for {name} and {count - 1} other tensors: copy or "
                 "download it"
             )
@@ -271,9 +274,9 @@ def check_folder(folder: Path, config: Config) -> None:
     try:
         check_keys(config)
     except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
+        raise SettingsError(f"{path} {error}") from None
     try:
         check_features(config)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise SettingsError(f"{path}: {error}") from None
     check_weights(folder, config)

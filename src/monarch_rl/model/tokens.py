@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.architecture import Config
 from monarch_rl.model.folder import read_object
 
@@ -30,7 +31,7 @@ class FolderTokenizer:
         settings = _object(folder / "tokenizer_config.json")
         added = settings.get("added_tokens_decoder") or {}
         if not isinstance(added, dict):
-            raise ValueError(
+            raise SettingsError(
                 f"{folder / 'tokenizer_config.json'} has added_tokens_decoder {str(added)[:60]!r}, which must be an "
                 "object: copy or download it again"
             )
@@ -42,7 +43,7 @@ class FolderTokenizer:
         token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
         if highest >= vocabulary:
             count = sum(index >= vocabulary for index in tokens.values())
-            raise ValueError(
+            raise SettingsError(
                 f"the tokenizer in {folder} has {count} ids for which the model has no embedding, up to {highest} "
                 f"({token!r}): config.json says vocab_size {vocabulary}. It belongs to another model, or tokens were "
                 "added to it without embeddings"
@@ -61,7 +62,7 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     """The id of every token of a model folder. Raises ValueError if ``tokenizer.json`` is missing or unreadable."""
     tokenizer = _load(folder / "tokenizer.json")
     if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer.json: save its tokenizer with transformers, which writes one")
+        raise SettingsError(f"{folder} has no tokenizer.json: save its tokenizer with transformers, which writes one")
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return vocabulary
 
@@ -75,9 +76,9 @@ def _load(path: Path) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is not a tokenizer ({error}): copy or download it again") from error
+        raise SettingsError(f"{path} is not a tokenizer ({error}): copy or download it again") from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
-        raise ValueError(f"{path} has no tokens: copy or download it again")
+        raise SettingsError(f"{path} has no tokens: copy or download it again")
     return tokenizer
 
 
@@ -89,7 +90,7 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
     ends = _object(path).get("eos_token_id")
     for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if not isinstance(end, int) or not 0 <= end < vocabulary:
-            raise ValueError(f"{path} has eos_token_id {end!r}, which is not one of the model's {vocabulary} ids")
+            raise SettingsError(f"{path} has eos_token_id {end!r}, which is not one of the model's {vocabulary} ids")
 
 
 # -- comparing two vocabularies: token ids of one model may be passed to another only if they mean the same text ------

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from monarch_rl.model.messages import ChatError
+from monarch_rl.errors import ChatError
 
 Schema: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = "ToolSet | Sequence[Callable[..., Any] | Schema]"

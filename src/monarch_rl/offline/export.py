@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, BrokenCheckpoint, complete, held, verify
+from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, complete, held, verify
+from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.observe.metrics import FILE as METRICS
@@ -89,7 +90,7 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
         return Source(model)
     if broken:
         raise BrokenCheckpoint("; ".join(map(str, broken.values())))
-    raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
+    raise SettingsError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
 
 
 def _last_step(run: Path) -> int | None:
@@ -151,7 +152,7 @@ def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, a
         SideFailed: it could not be written; the error is on stderr.
     """
     if adapter and not source.lora.rank:
-        raise ValueError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
+        raise SettingsError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
     nbytes = sum(path.stat().st_size for path in source.model.glob("*.safetensors"))
     with held_port() as port:
         arguments = (source, folder.resolve(), dtype, file_bytes, adapter, port)

@@ -26,6 +26,7 @@ from monarch_rl.algorithms.packing import plan_microbatches, separate
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.errors import SideFailed
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes
@@ -74,10 +75,6 @@ class Reading:
     """float32[N], the trainer's log-probs with the engine's experts; None for a model without experts."""
     differing: torch.Tensor | None = None
     """int64[R, layers with experts]: number of the engine's experts for a token that the trainer would not choose."""
-
-
-class SideFailed(RuntimeError):
-    """A process of the engine's or of the trainer's side failed, or took too long."""
 
 
 def compare(

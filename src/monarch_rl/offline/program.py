@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from monarch_rl.offline.parity import SideFailed
+from monarch_rl.errors import SideFailed
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.pipeline.capture import capturing
 from monarch_rl.pipeline.frozen import FrozenPlans
@@ -67,13 +68,13 @@ def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
     with _as_program(path, flags), capturing(lambda train, settings: launched.append((train, settings))):
         runpy.run_path(str(path), run_name="__main__")
     if not launched:
-        raise ValueError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
+        raise SettingsError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
     train, settings = launched[0]
     try:
         asyncio.run(_to_its_start(train, settings))
     except _Started as started:
         return Recipe(settings, started.task, started.functions, started.frozen)
-    raise ValueError(f"{path}: train() returned without calling run.start(...)")
+    raise SettingsError(f"{path}: train() returned without calling run.start(...)")
 
 
 def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from monarch_rl.checkpoint.folders import BrokenCheckpoint, complete, verify
+from monarch_rl.checkpoint.folders import complete, verify
 from monarch_rl.checkpoint.journal import JournalReader, journal_of
+from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.runtime.by_value import ByValue
@@ -117,7 +118,7 @@ def check_range(reader: JournalReader, start: int, last: int) -> None:
         versions = reader.versions
         existing = f"steps {versions[0] + 1} to {versions[-1] + 1}" if versions else "no steps"
         lacks = f"step {missing[0] + 1}" if missing else f"steps after {start} up to {last}"
-        raise ValueError(
+        raise SettingsError(
             f"the journal lacks {lacks}; it has {existing}. The replay starts from the newest checkpoint before the "
             f"first step, or from the model that the run began with (here version {start}): keep more checkpoints, "
             "or a longer journal (--journal.mib)"
@@ -138,13 +139,13 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
     for version, generation in reversed(generations.items()):
         if settings[generation] != settings[newest]:
             ranks = [settings[each].ranks for each in (generation, newest)]
-            raise ValueError(
+            raise SettingsError(
                 f"step {version + 1} was trained with other trainer settings than step {last} (trainer.ranks "
                 f"{ranks[0]} and {ranks[1]}): the run was resumed in between. Start after step {version + 1} (--from), "
                 "which needs a later checkpoint, or end before the resume (--to)"
             )
         if reader.about_batch(version).get("trained_as") != reader.about_batch(last - 1).get("trained_as"):
-            raise ValueError(
+            raise SettingsError(
                 f"step {version + 1} was trained with another advantage or objective than step {last}, or with another "
                 "length limit or temperature of answers: the run was resumed in between, with a changed recipe. Start "
                 f"after step {version + 1} (--from), which needs a later checkpoint, or end before the resume (--to)"

@@ -11,8 +11,9 @@ from typing import Generic, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ProcMesh
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 
 logger = logging.getLogger("monarch_rl")
 

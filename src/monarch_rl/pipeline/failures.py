@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode.failure import KINDS, Failure
+from monarch_rl.errors import EpisodesFail
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.rollout.evaluation import Evaluation
@@ -18,10 +19,6 @@ logger = logging.getLogger("monarch_rl")
 
 MIN_ITEMS = 8
 """If all of at least this many held-out items fail, the run ends; with fewer, it may be chance."""
-
-
-class EpisodesFail(RuntimeError):
-    """No episode is usable. The message begins with the reason and ends with the first traceback."""
 
 
 class Failures:

@@ -14,6 +14,7 @@ import numpy as np
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, ProcMesh
 
+from monarch_rl.errors import FolderChanged, FrozenRefused, SettingsError
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
 from monarch_rl.generator.memory import free_memory
@@ -35,7 +36,7 @@ from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.memory import USABLE, describe
 from monarch_rl.pipeline.publishing import answers
-from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, FrozenReplicas, replicas_of
+from monarch_rl.rollout.frozen import FrozenModel, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
@@ -95,7 +96,9 @@ def plan_frozen(
     """
     on_gpu, sampling = offered.kind == "cuda", rollout or RolloutSettings()
     if not NAME.fullmatch(name):
-        raise ValueError(f"frozen model name {name!r} is invalid: use lower-case letters and _, starting with a letter")
+        raise SettingsError(
+            f"frozen model name {name!r} is invalid: use lower-case letters and _, starting with a letter"
+        )
     try:
         folder, config = resolve_frozen(model)
         check_folder(folder, config)
@@ -107,12 +110,12 @@ def plan_frozen(
         # An earlier version of the policy is prompted as the policy is; another model has its own chat template.
         options, parser = settings.chat(sampling if folder.samefile(trained) else RolloutSettings())
         if snapshot_every and expected_tensors(config) != expected_tensors(trained_config):
-            raise ValueError(
+            raise SettingsError(
                 f"{folder} has other tensors than the policy {trained}, whose weights it is to load every "
                 f"{snapshot_every} versions: give the policy's own folder"
             )
     except ValueError as error:
-        raise ValueError(f"frozen model {name}: {error}") from error
+        raise SettingsError(f"frozen model {name}: {error}") from error
     limit = min(engine_limits(config, settings.engine, on_gpu).values())
     key = f"{name}-{uuid.uuid4().hex}"
     requests = settings.max_new_tokens, options, settings.request_deadline_s
@@ -134,7 +137,7 @@ def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devic
     needed = frozen_memory(config, settings.engine, offered.memory)
     available = int(USABLE * offered.memory)
     if sum(needed.values()) > available:
-        raise ValueError(
+        raise SettingsError(
             f"a replica needs {sum(needed.values()) / 2**30:.1f} GiB at its peak ({describe(needed)}), but a GPU here "
             f"has {available / 2**30:.1f} GiB available: raise frozen.tp, lower frozen.context-length or "
             "frozen.max-running-requests, or use a smaller model"
@@ -184,10 +187,6 @@ def check_frozen_devices(first_device: int, offered: Devices, plans: Sequence[Fr
     ranks = sum(plan.ranks for plan in plans)
     what = f"{first_device} for trainer and generators, {ranks} for frozen models: {engines}"
     offered.check(first_device + ranks, what)
-
-
-class FolderChanged(RuntimeError):
-    """The folder of a frozen model was modified while it is served, so that its engines read different weights."""
 
 
 class FrozenPlans(list[FrozenPlan]):
@@ -291,7 +290,9 @@ class FrozenPool(ActorPool[FrozenEngine]):
         """
         shapes, others = (expected_tensors(read_frozen(each)) for each in (self.folder, folder))
         if shapes != others:
-            raise ValueError(f"{self.kind}: the tensors of {folder} have other names or shapes than in {self.folder}")
+            raise SettingsError(
+                f"{self.kind}: the tensors of {folder} have other names or shapes than in {self.folder}"
+            )
         check_folder(folder, read_frozen(folder))
         async with self._loading:  # waits: the loads that it waits for have deadlines
             self.folder, self.version, self._checksums = folder, version, None

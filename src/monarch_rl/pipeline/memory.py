@@ -11,6 +11,7 @@ from itertools import combinations, islice
 from math import ceil
 from typing import Any, NamedTuple
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.replica_memory import (
     STATIC,
     automatic_fraction,
@@ -135,14 +136,14 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
         if not plan.fits(who):
             needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s, offered)
             ladders += [] if who == TRAINER else _replica_ladders(config, s, offered, lora=who == REPLICA)
-            raise ValueError(
+            raise SettingsError(
                 f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), but a GPU here has "
                 f"{_gib(plan.room)} GiB available: {_advice(config, ladders, offered.memory, who, s)}"
             )
     other = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
     if s.generator.memory_fraction and not s.colocate and other > (1 - s.generator.memory_fraction) * offered.memory:
         most = automatic_fraction(plan.replica, plan.room, offered.memory)
-        raise ValueError(
+        raise SettingsError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} leaves "
             f"{_gib((1 - s.generator.memory_fraction) * offered.memory)} GiB of a GPU to everything but weights and KV "
             f"cache, which needs {_gib(other)} GiB "
@@ -154,7 +155,7 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
     if s.generator.memory_fraction and not s.colocate and share(static, offered.memory) > s.generator.memory_fraction:
         tokens = s.generator.max_total_tokens
         cache = f"the {tokens} tokens of generator.max-total-tokens" if tokens else "a cache for one sequence"
-        raise ValueError(
+        raise SettingsError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} gives weights and KV cache "
             f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, but they need {_gib(static)} GiB with "
             f"{cache}: give at least {ceil(1000 * static / offered.memory) / 1000:g}, or 0 to have it computed"

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.errors import NotFinite, PublishError, StillServing
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import wait_registry
@@ -28,8 +29,8 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.weights.checksum import NotFinite, add_checksums
-from monarch_rl.weights.endpoint import SNAPSHOTS, StillServing, TransferSettings, TransportName
+from monarch_rl.weights.checksum import add_checksums
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
 from monarch_rl.weights.transport import TRANSPORTS
 
@@ -672,10 +673,6 @@ async def unresponsive_replicas(replicas: list[Replica]) -> dict[Replica, str]:
 
 Failures = dict[Replica, BaseException]
 """Why each of some replicas did not take a version."""
-
-
-class PublishError(RuntimeError):
-    """A version is abandoned because it cannot be published; the message names who is to blame."""
 
 
 class Publication:

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from monarch.actor import ActorError
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.errors import AllActorsLost, DeadlineExceeded
 from monarch_rl.generator.actor import Generator
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.lines import LineFile
@@ -38,7 +39,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.pipeline.frozen import FrozenPool
 from monarch_rl.pipeline.publishing import ANSWER_DEADLINE_S, Publisher
 from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, lose, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
@@ -57,10 +58,6 @@ class RecoverySettings(CheckedSettings, flags="recovery"):
     without it."""
     per_s: Annotated[float, Range(0, FOREVER_S, above=True)] = 600.0
     """Seconds for which a loss counts towards `restarts`."""
-
-
-class AllActorsLost(RuntimeError):
-    """All processes of a kind are lost; the message has the first cause."""
 
 
 class Living(Protocol):

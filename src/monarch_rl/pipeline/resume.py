@@ -20,7 +20,6 @@ from typing import Any
 from monarch_rl.buffer.actor import SavedBuffer
 from monarch_rl.checkpoint.folders import (
     GROUPS,
-    BrokenCheckpoint,
     Manifest,
     complete,
     finish_all,
@@ -32,6 +31,7 @@ from monarch_rl.checkpoint.folders import (
 )
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
+from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
@@ -95,7 +95,7 @@ def resolve_resume(settings: RunSettings) -> Resumed | None:
         return None
     if not folder_lock.take(run):
         process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
-        raise ValueError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
+        raise SettingsError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
 
 
@@ -106,7 +106,9 @@ def _run_to_resume(settings: RunSettings) -> Path | None:
     if settings.resume is not None and settings.resume != "auto":
         folder = Path(settings.resume)
         if not complete(folder / FOLDER):
-            raise ValueError(f"resume {folder}: there is no checkpoint in {folder / FOLDER}; give the folder of a run")
+            raise SettingsError(
+                f"resume {folder}: there is no checkpoint in {folder / FOLDER}; give the folder of a run"
+            )
         return folder
     runs = [path.parent for path in settings.output.glob(f"{recipe_name()}-*/{STATE}")]
     runs.sort(key=_started)
@@ -135,7 +137,7 @@ def _run_of_this_job(runs: Sequence[Path]) -> Path | None:
         return run if not mistake and _unfinished(run) and folder_lock.take(run) else None
     if finished or mistake:
         ended = "has finished" if finished else f"would fail again: {state['cause']}"
-        raise ValueError(f"torchrun has restarted the run in {run} although it {ended}")
+        raise SettingsError(f"torchrun has restarted the run in {run} although it {ended}")
     return run if _unfinished(run) else None
 
 
@@ -148,7 +150,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
-        raise ValueError(f"resume {run}: {error}") from error
+        raise SettingsError(f"resume {run}: {error}") from error
     before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
     check_same(before, to_plain(settings))
@@ -250,7 +252,7 @@ def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, old, new in changes(before, after):
         if name in reasons:
             flag = name.replace("_", "-")
-            raise ValueError(
+            raise SettingsError(
                 f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
                 "begin a new run without --resume"
             )

@@ -27,6 +27,7 @@ from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
+from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
@@ -35,7 +36,7 @@ from monarch_rl.pipeline.capture import captures
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
 from monarch_rl.pipeline.components import RunComponents
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, ResultOutput
-from monarch_rl.pipeline.failures import EpisodesFail, Failures
+from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
@@ -59,7 +60,7 @@ from monarch_rl.pipeline.start import (
 )
 from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.rollout.evaluation import Evaluation
-from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
+from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
 from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor, wait_registry
@@ -538,7 +539,7 @@ class Run:
         pools = [pool for pool in self.actors.frozen if pool.model == model]
         if not pools:
             existing = ", ".join(pool.model.name for pool in self.actors.frozen) or "none"
-            raise ValueError(
+            raise SettingsError(
                 f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has "
                 f"{existing}. Add it by run.frozen(...) before run.start(...), and pass load_frozen the returned handle"
             )
@@ -708,7 +709,7 @@ def plan_rows(
     """The plan of supervised training on ``rows``. Raises ValueError for invalid rows or numbers."""
     check_rows(rows)
     if rows_per_step < 1 or not 0 < lr_factor < float("inf"):
-        raise ValueError(f"rows_per_step {rows_per_step} and lr_factor {lr_factor:g} must be positive")
+        raise SettingsError(f"rows_per_step {rows_per_step} and lr_factor {lr_factor:g} must be positive")
     by_value = ByValue(rows, "supervised rows")
     return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
 
@@ -716,10 +717,12 @@ def plan_rows(
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:
     """The plan for rows that make up ``share`` of the sequences, and of the loss, of each batch. Raises ValueError."""
     if not 0 < share < 1:
-        raise ValueError(f"share {share:g} of supervised rows must be above 0 and below 1: for 0, do not call run.mix")
+        raise SettingsError(
+            f"share {share:g} of supervised rows must be above 0 and below 1: for 0, do not call run.mix"
+        )
     rows_per_step = max(1, round(share / (1 - share) * s.groups_per_step * s.rollout.group_size))
     if rows_per_step < s.trainer.minibatches:
-        raise ValueError(
+        raise SettingsError(
             f"share {share:g} of supervised rows is {rows_per_step} rows per batch, fewer than trainer.minibatches "
             f"{s.trainer.minibatches}: give a larger share, or fewer mini-batches"
         )
@@ -732,7 +735,7 @@ async def use_rows(trainer: Trainer, plan: SupervisedPlan) -> None:
     answers = await within(SET_UP_DEADLINE_S, call, "trainer ranks to read the supervised rows", on="trainer ranks")
     found = sorted(set(answers.values()))
     if len(found) > 1:
-        raise ValueError(
+        raise SettingsError(
             f"trainer ranks read different numbers of supervised rows, {found[0]} and {found[-1]}: each machine needs "
             "the same rows"
         )

@@ -16,14 +16,13 @@ from typing import Any
 from monarch.actor import ActorError
 
 from monarch_rl.checkpoint.folders import complete, write_whole
+from monarch_rl.errors import EpisodesFail, NotFinite
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.failures import EpisodesFail
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.process import signal_name
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.weights.checksum import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 

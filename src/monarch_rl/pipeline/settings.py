@@ -13,6 +13,7 @@ import torch
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.gpu import check_driver, check_environment
 from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
@@ -264,21 +265,23 @@ def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
 
 def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
-        raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds all sampling")
+        raise SettingsError("rollout.min-p cannot be used with generator.deterministic, which seeds all sampling")
     if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
-        raise ValueError(
+        raise SettingsError(
             f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
             "(task.held-out-size)"
         )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"
-        raise ValueError(f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; it has {existing}")
+        raise SettingsError(
+            f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; it has {existing}"
+        )
 
 
 def _check_updates(s: RunSettings) -> None:
     if s.trainer.minibatches > s.groups_per_step:
-        raise ValueError(
+        raise SettingsError(
             f"trainer.minibatches {s.trainer.minibatches} exceeds groups-per-step {s.groups_per_step}, but a group is "
             "never split among mini-batches: lower trainer.minibatches, or raise groups-per-step"
         )
@@ -304,12 +307,12 @@ def check_shared(way: str, offered: Devices) -> None:
         way: the transport, ``TransferSettings.way``.
     """
     if offered.kind == "cuda" and way in ("collective", "auto"):
-        raise ValueError(
+        raise SettingsError(
             f"weights.transport {way} cannot be used with colocate: NCCL does not support two ranks on one GPU. Omit "
             "it, which selects shared_memory, or give rdma"
         )
     if offered.num_hosts > 1 and way == "shared_memory":
-        raise ValueError(
+        raise SettingsError(
             f"colocate on {offered.num_hosts} hosts: its default weights.transport, shared_memory, works on one host "
             "only. Give weights.transport rdma"
         )
@@ -321,6 +324,6 @@ def _check_output(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"output {folder} cannot be created ({reason}): choose another folder") from error
+        raise SettingsError(f"output {folder} cannot be created ({reason}): choose another folder") from error
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"output {folder} is not writable: choose another folder")
+        raise SettingsError(f"output {folder} is not writable: choose another folder")

@@ -18,8 +18,8 @@ import numpy as np
 from monarch_rl.episode.episode import Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import SamplingMasks
+from monarch_rl.errors import GroupFull
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.tasks.task import GroupFull
 
 
 @dataclass(eq=False, slots=True)

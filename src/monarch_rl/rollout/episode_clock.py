@@ -11,20 +11,6 @@ from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineClock
 
 
-class JudgeFailed(Exception):
-    """A judge or another frozen model refused a request or did not answer. Unless the coroutine catches it, the episode
-    fails and is counted by ``reason``.
-
-    Args:
-        reason: short, because failures are counted by it.
-        report: full description.
-    """
-
-    def __init__(self, reason: str, report: str = "") -> None:
-        super().__init__(f"{reason}: {report}" if report else reason)
-        self.reason, self.report = reason, report
-
-
 class StoppableClock(Protocol):
     """Interface of :class:`EpisodeClock`."""
 

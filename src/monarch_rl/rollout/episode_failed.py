@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from monarch_rl.episode.failure import Failure, shortened
+from monarch_rl.errors import EpisodeError
 from monarch_rl.rollout.tracebacks import describe
 
 QUOTED_CHARACTERS = 300
 """Maximum length of a quoted prompt or answer in a report."""
 
 
-class EpisodeFailed(Exception):
+class EpisodeFailed(EpisodeError):
     """The episode's code or its score failed, which costs only this episode. ``reason`` is short, because failures are
     counted by it.
 
@@ -52,18 +53,3 @@ def item_failed(error: Exception, index: int) -> EpisodeFailed:
 
 
 # -- missing scores ---------------------------------------------------------------------------------------------------
-
-
-class ScoringFailed(Exception):
-    """One score could not be computed. ``reason`` is short and without details, because failures are counted by it.
-
-    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
-    """
-
-    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.place, self.report = reason, place, report
-
-
-class ScorerBroken(RuntimeError):
-    """The scoring processes do not start, so no score can be computed any more. The worker is lost."""

@@ -21,23 +21,20 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from monarch_rl.episode.sampling import Completion, GenerationError, RequestLost, Sampling, TopLogprobs
+from monarch_rl.episode.sampling import Completion, Sampling, TopLogprobs
+from monarch_rl.errors import DeadlineExceeded, FrozenRefused, GenerationError, JudgeFailed, RequestLost
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
-from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, JudgeFailed, episode_clock_stopped
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
 from monarch_rl.rollout.policy import Stops
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import ResilientActor
 from monarch_rl.tasks.task import PromptLike, Reply
 
 T = TypeVar("T")
-
-
-class FrozenRefused(ValueError):
-    """A frozen model cannot be loaded, or does not support a request; the message says what to do."""
 
 
 class FrozenReplicas(Protocol):

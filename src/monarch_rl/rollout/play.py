@@ -11,18 +11,19 @@ from typing import Any, TypeVar
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, ScoringFailed
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, JudgeFailed, RunningEpisode
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed, item_failed
+from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
+from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tracebacks import describe, suspended
-from monarch_rl.runtime.deadlines import DeadlineExceeded, ends_in_time, within
-from monarch_rl.tasks.task import ContextFull, EpisodeCode, Returned, Task
+from monarch_rl.runtime.deadlines import ends_in_time, within
+from monarch_rl.tasks.task import EpisodeCode, Returned, Task
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")

@@ -19,19 +19,20 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.sampling import Completion, Sampling, SamplingMaskMissing
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import ContextFull, JudgeFailed, SamplingMaskMissing, ScoringFailed
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
-from monarch_rl.rollout.episode_clock import EpisodeClock, JudgeFailed
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
+from monarch_rl.rollout.episode_clock import EpisodeClock
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
-from monarch_rl.tasks.task import ContextFull, Outcome, PromptLike, Reply, Reward
+from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
+from monarch_rl.errors import FilesLeaked
 from monarch_rl.rollout.scoring import SHOWN_BYTES, WINDOW_S
 from monarch_rl.rollout.tracebacks import place_of
 
@@ -25,10 +26,6 @@ FILES_SHARE = 0.9
 """Share of the process's file limit at which it is replaced; the rest is for its own connections."""
 FILES_SHOWN = 3
 """Number of kinds of open files that the message names."""
-
-
-class FilesLeaked(RuntimeError):
-    """Episodes have left so many files open that the worker has to be replaced."""
 
 
 def check_open_files() -> None:

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from monarch_rl.errors import DeadlineExceeded, JudgeFailed, SettingsError
 from monarch_rl.model.messages import Message, ToolCall, as_messages
-from monarch_rl.rollout.episode_clock import JudgeFailed, episode_clock_stopped
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.rollout.episode_clock import episode_clock_stopped
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import PromptLike
 
@@ -91,7 +92,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"judge.url {self.url!r} must begin with http:// or https://")
+            raise SettingsError(f"judge.url {self.url!r} must begin with http:// or https://")
 
     async def reply(
         self,

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monarch_rl.episode.failure import KINDS, Failure, shortened
+from monarch_rl.errors import DeadlineExceeded, ToolExit, ToolsHang
 from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
 from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 
 logger = logging.getLogger("monarch_rl")
 DEADLINE_S = 30.0
@@ -33,10 +34,6 @@ _shown: set[tuple[str, str]] = set()
 """Kinds of failures that this process has logged."""
 _left: list[tuple[threading.Thread, str]] = []
 """Threads that nobody waits for any more, with the name of their tool."""
-
-
-class ToolsHang(RuntimeError):
-    """So many tool calls are still running after their deadline that the worker has to be replaced."""
 
 
 def check_hung_tools() -> None:
@@ -121,10 +118,6 @@ def _is_cancelled() -> bool:
     """Whether the running task was cancelled; otherwise a CancelledError comes from something it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-class ToolExit(Exception):
-    """A tool raised an exception that would have ended the worker, such as SystemExit."""
 
 
 class _Call:

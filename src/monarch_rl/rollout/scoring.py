@@ -41,7 +41,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
+from monarch_rl.errors import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, to_bytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from monarch_rl.episode.group_bound import GroupBound
+from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -128,25 +129,25 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
 
     def _check_truncation(self) -> None:
         if self.top_k == 1:
-            raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
+            raise SettingsError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
         if self.truncated and not self.keep_sampling_mask:
-            raise ValueError(
+            raise SettingsError(
                 "rollout.top-k, top-p or min-p sample from a part of the vocabulary, but the trainer computes "
                 "probabilities over all of it: the importance ratio would compare two different distributions. Set "
                 "rollout.keep-sampling-mask, so that both use the same set of tokens, or sample from all tokens"
             )
         if self.truncated and not self.top_k:
-            raise ValueError(
+            raise SettingsError(
                 f"rollout.top-p and min-p also need a rollout.top-k of 2 to {MAX_TOP_K}: only then the engine returns "
                 "sampling masks"
             )
         if self.truncated and not self.temperature:
-            raise ValueError(
+            raise SettingsError(
                 "rollout.temperature 0 always samples the most likely token: rollout.top-k, top-p and min-p have no "
                 "effect, leave them off"
             )
         if self.min_p and self.seed is not None:
-            raise ValueError(
+            raise SettingsError(
                 "rollout.min-p cannot be used with rollout.seed: the engine's seeded sampling does not support it"
             )
 
@@ -156,9 +157,9 @@ def template_options(text: str, flag: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {text[:80]!r} is not JSON: {error}") from None
+        raise SettingsError(f"{flag} {text[:80]!r} is not JSON: {error}") from None
     if not isinstance(options, dict):
-        raise ValueError(f'{flag} must be a JSON object, such as {{"enable_thinking": false}}, got {options!r:.80}')
+        raise SettingsError(f'{flag} must be a JSON object, such as {{"enable_thinking": false}}, got {options!r:.80}')
     return options
 
 
@@ -168,33 +169,33 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
     Raises ValueError saying what to change.
     """
     if settings.group_size < 2:
-        raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
+        raise SettingsError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
     bounds = {"rollout.max-sequences": settings.max_sequences, "rollout.max-tokens": settings.max_tokens}
     for flag, most in bounds.items():
         if most is not None and most < settings.group_size:
-            raise ValueError(
+            raise SettingsError(
                 f"{flag} {most} is less than rollout.group-size {settings.group_size}, and each episode of a group "
                 f"needs at least one: raise {flag}"
             )
     if settings.temperature < MIN_TEMPERATURE:
-        raise ValueError(
+        raise SettingsError(
             f"rollout.temperature must be at least {MIN_TEMPERATURE}, got {settings.temperature}: greedy episodes of a "
             "group are all the same"
         )
     if settings.generate_limit_s < MIN_GENERATE_S:
-        raise ValueError(
+        raise SettingsError(
             f"rollout.generate-deadline-s must be at least {MIN_GENERATE_S:g}, got {settings.generate_limit_s:g}: a "
             "turn may wait for a commit of new weights"
         )
     for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):
         if (episodes := groups * settings.group_size) > MAX_EPISODES[flag]:
-            raise ValueError(
+            raise SettingsError(
                 f"{flag} {groups:,} x rollout.group-size {settings.group_size:,} = {episodes:,} episodes, which is "
                 f"more than the limit of {MAX_EPISODES[flag]:,}: reduce one of them"
             )
     episodes = groups_per_step * settings.group_size
     if episodes % trainer_ranks:
-        raise ValueError(
+        raise SettingsError(
             f"{groups_per_step} groups x {settings.group_size} episodes = {episodes} episodes per step cannot be "
             f"shared equally by {trainer_ranks} trainer ranks: change groups-per-step or trainer.ranks"
         )
@@ -211,7 +212,7 @@ def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
     new_tokens = settings.max_new_tokens
     for name, tokens in limits.items():
         if new_tokens >= tokens:
-            raise ValueError(
+            raise SettingsError(
                 f"rollout.max-new-tokens {new_tokens} leaves no room for a prompt within {name}, which is {tokens}: "
                 f"reduce it, or raise {name}"
             )
@@ -227,7 +228,7 @@ def check_characters(prompts: Sequence[str], most: int) -> None:
     """
     shortest = min(map(len, prompts))
     if shortest > most:
-        raise ValueError(
+        raise SettingsError(
             f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for at most "
             f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts (task.template, "
             "task.config)"
@@ -246,7 +247,7 @@ def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Se
     new_tokens, shortest = settings.max_new_tokens, min(prompts)
     for name, tokens in limits.items():
         if new_tokens + shortest > tokens:
-            raise ValueError(
+            raise SettingsError(
                 f"rollout.max-new-tokens {new_tokens} after a prompt of {shortest} tokens, the shortest of "
                 f"{len(prompts)}, is more than {name}, which is {tokens}: raise {name}, reduce rollout.max-new-tokens, "
                 "or shorten the prompts"
@@ -263,7 +264,7 @@ def check_processes(settings: RolloutSettings, cores: int) -> None:
     """Refuse more worker and scoring processes than a machine can start. Raises ValueError."""
     processes, most = settings.workers * (1 + settings.scorer_processes), PROCESSES_PER_CORE * cores
     if processes > most:
-        raise ValueError(
+        raise SettingsError(
             f"rollout.workers {settings.workers} with rollout.scorer-processes {settings.scorer_processes} each are "
             f"{processes} processes, and the limit for {cores} cores is {most}: reduce one of them"
         )

@@ -23,8 +23,9 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, JudgeFailed, RunningEpisode
-from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
+from monarch_rl.errors import EpisodeError, JudgeFailed, ScoringFailed
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, RunningEpisode
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import value_or_exit
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.tracebacks import describe, suspended
@@ -71,7 +72,7 @@ class Stage:
             )
 
 
-class StageFailed(Exception):
+class StageFailed(EpisodeError):
     """The group is dropped; ``failure`` is the report for its author, None if the stage dropped the group
     deliberately."""
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from monarch_rl.algorithms.distillation import top_columns
 from monarch_rl.episode.episode import Episode, Group
-from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
+from monarch_rl.errors import FrozenRefused
+from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.rollout.play import all_or_none
 from monarch_rl.rollout.stages import Stage
 from monarch_rl.tasks.task import PromptLike

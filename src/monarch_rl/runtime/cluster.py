@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from monarch.actor import Actor, context
 
 from monarch_rl import runtime
+from monarch_rl.errors import DeadlineExceeded, SettingsError, TooFewDevices
 from monarch_rl.runtime import actor_process, monitor, wait_registry
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
-from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
+from monarch_rl.runtime.devices import Devices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.runtime.forking import fork_client
 from monarch_rl.runtime.forking.fork_server import Preload
@@ -283,7 +284,7 @@ class Cluster:
         if offset + count <= self.devices_per_host:
             return first_host, 1
         if offset or count % self.devices_per_host or self.devices_per_host % devices_per_process:
-            raise ValueError(
+            raise SettingsError(
                 f"{name}: devices {first_device} to {last_device} neither lie within one host nor fill whole hosts of "
                 f"{self.devices_per_host} devices. Choose a number of ranks for which they do"
             )
@@ -418,7 +419,7 @@ def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interr
     configure_monarch()
     counts = {len(node.devices) for node in nodes}
     if len(counts) > 1:
-        raise ValueError(
+        raise SettingsError(
             f"all hosts of a launch need the same number of GPUs, but these have {sorted(counts)}: set "
             "CUDA_VISIBLE_DEVICES to equally many on each"
         )

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from monarch_rl.errors import DeadlineExceeded, ProcessLost
 from monarch_rl.runtime import starvation, wait_registry
 
 T = TypeVar("T")
@@ -42,24 +43,6 @@ def bytes_s(nbytes: int) -> float:
 def disk_limit_s(nbytes: int) -> float:
     """Deadline in seconds to load or save a model of ``nbytes``."""
     return DISK_S + bytes_s(nbytes)
-
-
-class DeadlineExceeded(TimeoutError):
-    """A wait exceeded its deadline. The message states who waited, for what, and since when."""
-
-    def __init__(self, message: str, what: str = "", seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.what = what
-        """Description of what was awaited."""
-        self.seconds = seconds
-        """The deadline, in seconds."""
-
-    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
-        return type(self), (str(self), self.what, self.seconds)  # so that it can be pickled inside Monarch's errors
-
-
-class ProcessLost(DeadlineExceeded):
-    """The awaited process is lost, so it cannot answer within the deadline."""
 
 
 _waits_on: dict[int, tuple[str, asyncio.Future[Any]]] = {}

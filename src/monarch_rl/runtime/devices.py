@@ -6,6 +6,8 @@ import math
 import os
 from dataclasses import dataclass
 
+from monarch_rl.errors import TooFewDevices
+
 CPU_RANKS_PER_CORE = 4
 """Maximum ranks per core, under plain python on a CPU. Not a resource limit: it bounds what a typo can start."""
 
@@ -17,10 +19,6 @@ NCCL_COMMUNICATOR = 256 << 20
 NARROW_COMMUNICATOR = 96 << 20
 """The same for a communicator of weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB
 per channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
-
-
-class TooFewDevices(ValueError):
-    """The ranks need more devices than the launch has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from monarch_rl.errors import HostLost
 from monarch_rl.runtime import scratch
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.forking.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
@@ -36,10 +37,6 @@ logger = logging.getLogger("monarch_rl")
 
 GRACE_S = 2.0
 """Seconds for processes to end on their own before they are killed."""
-
-
-class HostLost(RuntimeError):
-    """The host process of this machine ended unexpectedly, or was killed, and all processes that it owned with it."""
 
 
 class HostProcess:

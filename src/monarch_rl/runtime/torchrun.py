@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.errors import DeadlineExceeded, SettingsError
 from monarch_rl.runtime.devices import visible_devices
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.network import LOOPBACK, meeting_store
@@ -60,7 +60,7 @@ class Rank:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank = cls(*(int(os.environ[name]) for name in names))
         if rank.world_size % rank.local_world_size:
-            raise ValueError(
+            raise SettingsError(
                 f"WORLD_SIZE {rank.world_size} is not a multiple of LOCAL_WORLD_SIZE {rank.local_world_size}: start "
                 "all nodes of the launch with the same --nproc-per-node"
             )

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from monarch_rl.errors import SettingsError
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -80,7 +82,7 @@ class CheckedSettings:
             problems = (_problem(part, allowed, words) for part in parts)
             problem = next(filter(None, problems), None) or _wrong_type(value, _hints(type(self))[name], allowed)
             if problem:
-                raise ValueError(f"{self.flag(name)} {problem}")
+                raise SettingsError(f"{self.flag(name)} {problem}")
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -120,7 +122,7 @@ def from_plain(settings: type[C], values: Mapping[str, Any]) -> C:
     values."""
     names = {field.name for field in dataclasses.fields(cast(Any, settings))}
     if unknown := sorted(values.keys() - names):
-        raise ValueError(f"{settings.__name__} has no {unknown[0]}")
+        raise SettingsError(f"{settings.__name__} has no {unknown[0]}")
     hints = _hints(settings)
     return settings(**{name: _from_plain(hints[name], value) for name, value in values.items()})
 

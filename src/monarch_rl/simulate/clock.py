@@ -13,12 +13,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+from monarch_rl.errors import NothingLeft
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class NothingLeft(RuntimeError):
-    """All tasks wait and no timer is set: a real run would hang."""
 
 
 class _Jump(selectors.SelectSelector):

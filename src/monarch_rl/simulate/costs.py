@@ -10,6 +10,8 @@ from typing import Annotated
 
 import tyro
 
+from monarch_rl.errors import SettingsError
+
 _NORMAL = NormalDist()
 
 
@@ -31,12 +33,12 @@ class Distribution:
 
     def __post_init__(self) -> None:
         if self.mean < 0 or self.sigma < 0 or self.maximum <= 0:
-            raise ValueError(
+            raise SettingsError(
                 f"mean and sigma must not be negative, and maximum must be positive; got {self.mean}, {self.sigma}, "
                 f"{self.maximum}"
             )
         if not 0 <= self.group_share <= 1:
-            raise ValueError(f"group-share must be in 0..1, got {self.group_share}")
+            raise SettingsError(f"group-share must be in 0..1, got {self.group_share}")
         object.__setattr__(self, "samples", tuple(sorted(self.samples)))
 
     def draw(self, group: object, episode: object) -> float:
@@ -89,9 +91,9 @@ class DecodeCosts:
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.sequence_s < 0 or self.step_s + self.sequence_s <= 0:
-            raise ValueError(f"a step must take time, got step-s {self.step_s}, sequence-s {self.sequence_s}")
+            raise SettingsError(f"a step must take time, got step-s {self.step_s}, sequence-s {self.sequence_s}")
         if self.prefill_token_s < 0 or self.max_running < 1 or self.kv_tokens <= 0:
-            raise ValueError(
+            raise SettingsError(
                 "prefill-token-s must not be negative, max-running must be at least 1, and kv-tokens must be positive"
             )
 
@@ -107,7 +109,7 @@ class TrainerCosts:
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.token_s < 0:
-            raise ValueError(f"times must not be negative, got step-s {self.step_s}, token-s {self.token_s}")
+            raise SettingsError(f"times must not be negative, got step-s {self.step_s}, token-s {self.token_s}")
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
-            raise ValueError(f"prompt-tokens must be at least 1, got {self.prompt_tokens}")
+            raise SettingsError(f"prompt-tokens must be at least 1, got {self.prompt_tokens}")
         if min(self.snapshot_s, self.transfer_s, self.commit_s, self.call_s) < 0:
-            raise ValueError("snapshot-s, transfer-s, commit-s and call-s must not be negative")
+            raise SettingsError("snapshot-s, transfer-s, commit-s and call-s must not be negative")
         if not 0 <= self.equal_rewards <= 1:
-            raise ValueError(f"equal-rewards must be in 0..1, got {self.equal_rewards}")
+            raise SettingsError(f"equal-rewards must be in 0..1, got {self.equal_rewards}")
         if not self.length.samples and self.length.mean < 1:
-            raise ValueError(f"length.mean must be at least 1 token, got {self.length.mean}")
+            raise SettingsError(f"length.mean must be at least 1 token, got {self.length.mean}")

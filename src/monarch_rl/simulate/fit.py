@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.errors import SettingsError
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Plan
 
@@ -128,7 +129,7 @@ def _decode(rows: list[dict[str, Any]], max_running: int) -> DecodeCosts:
 
     tokens = windows(_column(rows, "tokens_per_second") * seconds)
     if not tokens.all():
-        raise ValueError("the replicas finished no request in some of the steps: the run is too short to be fitted")
+        raise SettingsError("the replicas finished no request in some of the steps: the run is too short to be fitted")
     running = windows(_column(rows, "generator/running") * busy_s) / windows(busy_s)
     running = np.minimum(running, max_running)
     a, b = line(running, running * windows(busy_s) / tokens, flat="constant")
@@ -152,11 +153,11 @@ def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dic
         settings = json.loads((folder / "settings.json").read_text())
         metrics, rollouts = ((folder / f"{name}.jsonl").read_text() for name in ("metrics", "rollouts"))
     except OSError as error:
-        raise ValueError(f"{folder} is not a run folder: {error}") from error
+        raise SettingsError(f"{folder} is not a run folder: {error}") from error
     rows = [row for row in map(json.loads, metrics.splitlines()) if "time/step_s" in row]
     samples = [json.loads(text) for text in rollouts.splitlines()]
     if len(rows) < 8 or not samples:
-        raise ValueError(f"{folder} has {len(rows)} steps and {len(samples)} episodes: at least 8 steps are needed")
+        raise SettingsError(f"{folder} has {len(rows)} steps and {len(samples)} episodes: at least 8 steps are needed")
     return settings, rows, samples
 
 
@@ -164,7 +165,7 @@ def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     values = [row.get(name) for row in rows]
     found = np.asarray([value for value in values if value is not None], float)
     if len(found) < len(values):
-        raise ValueError(
+        raise SettingsError(
             f"metric {name} is missing in {len(values) - len(found)} steps of the run, which an older version made: "
             "use a newer run"
         )

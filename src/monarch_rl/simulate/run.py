@@ -16,6 +16,7 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.shard import PackedShard
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, InFlight
 from monarch_rl.model.messages import Message, ParsedReply
@@ -82,14 +83,14 @@ class Plan:
             "stage_concurrency",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+                raise SettingsError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 1 or self.concurrent_groups < 0:
-            raise ValueError(
+            raise SettingsError(
                 f"group-size must be at least 1 and concurrent-groups must not be negative, got {self.group_size} and "
                 f"{self.concurrent_groups}"
             )
         if self.places is None:
-            raise ValueError("set concurrent-groups: a stream's buffer has no slots from which to derive it")
+            raise SettingsError("set concurrent-groups: a stream's buffer has no slots from which to derive it")
 
     @property
     def places(self) -> int | None:
@@ -137,7 +138,7 @@ def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain:
         ValueError: the settings contradict each other.
     """
     if not 0 <= warm_up < steps:
-        raise ValueError(f"warm-up must be at least 0 and less than steps ({steps}), got {warm_up}")
+        raise SettingsError(f"warm-up must be at least 0 and less than steps ({steps}), got {warm_up}")
     grain = grain or max(1, int(costs.length.average / ANSWER_GRAINS))
     return run_virtual(_predict(plan, costs, steps, warm_up, grain))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.simulate.run import Plan, RunMetrics
 
 ENOUGH = 1.05
@@ -46,7 +47,7 @@ def splits(plan: Plan, devices: int, most: int = 8) -> list[Plan]:
         return [plan]
     largest = (devices - 1) // plan.tp
     if largest < 1:
-        raise ValueError(
+        raise SettingsError(
             f"{devices} devices are too few for a trainer device and a replica of {plan.tp}: use at least {plan.tp + 1}"
         )
     counts = sorted({1 + round(i * (largest - 1) / max(1, min(most, largest) - 1)) for i in range(min(most, largest))})

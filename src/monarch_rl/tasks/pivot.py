@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from monarch_rl.tasks.task import ContextFull, GroupFull, Policy, Reward, as_outcome
+from monarch_rl.errors import ContextFull, GroupFull
+from monarch_rl.tasks.task import Policy, Reward, as_outcome
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from monarch_rl.errors import SandboxFailed
 from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.tasks.sandbox_filter import seccomp_filter
 
@@ -66,10 +67,6 @@ del os, resource, memory, cpu, size, files, ready, limit, most, file
 exec(compile(source, "/program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 """Runs inside the sandbox, before the program. It lowers the limits, which nothing inside can raise again."""
-
-
-class SandboxFailed(RuntimeError):
-    """The sandbox did not start, so there is no result of the program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,18 +131,6 @@ def _cancel(reward: object) -> None:
         reward.add_done_callback(lambda over: over.cancelled() or over.exception())
 
 
-class ContextFull(Exception):
-    """The episode has no room for another turn.
-
-    If the coroutine does not catch it, the episode ends with ``policy.reward_so_far`` and is trained like any other.
-    """
-
-
-class GroupFull(Exception):
-    """The episode may not have another seat or branch, because of ``rollout.max_sequences`` or
-    ``rollout.max_tokens``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Reward of an episode, or of one seat or branch of it."""

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from monarch_rl.errors import ContextFull
 from monarch_rl.tasks.orders import ShuffledOrder
-from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply, Task
+from monarch_rl.tasks.task import Outcome, Policy, Reply, Task
 
 SAMPLED = 16
 """Number of prompts that are made before a run, to check that they fit."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.checkpoint.folders import TRAINER, FileSum, Staged, file_sum
-from monarch_rl.checkpoint.tensors import CannotWrite, StagedTensors, checkpoint_group, names, read, renewed_group
+from monarch_rl.checkpoint.tensors import StagedTensors, checkpoint_group, names, read, renewed_group
+from monarch_rl.errors import CannotWrite, NotFinite
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.trainer.shards import not_finite_part
-from monarch_rl.weights.checksum import NotFinite
 
 if TYPE_CHECKING:  # a process that only reads manifests must not import torchtitan before platform.prepare()
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer

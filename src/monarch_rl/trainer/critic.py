@@ -20,6 +20,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from monarch_rl.algorithms.returns import clipped_value_loss
 from monarch_rl.episode.shard import PackedShard
+from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.runtime import device_work
 from monarch_rl.trainer.advantages import BatchAdvantages
@@ -28,7 +29,6 @@ from monarch_rl.trainer.model import ShardedModel
 from monarch_rl.trainer.objective import RETURNS, VALUE
 from monarch_rl.trainer.platform import tensor_float32
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.checksum import NotFinite
 
 
 class Critic:

@@ -11,6 +11,7 @@ from monarch_rl.algorithms.advantages import ADVANTAGES, gae
 from monarch_rl.algorithms.functions import named, needed_columns, other_token_columns, place_of
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.episode.serialization import BEHAVIOUR
+from monarch_rl.errors import SettingsError
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
@@ -74,7 +75,7 @@ class TrainingFunctions:
                 _check_supervised(loss)
             objective = named(OBJECTIVES, objective, "objective")(loss)
         if loss.teacher_top and not other_token_columns(objective):
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.teacher-top {loss.teacher_top}: the objective {place_of(objective)} reads log-probs of "
                 "the sampled tokens only. Give the objective distillation, or leave the flag out"
             )
@@ -112,7 +113,7 @@ class LoadedFunctions:
         functions = self._remembering()
         if functions.keys() != state.keys():
             here = {kind: place_of(function) for kind, function in functions.items()}
-            raise ValueError(
+            raise SettingsError(
                 f"the checkpoint holds state of {sorted(state)}, but the functions with state are {here}: resume with "
                 "the functions that the run was started with"
             )
@@ -147,7 +148,7 @@ def unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
 def _check_advantage(given: str, loss: LossSettings) -> None:
     """Refuse settings that name another advantage than ``given``, the name or place of the recipe's."""
     if loss.advantage not in (LossSettings().advantage, given):
-        raise ValueError(
+        raise SettingsError(
             f"trainer.loss.advantage {loss.advantage}: the recipe gives run.start() the advantage {given}. Leave the "
             "flag out, or pass s.trainer.loss.advantage to run.start() in the recipe"
         )
@@ -159,7 +160,7 @@ def _check_supervised(loss: LossSettings) -> None:
     names = [field.name for field in fields(loss) if field.name not in ("advantage", "aggregation", "max_tokens")]
     for name in names:  # in the order of the fields, so that the message is always the same
         if getattr(loss, name) != getattr(defaults, name):
-            raise ValueError(
+            raise SettingsError(
                 f"{loss.flag(name)}: the objective supervised is the cross-entropy of the tokens, and reads only "
                 "aggregation and max-tokens of trainer.loss. Leave the flag out, or use another objective"
             )
@@ -177,7 +178,7 @@ def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
         return advantage
     for name in ("gamma", "lam"):
         if name in given and given[name] != getattr(critic, name):
-            raise ValueError(
+            raise SettingsError(
                 f"the advantage gae has {name} {given[name]:g}, but the critic learns with trainer.critic.{name} "
                 f"{getattr(critic, name):g}: give trainer.critic.{name} {given[name]:g}, and no {name} to gae"
             )
@@ -199,13 +200,13 @@ def check_columns(
         ValueError: names the column, and the function with its file and line.
     """
     if reference and REFERENCE in filled:
-        raise ValueError(
+        raise SettingsError(
             f"the column {REFERENCE!r} would be filled by --trainer.reference and by the stage {filled[REFERENCE]!r}: "
             "leave one of them out"
         )
     kinds = {"advantage": functions.advantage.load(), "objective": functions.objective.load()}
     if reference and REFERENCE not in needed_columns(kinds["objective"]):
-        raise ValueError(
+        raise SettingsError(
             f"trainer.reference: the objective {place_of(kinds['objective'])} does not read the column {REFERENCE!r}, "
             "for which a whole copy of the model would be kept. Give trainer.loss.kl-coefficient, such as 0.001, or "
             "leave the flag out"
@@ -222,7 +223,7 @@ def check_columns(
                 flag = "--trainer.reference, or " if name == REFERENCE and kind == "objective" else ""
                 flag = "--trainer.critic.lr, such as 1e-5, or " if name == VALUE else flag
                 stage = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
-                raise ValueError(
+                raise SettingsError(
                     f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
                     f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
                 )
@@ -247,7 +248,7 @@ def equal_rewards_warning(functions: TrainingFunctions) -> str:
         names = {place_of(by_name[kind][name]): name for name in reversed(by_name[kind])}
         name = names.get(place_of(function.load()), "")
         if name in WITHOUT_REWARDS[kind]:
-            raise ValueError(
+            raise SettingsError(
                 f"{flag}: the {kind} {name} reads no rewards, so groups of equal rewards teach as much as others, and "
                 "would be dropped. Leave the flag out"
             )
@@ -271,7 +272,7 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
             instead = "teacher(..., top=s.trainer.loss.teacher_top)"
             instead = "trainer.loss.kl-coefficient, such as 0.001" if name == REFERENCE else instead
             instead = "the objective or the advantage distillation" if name == TEACHER else instead
-            raise ValueError(
+            raise SettingsError(
                 f"a stage fills the column {name!r}, which neither the advantage nor the objective reads, so a model "
                 f"would compute it for nothing. Give {instead}, decorate your function that reads it with "
                 f"@needs({name!r}), or leave the stage out"
@@ -280,12 +281,12 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
 
 def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:
     for name in CRITIC.keys() & filled.keys():
-        raise ValueError(
+        raise SettingsError(
             f"the column {name!r} is filled by the stage {filled[name]} and by the trainer's critic: leave out the "
             "stage, or trainer.critic.lr"
         )
     if not any(CRITIC.keys() & set(needed_columns(function)) for function in functions.values()):
-        raise ValueError(
+        raise SettingsError(
             "trainer.critic.lr: neither the advantage nor the objective reads a column of the critic. Give "
             "trainer.loss.advantage gae, or leave the flag out"
         )

@@ -15,6 +15,7 @@ from monarch_rl.algorithms.losses import (
     PolicyLoss,
     PolicyLossName,
 )
+from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 WIDE_FOR_SEQUENCES = 0.01
@@ -167,7 +168,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         self._check_corrections()
         _check_for_unread_values(self)
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
-            raise ValueError(
+            raise SettingsError(
                 "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
                 "Give trainer.loss.kl-in reward, or kl-estimate k2 or k3"
             )
@@ -177,57 +178,57 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         name, rule = self.policy_loss, self._policy_loss
         if self.ratio_to == "behaviour" and (rule.weighs_behaviour or not rule.has_ratio):
             has = "already has both ratios" if rule.weighs_behaviour else "has no ratio"
-            raise ValueError(f"trainer.loss.ratio-to behaviour: the policy loss {name} {has}. Leave it out")
+            raise SettingsError(f"trainer.loss.ratio-to behaviour: the policy loss {name} {has}. Leave it out")
         for bound in ("clip_low", "clip_high"):
             if getattr(self, bound) is not None and rule.clip is None:
-                raise ValueError(f"{self.flag(bound)}: the policy loss {name} has no clip. Leave it out")
+                raise SettingsError(f"{self.flag(bound)}: the policy loss {name} has no clip. Leave it out")
         if self.dual_clip and name != "ppo_clip":
-            raise ValueError(f"trainer.loss.dual-clip is for ppo_clip, and the policy loss is {name}. Leave it out")
+            raise SettingsError(f"trainer.loss.dual-clip is for ppo_clip, and the policy loss is {name}. Leave it out")
         if 0 < self.dual_clip <= 1 + self.clip[1]:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.dual-clip {self.dual_clip:g} must be above the clip's ceiling, {1 + self.clip[1]:g}, or "
                 "it would remove the gradient of tokens within the clip: 3 is usual"
             )
         if self.overlong_buffer > self.overlong_limit:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.overlong-buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
                 f"{self.overlong_limit}: give the limit, such as rollout.max-new-tokens, or lower the buffer"
             )
         if self.advantage in ("distillation", "sequence_distillation") and self.overlong_limit:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.overlong-limit {self.overlong_limit} lowers the rewards of long answers, and the "
                 f"advantage {self.advantage} reads no rewards. Leave it out"
             )
         if self.advantage == "max_rl" and self.overlong_limit:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.advantage max_rl needs rewards of at least 0, and trainer.loss.overlong-limit "
                 f"{self.overlong_limit} lowers the rewards of long answers: leave one of them out"
             )
         if self.teacher_divergence == "forward" and not self.teacher_top:
-            raise ValueError(
+            raise SettingsError(
                 "trainer.loss.teacher-divergence forward is an expectation over the teacher's tokens, which cannot be "
                 "estimated from the sampled token alone: give trainer.loss.teacher-top, such as 8"
             )
         for bounds in ("icepop_range", "sequence_range"):
             low, high = getattr(self, bounds)
             if low > high:
-                raise ValueError(f"{self.flag(bounds)} {low:g} {high:g}: give the lowest first, then the highest")
+                raise SettingsError(f"{self.flag(bounds)} {low:g} {high:g}: give the lowest first, then the highest")
 
     def _check_corrections(self) -> None:
         given = self.applied_corrections
         if self.positives_only and "opsm" in given:
-            raise ValueError(
+            raise SettingsError(
                 "trainer.loss.corrections opsm drops sequences of negative advantage, and trainer.loss.positives-only "
                 "trains on none: leave one of them out"
             )
         weights = [name for name in given if CORRECTIONS[name].weighs_behaviour]
         if len(set(given)) < len(given) or len(weights) > 1:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.corrections {' '.join(given)}: give each at most once, and at most one of tis and icepop"
             )
         if weights and self.weighs_behaviour:
             other = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: "
                 "leave one of them out"
             )
@@ -257,7 +258,7 @@ def _check_for_unread_values(settings: LossSettings) -> None:
     ):
         for name in names:
             if not is_read and getattr(settings, name) != LossSettings.__dataclass_fields__[name].default:
-                raise ValueError(f"{settings.flag(name)}: no effect, because {reason}. Leave it out")
+                raise SettingsError(f"{settings.flag(name)}: no effect, because {reason}. Leave it out")
 
 
 def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
@@ -332,7 +333,7 @@ class CriticSettings(CheckedSettings, flags="trainer.critic"):
             return
         for field in fields(self):
             if getattr(self, field.name) != field.default:
-                raise ValueError(
+                raise SettingsError(
                     f"{self.flag(field.name)} {getattr(self, field.name)}: there is no critic. Give trainer.critic.lr, "
                     "such as 1e-5, or leave it out"
                 )

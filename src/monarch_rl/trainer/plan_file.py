@@ -23,6 +23,7 @@ from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
+from monarch_rl.errors import SettingsError
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
@@ -61,21 +62,21 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
     path, old = folder / PLAN.format(generation=generation), folder / PLAN_OF_0_1.format(generation=generation)
     if not path.is_file():
         if old.is_file():
-            raise ValueError(
+            raise SettingsError(
                 f"{old} was written by monarch_rl 0.1, and only that version reads it: replay the run with it"
             )
-        raise ValueError(
+        raise SettingsError(
             f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
         )
     values = json.loads(path.read_text())
     writer = values["monarch_rl"]
     try:
         if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']}, not {FORMAT}")
+            raise SettingsError(f"its format is {values['format']}, not {FORMAT}")
         settings = from_plain(TrainerSettings, values["settings"])
         functions = None if values["functions"] is None else _training_functions(values["functions"])
     except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise ValueError(
+        raise SettingsError(
             f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
             f"({error}): replay the run with {writer}"
         ) from error

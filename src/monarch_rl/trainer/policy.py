@@ -29,6 +29,7 @@ from monarch_rl.algorithms.functions import (  # noqa: E402
     other_token_columns,
 )
 from monarch_rl.algorithms.losses import mismatch_k3  # noqa: E402
+from monarch_rl.errors import NotFinite  # noqa: E402
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime import device_work  # noqa: E402
 from monarch_rl.runtime.network import join_world  # noqa: E402
@@ -52,7 +53,6 @@ from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs  # noqa: E402
-from monarch_rl.weights.checksum import NotFinite  # noqa: E402
 
 
 class Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.architecture import DEEPSEEK_V3, architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
@@ -123,21 +124,21 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranks % self.tp:
-            raise ValueError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
+            raise SettingsError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
         if self.tp > 1 and self.compile:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.compile cannot be combined with trainer.tp {self.tp}: every length of rows would be compiled "
                 "separately. Leave one of them out"
             )
         if self.tp > 1 and self.lora.rank:
-            raise ValueError(f"trainer.lora is not supported with trainer.tp {self.tp}: leave trainer.tp at 1")
+            raise SettingsError(f"trainer.lora is not supported with trainer.tp {self.tp}: leave trainer.tp at 1")
         if self.tp > 1 and self.critic.enabled:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.critic.lr: the critic's head has a single row, which cannot be divided among trainer.tp "
                 f"{self.tp} ranks: leave trainer.tp at 1"
             )
         if self.ranks % self.expert_parallel:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
             )
 
@@ -152,9 +153,9 @@ def check_hosts(settings: TrainerSettings, per_host: int) -> None:
         ValueError: the ranks do not fit; states what would.
     """
     if settings.ranks > per_host and settings.ranks % per_host:
-        raise ValueError(f"trainer.ranks {settings.ranks} must fill whole hosts: a multiple of {per_host}")
+        raise SettingsError(f"trainer.ranks {settings.ranks} must fill whole hosts: a multiple of {per_host}")
     if settings.ranks > per_host and per_host % settings.tp:
-        raise ValueError(f"trainer.tp {settings.tp} must lie on one host: a divisor of its {per_host} devices")
+        raise SettingsError(f"trainer.tp {settings.tp} must lie on one host: a divisor of its {per_host} devices")
 
 
 def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
@@ -183,13 +184,13 @@ def check_tensor_parallel(config: dict[str, Any], tp: int) -> None:
     if tp == 1:
         return
     if sparse_layers(config) or architecture_of(config) is DEEPSEEK_V3:
-        raise ValueError(
+        raise SettingsError(
             f"trainer.tp {tp}: tensor parallelism does not support the experts or the latent attention of this model. "
             "Leave trainer.tp at 1, and divide experts with trainer.expert-parallel"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if config[name] % tp:
-            raise ValueError(f"trainer.tp {tp} does not divide the model's {name} {config[name]}: give a divisor")
+            raise SettingsError(f"trainer.tp {tp} does not divide the model's {name} {config[name]}: give a divisor")
 
 
 def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
@@ -205,29 +206,31 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
     ranks, degree = settings.ranks, settings.expert_parallel
     if not sparse_layers(config):
         if degree > 1:
-            raise ValueError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
+            raise SettingsError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
         if settings.router_replay != "off":
-            raise ValueError(f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off")
+            raise SettingsError(
+                f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off"
+            )
         return
     experts, lora = num_experts(config), settings.lora
     if lora.rank and architecture_of(config).lora_unsupported:
-        raise ValueError(f"trainer.lora: {architecture_of(config).lora_unsupported}")
+        raise SettingsError(f"trainer.lora: {architecture_of(config).lora_unsupported}")
     if lora.sends_merged(sparse=True) and ranks > experts:
         on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
-        raise ValueError(
+        raise SettingsError(
             f"trainer.lora.targets {on_experts} are projections of experts, and trainer.ranks {ranks} is more than the "
             f"{experts} experts: the adapter of one expert cannot be split among ranks. Use at most {experts} ranks, "
             "or only q_proj, k_proj, v_proj, o_proj as targets"
         )
     if experts % degree:
-        raise ValueError(f"trainer.expert-parallel {degree} does not divide the {experts} experts: give a divisor")
+        raise SettingsError(f"trainer.expert-parallel {degree} does not divide the {experts} experts: give a divisor")
     # torchtitan gives each rank whole experts, or rows of some if there are more ranks than experts.
     if ranks <= experts and experts % ranks:
-        raise ValueError(f"trainer.ranks {ranks} does not divide the {experts} experts: give a divisor")
+        raise SettingsError(f"trainer.ranks {ranks} does not divide the {experts} experts: give a divisor")
     if ranks > experts:
         for name in ("hidden_size", "moe_intermediate_size"):
             if config[name] % (ranks // degree):
-                raise ValueError(
+                raise SettingsError(
                     f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
                     f"of the same experts, and do not divide {name} {config[name]} equally. Use fewer ranks"
                 )
@@ -247,10 +250,10 @@ def check_lora(config: dict[str, Any], lora: LoraSettings) -> None:
     tensors = expected_tensors(config)
     weights = [weight for target in lora.targets for weight in projections(tensors, target)]
     if not weights:
-        raise ValueError(f"trainer.lora.targets {', '.join(lora.targets)}: the model has none of these projections")
+        raise SettingsError(f"trainer.lora.targets {', '.join(lora.targets)}: the model has none of these projections")
     name, shape = min(weights, key=lambda weight: min(weight[1]))
     if lora.rank > min(shape):
-        raise ValueError(
+        raise SettingsError(
             f"trainer.lora.rank {lora.rank} is more than {name} of shape {list(shape)} can have: give at most "
             f"{min(shape)}, or leave this projection out of trainer.lora.targets"
         )

@@ -17,6 +17,7 @@ from monarch_rl.algorithms.functions import place_of
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.returns import explained_variance, group_advantages
 from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.errors import NotFinite
 from monarch_rl.trainer.advantages import (
     BatchAdvantages,
     advantages_of,
@@ -32,7 +33,6 @@ from monarch_rl.trainer.metrics import batch_metrics, check_agreement
 from monarch_rl.trainer.objective import RETURNS, VALUE, rows_objective
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.supervised import mixed, pack_rows
-from monarch_rl.weights.checksum import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 

@@ -19,9 +19,10 @@ from typing import TypeVar
 import numpy as np
 from monarch.actor import ActorError
 
+from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
 from monarch_rl.runtime.starvation import CoreTime
 from monarch_rl.runtime.wait_registry import CONTROLLER

@@ -40,9 +40,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from monarch_rl.errors import DeadlineExceeded, Stalled
 from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, on_disk, within
+from monarch_rl.runtime.deadlines import Patience, on_disk, within
 from monarch_rl.runtime.wait_registry import CONTROLLER
 from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
 from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
@@ -69,10 +70,6 @@ RECOVER_DEADLINE_S = 5.0
 
 Recover = Callable[[str], Awaitable[bool]]
 """Takes a culprit's name; returns whether the run can continue."""
-
-
-class Stalled(RuntimeError):
-    """The run could not continue. The message states which process waited for what, down to the cause."""
 
 
 class Watch:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.errors import DeadlineExceeded, TransferError
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.streams import SideStream, SideThread, device_module
-from monarch_rl.weights.endpoint import TransferError
 
 _ALL = "all"
 """Stands for all members in a store key."""

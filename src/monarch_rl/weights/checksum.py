@@ -24,6 +24,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from monarch_rl.errors import NotFinite
 from monarch_rl.weights.blocks import (
     SAMPLED,
     Block,
@@ -295,10 +296,6 @@ class ShardChecksums:
 # sum of finite values may overflow; then the values are checked one by one. 16-bit floats on a CPU are not summed,
 # because it would convert them one by one; their bits are compared instead: the positive floats from infinity on are
 # the largest signed 16-bit integers, and the negative ones from minus infinity on the largest unsigned ones.
-
-
-class NotFinite(RuntimeError):
-    """A tensor holds NaN or infinity; the message names the tensor."""
 
 
 class FiniteProbe:

@@ -13,10 +13,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.network import serve_store
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.broadcast_group import BroadcastGroup, Transfers
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
 
 ALONE_BYTES = 1 << 20

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from monarch_rl.errors import DeltaError, TransferError
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender, TransferError
+from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender
 from monarch_rl.weights.manifest import INT_OF_SIZE, Manifest, make_manifest, plan_buckets, shard_bytes
 
 _MAGIC = 0x3161746C6564
@@ -38,10 +39,6 @@ _BLOCK = 1 << 16
 """Elements that a 16-bit offset can address."""
 _GATHER_BITS = 0x0102040810204080
 """Multiplying eight bytes of 0 or 1, read as one number, by this moves byte i to bit 56 + i."""
-
-
-class DeltaError(ValueError):
-    """The bytes are damaged, or not an encoded update for this target."""
 
 
 @dataclass(frozen=True, slots=True)

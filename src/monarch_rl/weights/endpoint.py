@@ -122,11 +122,3 @@ class Receiver(Protocol):
         """Make a ``connect`` or ``receive`` raise TransferError at once, as for :meth:`Sender.abort`."""
 
     async def close(self) -> None: ...
-
-
-class TransferError(RuntimeError):
-    """A transfer failed or delivered another version than expected; the content of the area is undefined."""
-
-
-class StillServing(RuntimeError):
-    """A version was not committed; the previous version is still served."""

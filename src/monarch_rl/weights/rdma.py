@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from monarch_rl.errors import TransferError
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import Manifest, shard_bytes
 
 POLL_S = 0.0005

@@ -7,7 +7,8 @@ import logging
 import socket
 from dataclasses import dataclass
 
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.errors import DeadlineExceeded
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import ANSWER_S, address_of
 
 logger = logging.getLogger("monarch_rl")

@@ -1,0 +1,230 @@
+"""All errors that monarch_rl raises, in one tree: `except MonarchRLError` catches each of them.
+
+    MonarchRLError
+        SettingsError           settings, models or data are refused, before any device is taken where possible
+            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint
+        RunError                the run, or a process of it, cannot continue
+            Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
+            ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft
+        DeadlineExceeded        a wait for another process exceeded its deadline
+            ProcessLost
+        EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
+            EpisodeFailed, ScoringFailed, StageFailed, JudgeFailed, SandboxFailed, ContextFull, GroupFull, ToolExit
+            GenerationError
+                SamplingMaskMissing
+            RequestLost
+                ReplicaLost
+        WeightsError            a version of the weights did not reach a generator
+            PublishError, TransferError, DeltaError
+            StillServing
+                StillRunning
+            CommitError
+                WeightMismatch
+        CannotWrite             a checkpoint could not be written; the run continues
+
+Each also derives from the built-in exception that fits it best, for example ValueError for refused settings.
+Exceptions of a recipe's own code reach the recipe unchanged, with their traceback.
+:class:`~monarch_rl.rollout.stages.DropGroup` is not an error: a stage raises it to drop a group. Three errors are
+defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``), all others here.
+"""
+
+from __future__ import annotations
+
+
+class MonarchRLError(Exception):
+    """Base of all errors of this package."""
+
+
+class SettingsError(MonarchRLError, ValueError):
+    """Settings, a model or data are refused. The message names the flag or file, and says what to change."""
+
+
+class RunError(MonarchRLError, RuntimeError):
+    """The run, or the process in which this is raised, cannot continue."""
+
+
+class EpisodeError(MonarchRLError):
+    """One episode or one group is lost, and no other."""
+
+
+class WeightsError(MonarchRLError, RuntimeError):
+    """A version of the weights did not reach a generator, or not intact."""
+
+
+class TooFewDevices(SettingsError):
+    """The ranks need more devices than the launch has."""
+
+
+class UnsupportedModel(SettingsError):
+    """The model's loader does more than copy, so its work cannot be replayed or verified."""
+
+
+class FrozenRefused(SettingsError):
+    """A frozen model cannot be loaded, or does not support a request; the message says what to do."""
+
+
+class ChatError(SettingsError):
+    """Messages, options or tools that do not work with this model's chat template. The message says what to change."""
+
+
+class BrokenCheckpoint(SettingsError):
+    """A checkpoint cannot be read; the message names the file and its defect."""
+
+
+class Stalled(RunError):
+    """The run could not continue. The message states which process waited for what, down to the cause."""
+
+
+class AllActorsLost(RunError):
+    """All processes of a kind are lost; the message has the first cause."""
+
+
+class EpisodesFail(RunError):
+    """No episode is usable. The message begins with the reason and ends with the first traceback."""
+
+
+class HostLost(RunError):
+    """The host process of this machine ended unexpectedly, or was killed, and all processes that it owned with it."""
+
+
+class EngineStopped(RunError):
+    """The engine was stopped, or one of its processes ended unexpectedly: no request can be answered."""
+
+
+class FolderChanged(RunError):
+    """The folder of a frozen model was modified while it is served, so that its engines read different weights."""
+
+
+class NotFinite(RunError):
+    """A tensor holds NaN or infinity; the message names the tensor."""
+
+
+class BufferClosed(RunError):
+    """The run ended before the batch was complete."""
+
+
+class ScorerBroken(RunError):
+    """The scoring processes do not start, so no score can be computed any more. The worker is lost."""
+
+
+class ToolsHang(RunError):
+    """So many tool calls are still running after their deadline that the worker has to be replaced."""
+
+
+class FilesLeaked(RunError):
+    """Episodes have left so many files open that the worker has to be replaced."""
+
+
+class SideFailed(RunError):
+    """A process of the engine's or of the trainer's side failed, or took too long."""
+
+
+class NothingLeft(RunError):
+    """All tasks wait and no timer is set: a real run would hang."""
+
+
+class DeadlineExceeded(MonarchRLError, TimeoutError):
+    """A wait exceeded its deadline. The message states who waited, for what, and since when."""
+
+    def __init__(self, message: str, what: str = "", seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.what = what
+        """Description of what was awaited."""
+        self.seconds = seconds
+        """The deadline, in seconds."""
+
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
+        return type(self), (str(self), self.what, self.seconds)  # so that it can be pickled inside Monarch's errors
+
+
+class ProcessLost(DeadlineExceeded):
+    """The awaited process is lost, so it cannot answer within the deadline."""
+
+
+class ScoringFailed(EpisodeError):
+    """One score could not be computed. ``reason`` is short and without details, because failures are counted by it.
+
+    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
+    """
+
+    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.place, self.report = reason, place, report
+
+
+class JudgeFailed(EpisodeError):
+    """A judge or another frozen model refused a request or did not answer. Unless the coroutine catches it, the episode
+    fails and is counted by ``reason``.
+
+    Args:
+        reason: short, because failures are counted by it.
+        report: full description.
+    """
+
+    def __init__(self, reason: str, report: str = "") -> None:
+        super().__init__(f"{reason}: {report}" if report else reason)
+        self.reason, self.report = reason, report
+
+
+class ContextFull(EpisodeError):
+    """The episode has no room for another turn.
+
+    If the coroutine does not catch it, the episode ends with ``policy.reward_so_far`` and is trained like any other.
+    """
+
+
+class GroupFull(EpisodeError):
+    """The episode may not have another seat or branch, because of ``rollout.max_sequences`` or
+    ``rollout.max_tokens``."""
+
+
+class ToolExit(EpisodeError):
+    """A tool raised an exception that would have ended the worker, such as SystemExit."""
+
+
+class SandboxFailed(EpisodeError, RuntimeError):
+    """The sandbox did not start, so there is no result of the program."""
+
+
+class GenerationError(EpisodeError, RuntimeError):
+    """A request was refused or aborted; the message is the engine's own."""
+
+
+class RequestLost(EpisodeError, RuntimeError):
+    """A request was not answered because its replica is lost; another replica can be asked."""
+
+
+class SamplingMaskMissing(GenerationError):
+    """The engine sampled a token but cannot report its sampling mask: this episode fails, and no other."""
+
+
+class PublishError(WeightsError):
+    """A version is abandoned because it cannot be published; the message names who is to blame."""
+
+
+class TransferError(WeightsError):
+    """A transfer failed or delivered another version than expected; the content of the area is undefined."""
+
+
+class StillServing(WeightsError):
+    """A version was not committed; the previous version is still served."""
+
+
+class StillRunning(StillServing):
+    """Running sequences did not end in time; the engine still serves the previous version."""
+
+
+class CommitError(WeightsError):
+    """A version could not be loaded; the engine stays paused and serves nothing."""
+
+
+class WeightMismatch(CommitError):
+    """The loaded weights differ from the trainer's; the engine stays paused and serves nothing."""
+
+
+class DeltaError(WeightsError, ValueError):
+    """The bytes are damaged, or not an encoded update for this target."""
+
+
+class CannotWrite(MonarchRLError, OSError):
+    """A rank could not write its shards; the message names the rank and the reason."""
