@@ -544,7 +544,7 @@ def test_a_process_that_spins_at_what_its_device_does_not_end_is_named_and_one_w
 
         message, _ = await stalled(cluster, tmp_path, work)
         os.kill(pids[0], signal.SIGKILL)
-        hangs = rf"trainer rank 1 .*device .*a micro-batch of 8192 tokens, .* 5 s .*process {pids[1]} "
+        hangs = rf"trainer rank 1 .*device .*a micro-batch of 8192 tokens, .* 5 s; .*process {pids[1]} "
         assert re.match(rf"controller .*step 1; {hangs}", message), message
         (report,) = tmp_path.glob("stall-*.txt")
         text = report.read_text()
