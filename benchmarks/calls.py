@@ -23,8 +23,8 @@ from typing import Any
 
 import tyro
 
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
+from monarch_rl.runtime.persistent_calls import ResilientActor
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Asked(ResilientActor):
     async def monarchs(self) -> int:
         return os.getpid()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def lasting(self) -> int:
         return os.getpid()
 

@@ -41,7 +41,7 @@ from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.shards import local_span
 from monarch_rl.weights.delta import encode, stats, wire_bound
 
 BUCKET_BYTES = 4 << 20
@@ -124,7 +124,7 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
 
 def served(policy: Policy) -> torch.Tensor:
     """This rank's weights in bfloat16, as uint8."""
-    runs = [local_run(value)[0].detach().flatten() for value in policy.model.hf_state().values()]
+    runs = [local_span(value)[0].detach().flatten() for value in policy.model.hf_state().values()]
     return torch.cat([run.to(torch.bfloat16) for run in runs]).view(torch.uint8)
 
 

@@ -245,7 +245,7 @@ def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
     policy = Policy(folder.resolve(), TrainerSettings(ranks=1), total_steps=1)
     published = policy.published
     tensors = [(name, shape, torch.float32) for name, shape in published.tensors()]
-    manifest = make_manifest(tensors, [published.owned_runs()])
+    manifest = make_manifest(tensors, [published.owned_spans()])
     memory = torch.zeros(shard_bytes(manifest, 0), dtype=torch.uint8)
     views = list(memory.split([4 * shard.numel for shard in manifest.shards[0]]))
     plan, sums = published.plan_snapshot(manifest, views), ShardChecksums(manifest, 0, views)

@@ -211,12 +211,12 @@ class SleepingTrainer(Actor):
         return await self._trainer.update(version, batch_deadline_s)
 
     @concurrent_endpoint
-    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
-        return await self._trainer.frozen_checksums(dtype)
+    async def base_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+        return await self._trainer.base_checksums(dtype)
 
     @concurrent_endpoint
-    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
-        return await self._trainer.owned_runs()
+    async def owned_spans(self) -> tuple[int, list[Any], list[Any]]:
+        return await self._trainer.owned_spans()
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Any, settings: Any) -> None: ...

@@ -130,7 +130,7 @@ def check(config: dict[str, Any], sides: Sides) -> None:
     check_served(config, sides.generator, on_gpu=True)
     check_context(config, sides.generator)
     if sides.colocate:
-        check_shared(sides.weights.way, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
+        check_shared(sides.weights.resolved_transport, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
 
 
 def named(model: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def main(options: Options) -> int:
         print(
             "Each GPU: fewest trainer ranks x GiB on each; fewest engine ranks: tokens in the KV cache, memory_fraction"
             f"\n(activation_checkpoint {t.activation_checkpoint}, {t.tokens_per_microbatch} tokens a micro-batch, "
-            f"transport {options.weights.way})\n"
+            f"transport {options.weights.resolved_transport})\n"
         )
         print(table(options.sides))
         return 0

@@ -461,9 +461,9 @@ class AnyOrder(RuleBasedStateMachine):
         journal, self.journal = self.journal, self.journal[: len(lineage) - 1]
         for group_ids, by_lag in journal[len(lineage) - 1 :][:steps]:
             self.lineage.append(made[len(self.lineage)])
-            self.make_again(group_ids, by_lag)
+            self.replay_step(group_ids, by_lag)
 
-    def make_again(self, group_ids: list[int], by_lag: Counter[int]) -> None:
+    def replay_step(self, group_ids: list[int], by_lag: Counter[int]) -> None:
         b, version = self.books, self.core.version + 1
         self.core.note_replayed(version, group_ids, np.asarray([by_lag[lag] for lag in range(version + 1)], np.int64))
         self.lags += by_lag

@@ -53,7 +53,7 @@ from monarch_rl.rollout import frozen
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.forking.preloading import ForkServer
-from monarch_rl.runtime.lasting_calls import LASTING
+from monarch_rl.runtime.persistent_calls import PERSISTENT
 from monarch_rl.simulate.clock import run_virtual
 from tests.model.chat_helpers import write_model
 from tests.patience import until
@@ -548,7 +548,7 @@ def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:
 
     async def test() -> None:
         engine: Any = FrozenEngine()
-        load: Any = getattr(vars(FrozenEngine)["load"]._method, LASTING)
+        load: Any = getattr(vars(FrozenEngine)["load"]._method, PERSISTENT)
         with pytest.raises((OSError, ValueError)) as raised:
             await load(engine, str(tmp_path / "missing"))
         assert engine._failed.done() and engine._failed.result() is raised.value

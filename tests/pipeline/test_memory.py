@@ -126,7 +126,7 @@ async def peaks(
     With ``shared_memory`` snapshots lie in the areas, which are made at the meeting: they are subtracted here.
     """
     shared = settings.transport == "shared_memory"
-    owned = sorted((await ask(trainer.owned_runs.call(), "what ranks own")).values(), key=lambda answer: answer[0])
+    owned = sorted((await ask(trainer.owned_spans.call(), "what ranks own")).values(), key=lambda answer: answer[0])
     manifest = make_manifest([(n, s, torch.float32) for n, s in owned[0][1]], [runs for _, _, runs in owned])
     assert all(shard_bytes(manifest, rank) > 7 * settings.bucket_bytes for rank in range(2))
     await ask(trainer.weights_setup.call(manifest, settings), "trainer ranks to make room")

@@ -29,7 +29,7 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
-from monarch_rl.trainer.known_steps import JournalBatch
+from monarch_rl.trainer.journal_reports import JournalBatch
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience
@@ -146,12 +146,12 @@ def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path
     run = finished_step(settings)
     since, asked = list[int](), list[tuple[int, int]]()
 
-    async def journaled(*arguments: int) -> dict[int, list[JournalBatch]]:
+    async def replayable_batches(*arguments: int) -> dict[int, list[JournalBatch]]:
         asked.append(arguments)  # type: ignore[arg-type]
         return {0: []}
 
     async def again(resumed: Resumed) -> list[str]:
-        trainer = SimpleNamespace(journaled=SimpleNamespace(call=journaled))
+        trainer = SimpleNamespace(replayable_batches=SimpleNamespace(call=replayable_batches))
         going = replay_steps(cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(OnReplayed, None))
         return [said async for said in going]
 

@@ -86,8 +86,11 @@ def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
 def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
     apart, together = RunSettings(), RunSettings(colocate=True)
     assert (apart.first_replica_device, together.first_replica_device) == (apart.trainer.ranks, 0)
-    assert (apart.transfers.way, together.transfers.way) == ("collective", "shared_memory")
-    assert replace(together, weights=TransferSettings("rdma")).transfers.way == "rdma"
+    assert (apart.transfers.resolved_transport, together.transfers.resolved_transport) == (
+        "collective",
+        "shared_memory",
+    )
+    assert replace(together, weights=TransferSettings("rdma")).transfers.resolved_transport == "rdma"
     assert resolve(together, CPUS).weights.transport == "shared_memory"
 
 

@@ -26,7 +26,7 @@ from tests.patience import join, run
 
 Operations = list[tuple[str, int, float, bool]]
 """Kind, tokens, seconds, and whether something was compiled in it."""
-pieces = st.lists(
+operations = st.lists(
     st.tuples(
         st.sampled_from(["a micro-batch", "an optimizer step"]),
         st.integers(0, 100_000),
@@ -46,7 +46,7 @@ class Clock:
         return self.now
 
 
-@given(pieces)
+@given(operations)
 def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_than_the_floor(
     done: Operations,
 ) -> None:
@@ -54,13 +54,13 @@ def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_
     work = DeviceWork(clock=clock)
     for kind, tokens, seconds, compiled in done:
         work.begin(kind, tokens)
-        assert work.piece is not None
+        assert work.operation is not None
         own = [(a_token, special) for other, a_token, special in before if other == kind]
         # The first one of a kind that compiled nothing loads kernels, and is compared with by none.
         usual = [a_token for a_token, special in own if not special]
         counted = max(tokens, FEWEST_TOKENS)
         expected = max(FLOOR_S, FACTOR * max(usual[1:]) * counted) if usual[1:] else FIRST_S
-        assert (work.piece.what, work.piece.since) == (f"{kind} of {tokens} tokens", clock.now)
+        assert (work.operation.what, work.operation.since) == (f"{kind} of {tokens} tokens", clock.now)
         assert limit_of(work) == pytest.approx(expected)
         if compiled:
             work.extend("compilation", COMPILATION_S)
@@ -124,7 +124,7 @@ def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
         for event in events:
             clock.now += seconds
             event.passed = True
-            assert work.piece is not None and work.piece.since == clock.now
+            assert work.operation is not None and work.operation.since == clock.now
         events.clear()
 
     for _ in range(3):  # of 400 s each, 100 s a block
@@ -132,21 +132,21 @@ def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
         run(100.0)
         work.end()
     enqueue(4)
-    assert work.piece is not None and work.piece.since == clock.now
-    assert work.piece.limit_s == pytest.approx(FACTOR * 400.0)
+    assert work.operation is not None and work.operation.since == clock.now
+    assert work.operation.limit_s == pytest.approx(FACTOR * 400.0)
     clock.now += 100.0
     events[0].passed = True
-    assert work.piece.limit_s == FACTOR * 100.0 and work.piece.since == clock.now
+    assert work.operation.limit_s == FACTOR * 100.0 and work.operation.since == clock.now
     clock.now += 250.0
     events[2].passed = True  # not passed in order: the device is where it was
-    assert clock.now - work.piece.since == 250.0
+    assert clock.now - work.operation.since == 250.0
     events[1].passed = True
-    assert work.piece.since == clock.now and work.piece.limit_s == FACTOR * 250.0
+    assert work.operation.since == clock.now and work.operation.limit_s == FACTOR * 250.0
     # What was enqueued before another piece began is passed in that one.
     work.begin("an optimizer step")
     clock.now += 5.0
     events[3].passed = True
-    assert work.piece is not None and (work.piece.since, work.piece.limit_s) == (clock.now, FIRST_S)
+    assert work.operation is not None and (work.operation.since, work.operation.limit_s) == (clock.now, FIRST_S)
 
 
 def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
@@ -159,7 +159,7 @@ def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
     clock.now += 1e6
     work.cancel()
     work.begin("a micro-batch", 1000)
-    assert work.piece is not None and work.piece.limit_s == FLOOR_S
+    assert work.operation is not None and work.operation.limit_s == FLOOR_S
 
 
 @pytest.fixture
@@ -172,12 +172,12 @@ def device() -> Iterator[DeviceWork]:
 
 
 def limit_of(work: DeviceWork) -> float:
-    assert work.piece is not None
-    return work.piece.limit_s
+    assert work.operation is not None
+    return work.operation.limit_s
 
 
 def test_a_compiler_that_the_thread_starts_lengthens_its_piece(device: DeviceWork) -> None:
-    with device_work.piece("a micro-batch", 10):
+    with device_work.operation("a micro-batch", 10):
         other = threading.Thread(target=lambda: subprocess.run(["true"], check=True))
         other.start()
         join(other)
@@ -196,20 +196,20 @@ def test_what_torch_compiles_and_captures_lengthens_a_piece(device: DeviceWork) 
     assert work is not None
     for trigger, what in (("CUDAGRAPH_RECORDING", "CUDA graph capture"), ("DYNAMO", "compilation")):
         compiling = callback.callback_handler.install_callbacks(callback.CallbackTrigger[trigger], "0/0")
-        with device_work.piece("a micro-batch", 10), compiling:
-            assert work.piece is not None and work.piece.what == f"a micro-batch of 10 tokens, with {what}"
+        with device_work.operation("a micro-batch", 10), compiling:
+            assert work.operation is not None and work.operation.what == f"a micro-batch of 10 tokens, with {what}"
     assert callback.callback_handler.start_callbacks.count(device_work._on_compile_start) == 1
 
 
 def test_a_piece_that_raises_is_over(device: DeviceWork) -> None:
-    with pytest.raises(ZeroDivisionError), device_work.piece("a micro-batch", 10):
+    with pytest.raises(ZeroDivisionError), device_work.operation("a micro-batch", 10):
         raise ZeroDivisionError
-    assert device.piece is None
+    assert device.operation is None
 
 
 def test_nothing_is_said_of_a_cpu() -> None:
     device_work.use_device("cpu")
-    with device_work.piece("a micro-batch", 10):
+    with device_work.operation("a micro-batch", 10):
         assert device_work.work() is None and device_work.operation_in_progress() is None
 
 

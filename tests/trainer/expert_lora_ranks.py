@@ -28,7 +28,7 @@ from tests.trainer.ranks import check_snapshot
 
 def check_sent(policy: Policy, folder: Path, lora: LoraSettings) -> None:
     """A version is the targets' weights and nothing else; an expert is sent whole, by the one rank that has it."""
-    tensors, runs = policy.published.tensors(), policy.published.owned_runs()
+    tensors, runs = policy.published.tensors(), policy.published.owned_spans()
     targets = {n: tuple(v.shape) for n, v in saved(folder).items() if n.split(".")[-2] in lora.targets}
     assert dict(tensors) == targets
     experts = [(name, start, numel) for name, start, numel in runs if ".experts." in name]

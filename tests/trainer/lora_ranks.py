@@ -19,7 +19,7 @@ from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.shards import local_span
 from monarch_rl.weights.checksum import tensor_checksum
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.lora_cases import CASES, VARIANTS
@@ -31,9 +31,9 @@ def check_base(policy: Policy, folder: Path) -> None:
     """The model's own weights are those of its folder, bit for bit; the checksums are of those that are never sent."""
     whole = saved(folder)
     for name, value in policy.model.hf_state().items():
-        local, start = local_run(value)
+        local, start = local_span(value)
         assert torch.equal(local.flatten(), whole[name].flatten()[start : start + local.numel()]), name
-    tensors, parts = policy.published.frozen_checksums(torch.float32)
+    tensors, parts = policy.published.base_checksums(torch.float32)
     sent = dict(policy.published.tensors())
     assert dict(tensors) == {name: tuple(value.shape) for name, value in whole.items() if name not in sent}
     sums = torch.tensor(parts)

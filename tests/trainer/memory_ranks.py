@@ -67,7 +67,7 @@ def work(folder: Path, case: Case) -> None:
     policy = Policy(folder, case.trainer, total_steps=STEPS)
     published = policy.published
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
-    dist.all_gather_object(owned, published.owned_runs())
+    dist.all_gather_object(owned, published.owned_spans())
     manifest = make_manifest([(name, shape, torch.float32) for name, shape in published.tensors()], owned)
     sender = make_sender(manifest, policy.rank, TransferSettings(), "127.0.0.1", policy.device)
     of_settings = reinforcement(case.trainer.loss)

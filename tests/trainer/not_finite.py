@@ -40,7 +40,7 @@ from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.shards import local_span
 from monarch_rl.trainer.step import train
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
@@ -70,7 +70,7 @@ def said_by(call: Callable[[], Any]) -> str:
 
 def publish(policy: Policy, dtype: torch.dtype) -> str:
     """What the checksums of a snapshot say."""
-    runs = policy.published.owned_runs()
+    runs = policy.published.owned_spans()
     manifest = make_manifest([(name, shape, dtype) for name, shape in policy.published.tensors()], [runs])
     views = [torch.empty(shard.numel * dtype.itemsize, dtype=torch.uint8) for shard in manifest.shards[0]]
     policy.published.snapshot(policy.published.plan_snapshot(manifest, views))
@@ -88,7 +88,7 @@ def update(policy: Policy, objective: Objective | None = None) -> str:
 
 def spoiled(state: dict[str, torch.Tensor], name: str, place: tuple[int, ...], value: float) -> None:
     with torch.no_grad():
-        local_run(state[name])[0][place] = value
+        local_span(state[name])[0][place] = value
 
 
 def nan_loss(output: TokenLogprobs, _: MicroBatch) -> tuple[torch.Tensor, Sums]:

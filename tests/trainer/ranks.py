@@ -246,7 +246,7 @@ def check_mixed_gradient(folder: Path) -> None:
 
 def check_snapshot(policy: Policy, folder: Path) -> None:
     """A snapshot in bfloat16 is the saved weights cast, cut by rows; checksums are those of the whole tensors."""
-    tensors, runs = policy.published.tensors(), policy.published.owned_runs()
+    tensors, runs = policy.published.tensors(), policy.published.owned_spans()
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
     dist.all_gather_object(owned, runs)
     manifest = make_manifest([(name, shape, torch.bfloat16) for name, shape in tensors], owned)

@@ -11,7 +11,7 @@ import torch
 from monarch_rl.errors import TransferError
 from monarch_rl.model.lora import lora_names
 from monarch_rl.trainer import lora as trainer_lora
-from monarch_rl.trainer.lora import merged_runs, merged_shards
+from monarch_rl.trainer.lora import merged_shards, merged_spans
 from monarch_rl.trainer.publishing import _copy_computed
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.checksum import tensor_checksum
@@ -120,7 +120,7 @@ def test_neighbours_are_merged_with_their_lora_together(at_a_time: int, monkeypa
     snapshot = torch.zeros(len(expected), rows * columns, dtype=torch.bfloat16)
     places = dict(zip(expected, snapshot, strict=True))
     with Kernels() as kernels:
-        for names, values in merged_runs(weights, lora, scaling):
+        for names, values in merged_spans(weights, lora, scaling):
             assert values.shape == (len(names), rows, columns) and len(names) <= at_a_time
             _copy_computed(values, [places[name] for name in names])
     assert kernels.count == 3 * 2 * -(-experts // at_a_time), "a product, a sum and a copy"

@@ -32,7 +32,7 @@ def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping",
 
 def at_piece(made: Process, what: str, seconds: float, limit_s: float) -> Process:
     """The process, whose device has been at a piece of work for some seconds."""
-    made.piece, made.piece_s = GpuOperation(what, NOW - seconds, limit_s), seconds
+    made.operation, made.operation_s = GpuOperation(what, NOW - seconds, limit_s), seconds
     return made
 
 

@@ -77,7 +77,7 @@ class Player(Actor):
             device_work.FIRST_S = device_work.FLOOR_S = PIECE_S
             device_work.use_device(device)
             while True:  # until the process ends
-                with device_work.piece("a micro-batch", 8192):
+                with device_work.operation("a micro-batch", 8192):
                     spin(each_s)
                 time.sleep(0.1)  # leaves the machine to the others
 

@@ -247,10 +247,10 @@ def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_ti
         if begins or number == 0:
             since, without_core_s = now, 0.0
         process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", ran_s, queued_s))
-        process.piece, process.piece_s = GpuOperation("a micro-batch", since, 60.0), now - since
+        process.operation, process.operation_s = GpuOperation("a micro-batch", since, 60.0), now - since
         poller._leave_out_queued(process, now)
-        assert process.piece_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
-    process.piece = None
+        assert process.operation_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
+    process.operation = None
     poller._leave_out_queued(process, now)
     assert not poller._operations
 
@@ -261,9 +261,9 @@ def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
     poller._watched_since = 0.0
     for now in (0.0, 100.0):
         process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", 0.5 * now, 4.5 * now))
-        process.piece, process.piece_s = GpuOperation("a micro-batch", 0.0, 60.0), now
+        process.operation, process.operation_s = GpuOperation("a micro-batch", 0.0, 60.0), now
         poller._leave_out_queued(process, now)
-    assert process.piece_s == pytest.approx(10)
+    assert process.operation_s == pytest.approx(10)
 
 
 class MadeUpPoller(ProcessPoller):
@@ -277,11 +277,11 @@ class MadeUpPoller(ProcessPoller):
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, monitor.ProcessState]:
         return {process.pid: monitor.ProcessState("running", self.now) for process in processes if process.pid}
 
-    def hang(self, now: float, **pieces: tuple[str, GpuOperation]) -> set[str]:
+    def hang(self, now: float, **operations: tuple[str, GpuOperation]) -> set[str]:
         """Names of the processes whose device hangs, of those with these machines and pieces."""
         self.now, picture = now, RunPicture()
-        for pid, (name, (machine, piece)) in enumerate(pieces.items(), 1):
-            made = Process(name.replace("_", " "), pid, machine, piece=piece, piece_s=now - piece.since)
+        for pid, (name, (machine, operation)) in enumerate(operations.items(), 1):
+            made = Process(name.replace("_", " "), pid, machine, operation=operation, operation_s=now - operation.since)
             picture.processes[made.name] = made
         asyncio.run(self._inspect(picture))
         return {process.name for process in picture.culprits()}
@@ -346,7 +346,7 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
             name="generator 0",
             now=now,
             helpers={1: "the engine of generator 0"},
-            piece=GpuOperation("a micro-batch", now - 100, 60.0),
+            operation=GpuOperation("a micro-batch", now - 100, 60.0),
             helpers_operations={1: GpuOperation("a step of decoding", now - 50, 60.0)},
         )
         poller = ProcessPoller(cluster(("generator0", [object()])), STALL_S, 0.0, LoopLag())
@@ -355,15 +355,17 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
         polled = _PolledProcess(handle, Process("generator 0", os.getppid(), own.machine, report), now - 30)
         poller._polled[id(handle)] = polled
         seen = (await poller.picture()).processes
-        assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(100)
+        assert seen["generator 0"].operation == report.operation and seen["generator 0"].operation_s == pytest.approx(
+            100
+        )
         assert seen["generator 0"].device_hangs
         engine = seen["the engine of generator 0"]
-        assert engine.piece == report.helpers_operations[1] and engine.piece_s == pytest.approx(50)
+        assert engine.operation == report.helpers_operations[1] and engine.operation_s == pytest.approx(50)
         assert not engine.device_hangs
         poller.reset_silence(lost_s=100.0)
         seen = (await poller.picture()).processes
         assert not seen["generator 0"].device_hangs, "the watch itself did not run meanwhile"
-        assert seen["generator 0"].piece_s == pytest.approx(0)
+        assert seen["generator 0"].operation_s == pytest.approx(0)
 
     asyncio.run(test())
 
@@ -371,12 +373,12 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
 def test_a_process_reports_what_its_device_has_not_ended() -> None:
     device_work.use_device("cuda")
     try:
-        with device_work.piece("a micro-batch", 10):
+        with device_work.operation("a micro-batch", 10):
             wait_registry.helper(1, "the engine of generator 0", device_work.operation_in_progress)
             report = monitor.own_report()
-            assert report.piece is not None and report.piece.what == "a micro-batch of 10 tokens"
-            assert report.helpers_operations == {1: report.piece}
-        assert monitor.own_report().piece is None and monitor.own_report().helpers_operations == {}
+            assert report.operation is not None and report.operation.what == "a micro-batch of 10 tokens"
+            assert report.helpers_operations == {1: report.operation}
+        assert monitor.own_report().operation is None and monitor.own_report().helpers_operations == {}
     finally:
         wait_registry.no_helper(1)
         device_work.use_device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.errors import NotFinite
-from monarch_rl.weights.blocks import TensorBox, find_runs, memory_kind, stack_run
+from monarch_rl.weights.blocks import TensorBox, find_spans, memory_kind, stack_span
 from monarch_rl.weights.checksum import Checksums, ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.kernels import Kernels
@@ -25,7 +25,7 @@ def test_runs_are_neighbours_of_one_kind_at_equal_distances(items: list[tuple[st
     kinds = [kind for kind, _, _ in items]
     first = list(accumulate(step for _, step, _ in items))
     second = list(accumulate(step for _, _, step in items))
-    runs = find_runs(kinds, first, second)
+    runs = find_spans(kinds, first, second)
     assert [index for run in runs for index in run] == list(range(len(items)))
     for run in runs:
         assert len({kinds[i] for i in run}) == 1
@@ -39,7 +39,7 @@ def test_a_run_is_its_members(count: int, height: int, width: int, gap: int, dty
     memory = drawn(0, count * (height + gap), width + 1, dtype)
     members = [memory[i * (height + gap) :][:height, 1:] for i in range(count)]
     assert len({memory_kind(member) for member in members}) == 1
-    run = stack_run(members[:2], count)
+    run = stack_span(members[:2], count)
     assert run.shape == (count, height, width)
     for held, member in zip(run, members, strict=True):
         assert held.data_ptr() == member.data_ptr() and torch.equal(held.view(torch.uint8), member.view(torch.uint8))

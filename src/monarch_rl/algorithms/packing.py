@@ -238,7 +238,7 @@ class Padding(NamedTuple):
         return padded <= (1 + self.waste) * real + self.free_pairs
 
 
-def runs_of_similar_size(sizes: Sequence[tuple[int, int]], padding: Padding) -> list[range]:
+def spans_of_similar_size(sizes: Sequence[tuple[int, int]], padding: Padding) -> list[range]:
     """Divide sequences among few calls with little padding.
 
     Args:

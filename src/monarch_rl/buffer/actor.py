@@ -37,7 +37,7 @@ from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import now
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.runtime.wait_registry import Wait
 
@@ -100,7 +100,7 @@ class Buffer(FailureReports):
         """Reduce garbage collection for a long run; optional."""
         freeze_heap()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
         """Wait for a slot and start a group in it; None if the run has ended, or the worker was reported lost.
 
@@ -112,7 +112,7 @@ class Buffer(FailureReports):
         tickets = await self._admit(worker, 1, timeout_s)
         return tickets[0] if tickets else None
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def admit_many(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
         """Like :meth:`admit`, for up to ``max_groups`` groups: waits for one slot and takes all that are free, up to
         that number. Empty if the run has ended, or the worker was reported lost."""
@@ -133,7 +133,7 @@ class Buffer(FailureReports):
         await self._wait(self._slots, try_admit, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
         return tickets
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float) -> None:
         """Wait until a complete group of ``nbytes`` may be submitted.
 
@@ -148,7 +148,7 @@ class Buffer(FailureReports):
         await self._wait(self._memory, try_reserve, timeout_s, worker, what, SLOT_DEADLINE)
         self._slots.serve()  # a trained group that was retired to free memory may have freed its slot
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def submit(self, *groups: bytes) -> None:
         """Submit complete groups, each packed by ``pack_group``.
 
@@ -157,7 +157,7 @@ class Buffer(FailureReports):
         """
         self._submit([PackedGroup.read(data) for data in groups])
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
         """Submit the groups that fit in memory; returns for each group whether it did."""
         read = [PackedGroup.read(data) for data in groups]
@@ -172,7 +172,7 @@ class Buffer(FailureReports):
             self._failures.note_submitted()
         self._serve()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` tokens were sampled. Raises ValueError if it is not in the buffer."""
         if self._core.drop(group_id, reason, tokens, attempt):
@@ -180,7 +180,7 @@ class Buffer(FailureReports):
         self._end_lease(group_id, attempt)
         self._serve()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def release(self, worker: str) -> list[int]:
         """A worker is lost: other workers restart its groups, in the same slots and queue places.
 
@@ -196,7 +196,7 @@ class Buffer(FailureReports):
         self._serve()
         return released
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def take(
         self,
         version: int,
@@ -245,54 +245,54 @@ class Buffer(FailureReports):
             raise BufferClosed(f"no batch for version {version}: the run has ended")
         return self._split.shards(batch, ShardPlan(dp_size, token_budget, columns, minibatches))[dp_rank]
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def hold(self) -> int:
         """Give out no more batches, because the run ends. Groups stay in the buffer. Returns the version that the run
         reaches once the batch being trained, if there is one, is done."""
         self._held = True
         return self._core.version + (1 if self._core.taken else 0)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def trained(self, version: int) -> None:
         """Every rank has trained the batch that made ``version``."""
         self._core.trained(version)
         self._split.clear()
         self._serve()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def begin_at(self, version: int) -> None:
         """The trainer has made ``version`` without any group; see :meth:`BufferCore.begin_at`."""
         self._core.begin_at(version)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def note_replayed(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:
         """The trainer of a resumed run has replayed the step that made ``version``; see
         :meth:`BufferCore.note_replayed`."""
         self._core.note_replayed(version, group_ids, lag_counts)
         return self._counts()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def published(self, version: int) -> None:
         """Every generator serves ``version``."""
         self._core.published(version)
         self._serve()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def counts(self) -> Counts:
         return self._counts()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def report(self) -> str:
         """One line on slots, drops, and which worker has held which group for how long."""
         return self._report()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def stage(self) -> int:
         """Stage the current state for :meth:`write_checkpoint`; returns its version."""
         self._staged = self._core.state()
         return self._core.version
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def write_checkpoint(self, path: str) -> None:
         """Write the last staged state, while the run continues. Raises OSError, and RuntimeError without
         :meth:`stage`."""
@@ -301,7 +301,7 @@ class Buffer(FailureReports):
             raise RuntimeError("nothing to write: call stage() before write_checkpoint()")
         await asyncio.to_thread(write_state, Path(path), staged)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def close(self) -> Counts:
         """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the final counts."""
         self._core.close()

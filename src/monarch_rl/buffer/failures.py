@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from monarch_rl.buffer.waiting import WaitQueue
 from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.runtime.deadlines import now
-from monarch_rl.runtime.endpoint import lasting_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import persistent_endpoint
+from monarch_rl.runtime.persistent_calls import ResilientActor
 
 MIN_GROUPS = 8
 """Minimum failed groups before the run counts as failing: with fewer groups per step, chance would fail a step's groups
@@ -131,13 +131,13 @@ class FailureReports(ResilientActor):
         self._failures, self._news = FailureLog(groups_per_step), WaitQueue()
         self._first_in_progress = first_in_progress
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def note_failure(self, failure: Failure) -> None:
         """Store the first failure of each kind, and notify callers of :meth:`failures`."""
         self._failures.note(failure)
         self._news.serve()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def failures(self, known: int, patience_s: float) -> FailureNews:
         """Wait until there are more kinds of failures than ``known``, or until every group of the run fails.
 

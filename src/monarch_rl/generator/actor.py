@@ -27,8 +27,8 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint, one_way_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint, persistent_endpoint
+from monarch_rl.runtime.persistent_calls import ResilientActor
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
@@ -101,7 +101,7 @@ class Replica(ResilientActor):
                 self._failed.set_result(error)
             raise
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def ready(self) -> None:
         """Return if this replica is alive. Raises EngineStopped if its engine is not."""
         self._running.check()
@@ -254,7 +254,7 @@ class Generator(Replica):
             weights.deadline_s + TRANSFER_GRACE_S, connecting, what, on="trainer ranks", flag="weights.deadline-s"
         )
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def receive(self, version: int, snapshot: int) -> int:
         """Receive a version while decoding continues; returns the number of bytes received.
 
@@ -275,13 +275,13 @@ class Generator(Replica):
             weights.received = version
             return nbytes
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def weights_abort(self, why: str) -> None:
         """Abort the current transfer because a member is lost: ``receive`` or ``weights_connect`` fails at once."""
         if self._weights is not None:
             self._weights.receiver.abort(why)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
         """Serve the version received from ``snapshot``; see :meth:`Engine.commit`."""
         return await self._commit(version, snapshot, checksums)
@@ -304,7 +304,7 @@ class Generator(Replica):
         """Raise if the base weights differ from the trainer's; see :meth:`Engine.verify_base_weights`."""
         await self._running.verify_base_weights(manifest, checksums)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def stats(self) -> GeneratorStats:
         """Counters since the start."""
         engine = self._running

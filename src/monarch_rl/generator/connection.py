@@ -37,7 +37,7 @@ from monarch_rl.errors import RequestLost
 from monarch_rl.generator.parts import UNFINISHED, OnPart
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
-from monarch_rl.runtime.lasting_calls import next_message
+from monarch_rl.runtime.persistent_calls import next_message
 
 T = TypeVar("T")
 PACE_S = 0.01

@@ -19,7 +19,7 @@ from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.reward_head import read_frozen
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.rollout.settings import RolloutSettings, template_options
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -135,7 +135,7 @@ class FrozenEngine(Replica):
         await self._running.verify_base_weights(manifest, checksums)
         return checksums
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def load(self, model_path: str) -> np.ndarray:
         """Serve the weights of another folder once running requests have ended; verified as in :meth:`setup`.
 
@@ -153,22 +153,22 @@ class FrozenEngine(Replica):
         await engine.commit(engine.version + 1, manifest, area.handle, checksums)
         return checksums
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def logprobs(self, ids: list[int], start: int, temperature: float) -> np.ndarray:
         """See :meth:`~monarch_rl.generator.reading.Readings.logprobs`."""
         return await self._answered(self._running.readings.logprobs(ids, start, temperature))
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def top_logprobs(self, ids: list[int], k: int, start: int, temperature: float) -> TopLogprobs:
         """See :meth:`~monarch_rl.generator.reading.Readings.top_logprobs`."""
         return await self._answered(self._running.readings.top_logprobs(ids, k, start, temperature))
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def rewards(self, ids: list[int]) -> np.ndarray:
         """See :meth:`~monarch_rl.generator.reading.Readings.rewards`."""
         return await self._answered(self._running.readings.rewards(ids))
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def stats(self) -> FrozenStats:
         """Counters since the start."""
         engine = self._running

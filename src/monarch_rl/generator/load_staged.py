@@ -30,7 +30,7 @@ from monarch_rl.generator import load_report
 from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
 from monarch_rl.runtime.streams import finish_device
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.blocks import TensorBox, find_runs, memory_kind, stack_run
+from monarch_rl.weights.blocks import TensorBox, find_spans, memory_kind, stack_span
 from monarch_rl.weights.checksum import Checksums
 from monarch_rl.weights.manifest import INT_OF_SIZE, TensorSpec, list_names
 
@@ -54,7 +54,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedRun:
+class PlacedSpan:
     """A span: the same box of equally shaped tensors at equal distances, both in areas and in this rank's memory."""
 
     tensors: tuple[int, ...]
@@ -67,7 +67,7 @@ class PlacedRun:
     def source_in(self, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> torch.Tensor:
         """View of an area's bits, with the shape and dtype of ``destination``."""
         first = [box_of(area, specs[tensor], self.box) for tensor in self.tensors[:2]]
-        return stack_run(first, len(self.tensors)).view(self.destination.dtype)
+        return stack_span(first, len(self.tensors)).view(self.destination.dtype)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class CopyPlan:
     specs: tuple[TensorSpec, ...]
     addresses: tuple[int, ...]
     """Addresses of the model's parameters when the plan was made; the plan is invalid if one has moved."""
-    runs: tuple[PlacedRun, ...]
+    spans: tuple[PlacedSpan, ...]
     """The spans to copy."""
     boxes: np.ndarray
     """int64[tensors, 4]: the box of each tensor that this rank holds."""
@@ -103,8 +103,8 @@ class CopyPlan:
             if len(self.sources) == AREAS:
                 self.sources.pop(next(iter(self.sources)))
             buffer = attach(area)
-            runs = [run.source_in(buffer, self.specs) for run in self.runs]
-            self.sources[area] = [[part.of(runs[part.box]) for part in block.parts] for block in self.checksums.blocks]
+            spans = [span.source_in(buffer, self.specs) for span in self.spans]
+            self.sources[area] = [[part.of(spans[part.box]) for part in block.parts] for block in self.checksums.blocks]
         return self.sources[area]
 
     def take_checksums(self) -> np.ndarray:
@@ -114,7 +114,7 @@ class CopyPlan:
 
     @property
     def device(self) -> torch.device:
-        return self.runs[0].destination.device
+        return self.spans[0].destination.device
 
 
 def plan_copies(
@@ -124,23 +124,23 @@ def plan_copies(
     derive: Callable[[], None] | None,
 ) -> CopyPlan:
     """The plan that copies to ``placements``. Raises UnsupportedModel if the engine holds a tensor in several parts."""
-    boxes, runs = _boxes(specs, placements), tuple(_merge(specs, placements))
-    checksums = Checksums([TensorBox(run.destination, run.box.first_row, run.box.first_column) for run in runs])
-    tensors = torch.tensor([tensor for run in runs for tensor in run.tensors])
-    nbytes = sum(run.destination.nbytes for run in runs)
-    return CopyPlan(specs, _addresses(model), runs, boxes, checksums, tensors, nbytes, derive)
+    boxes, spans = _boxes(specs, placements), tuple(_merge(specs, placements))
+    checksums = Checksums([TensorBox(span.destination, span.box.first_row, span.box.first_column) for span in spans])
+    tensors = torch.tensor([tensor for span in spans for tensor in span.tensors])
+    nbytes = sum(span.destination.nbytes for span in spans)
+    return CopyPlan(specs, _addresses(model), spans, boxes, checksums, tensors, nbytes, derive)
 
 
-def _merge(specs: tuple[TensorSpec, ...], placements: Sequence[Placement]) -> Iterator[PlacedRun]:
+def _merge(specs: tuple[TensorSpec, ...], placements: Sequence[Placement]) -> Iterator[PlacedSpan]:
     """Merge the placements into spans, in the order of the area."""
     placements = sorted(placements, key=lambda placement: (placement.tensor, placement.box.first_row))
     kinds = [(placed.box, specs[placed.tensor].shape, memory_kind(placed.destination)) for placed in placements]
     offsets = [specs[placed.tensor].offset for placed in placements]
-    for run in find_runs(kinds, offsets, [placed.destination.data_ptr() for placed in placements]):
-        members = [placements[i] for i in run]
-        destination = stack_run([placed.destination for placed in members[:2]], len(members))
+    for span in find_spans(kinds, offsets, [placed.destination.data_ptr() for placed in placements]):
+        members = [placements[i] for i in span]
+        destination = stack_span([placed.destination for placed in members[:2]], len(members))
         destination = destination.view(INT_OF_SIZE[destination.element_size()])
-        yield PlacedRun(tuple(placed.tensor for placed in members), members[0].box, destination)
+        yield PlacedSpan(tuple(placed.tensor for placed in members), members[0].box, destination)
 
 
 def box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:

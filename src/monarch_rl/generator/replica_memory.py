@@ -78,7 +78,7 @@ def replica_memory(
         needed["CUDA graphs"] = requests * DECODE_GRAPH + PREFILL_GRAPHS
         # Contexts of the engine rank, of the actor, and of the other engine ranks, which read versions on this GPU.
         needed["CUDA contexts"] = (1 + tp) * GPU_CONTEXT
-        groups = senders * NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
+        groups = senders * NARROW_COMMUNICATOR if weights.resolved_transport in ("collective", "auto") else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (tp > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
@@ -143,7 +143,7 @@ def version_bytes(version: int, weights: TransferSettings) -> int:
         weights: settings of the transport.
     """
     bucket = min(weights.bucket_bytes, DELTA_BUCKET) if weights.delta else weights.bucket_bytes
-    areas, buckets = BUCKETS[weights.way]
+    areas, buckets = BUCKETS[weights.resolved_transport]
     if weights.delta:
         areas += 2
     return areas * version + min(buckets * bucket, version)

@@ -83,7 +83,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
-    from monarch_rl.generator import scheduler_pieces, tempered
+    from monarch_rl.generator import scheduler_operations, tempered
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
     from monarch_rl.generator.settings import rename_in_log
@@ -98,7 +98,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     tempered.install()
-    scheduler_pieces.install(Scheduler)  # before the next lines, so that it sees no results that a pause has processed
+    scheduler_operations.install(Scheduler)  # first, so that it sees no results that a pause has processed
     Scheduler.pause_generation = partialmethod(pause_generation, Scheduler.pause_generation)
     Scheduler.process_batch_result = partialmethod(process_batch_result, Scheduler.process_batch_result)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)

@@ -15,7 +15,7 @@ import torch
 from monarch_rl.errors import EngineStopped
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
-from monarch_rl.generator.scheduler_pieces import SchedulerOperations
+from monarch_rl.generator.scheduler_operations import SchedulerOperations
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.network import held_port
 

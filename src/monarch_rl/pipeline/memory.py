@@ -235,7 +235,7 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: b
     ladders = [
         *_weights_ladders(s, {"rdma", "auto"}),
         [_of_generator(f"generator.tp {n}", tp=n) for n in divided],
-        shared if offered.num_hosts == 1 and s.weights.way != "shared_memory" else [],
+        shared if offered.num_hosts == 1 and s.weights.resolved_transport != "shared_memory" else [],
         [_of_generator(f"generator.max-running-requests {n}", max_running_requests=n) for n in requests],
         [_of_generator(f"generator.{flag} {n}", **{flag.replace("-", "_"): n}) for n in longest],
         _lora_ladder(s) if lora else [],
@@ -249,7 +249,7 @@ def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
     ladders = []
     if s.weights.delta:
         ladders.append([_of_weights("weights.delta False", delta=False)])
-    if s.weights.way in costly and not s.colocate:
+    if s.weights.resolved_transport in costly and not s.colocate:
         ladders.append([_of_weights("weights.transport collective", transport="collective")])
     return ladders
 

@@ -298,7 +298,7 @@ async def _fastest(group: TransferGroup, replicas: Replicas, generators: Mapping
 
 async def _plan(trainer: Trainer, dtype: str) -> Manifest:
     """The tensors of a version in ``dtype``, and the spans of them that each trainer rank sends."""
-    call = trainer.owned_runs.call()
+    call = trainer.owned_spans.call()
     answers = await within(CALL_DEADLINE_S, call, "trainer ranks to report their shards", on="trainer ranks")
     by_rank = sorted(answers.values(), key=lambda answer: answer[0])
     served = getattr(torch, dtype)
@@ -308,7 +308,7 @@ async def _plan(trainer: Trainer, dtype: str) -> Manifest:
 
 async def _base_weights(trainer: Trainer, dtype: str) -> BaseWeights | None:
     """The untrained base weights, with checksums of them in ``dtype``; None if all weights are trained."""
-    call = trainer.frozen_checksums.call(dtype)
+    call = trainer.base_checksums.call(dtype)
     answers = await within(
         CALL_DEADLINE_S, call, "trainer ranks to compute checksums of the base weights", on="trainer ranks"
     )

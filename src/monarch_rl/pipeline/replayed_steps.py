@@ -15,7 +15,7 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
-from monarch_rl.trainer.known_steps import JournalBatch, StepReplay
+from monarch_rl.trainer.journal_reports import JournalBatch, StepReplay
 
 OnReplayed = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
 """Called with each replayed step: its number, its metrics by trainer rank, and the buffer's counts after it."""
@@ -34,7 +34,7 @@ async def replay_steps(
     Raises the errors of updates.
     """
     first, equal = resumed.version, list[bool | None]()
-    looking = actors.trainer.journaled.call(resumed.manifest.generation, resumed.journal_since)
+    looking = actors.trainer.replayable_batches.call(resumed.manifest.generation, resumed.journal_since)
     what = "trainer ranks to read their journals"
     found = await within(disk_limit_s(journal_bytes) + CALL_DEADLINE_S, looking, what, on="the disk")
     last = min(first + common_batches(list(found.values())), most)
@@ -43,7 +43,7 @@ async def replay_steps(
     steps = f"step {last}" if last == first + 1 else f"steps {first + 1} to {last}"
     yield f"replaying {steps} from the journal"
     for version in range(first, last):
-        call, step = actors.trainer.make_again.call(version, version + 1 == last), version + 1
+        call, step = actors.trainer.replay_step.call(version, version + 1 == last), version + 1
         what = f"trainer ranks to replay step {step} from the journal"
         replayed: list[StepReplay] = list((await within(limit_s, call, what, on="trainer ranks")).values())
         noting = actors.buffer.note_replayed.call_one(step, replayed[0].group_ids, replayed[0].lag_counts)

@@ -291,7 +291,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        check_shared(s.transfers.way, offered)
+        check_shared(s.transfers.resolved_transport, offered)
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
@@ -300,18 +300,18 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     check_hosts(s.trainer, offered.per_host)
 
 
-def check_shared(way: str, offered: Devices) -> None:
+def check_shared(transport: str, offered: Devices) -> None:
     """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError.
 
     Args:
-        way: the transport, ``TransferSettings.way``.
+        transport: value of ``TransferSettings.resolved_transport``.
     """
-    if offered.kind == "cuda" and way in ("collective", "auto"):
+    if offered.kind == "cuda" and transport in ("collective", "auto"):
         raise SettingsError(
-            f"weights.transport {way} cannot be used with colocate: NCCL does not support two ranks on one GPU. Omit "
-            "it, which selects shared_memory, or give rdma"
+            f"weights.transport {transport} cannot be used with colocate: NCCL does not support two ranks on one GPU. "
+            "Omit it, which selects shared_memory, or give rdma"
         )
-    if offered.num_hosts > 1 and way == "shared_memory":
+    if offered.num_hosts > 1 and transport == "shared_memory":
         raise SettingsError(
             f"colocate on {offered.num_hosts} hosts: its default weights.transport, shared_memory, works on one host "
             "only. Give weights.transport rdma"

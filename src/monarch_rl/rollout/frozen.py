@@ -30,8 +30,8 @@ from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
 from monarch_rl.rollout.policy import Stops
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
+from monarch_rl.runtime.persistent_calls import ResilientActor
 from monarch_rl.tasks.task import PromptLike, Reply
 
 T = TypeVar("T")
@@ -349,7 +349,7 @@ def replicas_of(key: str) -> FrozenReplicas:
 class AsksFrozenModels(ResilientActor):
     """Base of actors whose processes ask frozen models: keeps the connections to their engines up to date."""
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def update_frozen(self, key: str, lost: list[int]) -> None:
         """Send no requests to the ``lost`` engines of a frozen model, and resend their unanswered requests to
         others."""

@@ -32,7 +32,7 @@ from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.tasks.task import Task
 
@@ -174,7 +174,7 @@ class RolloutWorker(AsksFrozenModels):
         if not running.cancelled():
             running.result()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def evaluate(
         self, indices: list[int], plan: EvaluationPlan = GREEDY, places: int | None = None
     ) -> Evaluation:
@@ -207,12 +207,12 @@ class RolloutWorker(AsksFrozenModels):
             wait_registry.progress("held-out item played")
         return result
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def stats(self) -> WorkerStats:
         """Counters of this worker."""
         return self._statistics.stats()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def rollouts(
         self, trained: list[TrainedEpisode], played_here: bool = True, again: bool = False
     ) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ class RolloutWorker(AsksFrozenModels):
         # On a thread: decoding takes milliseconds, and so may making an item.
         return await asyncio.to_thread(rows, asked, self._task, self._template)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and resend the unanswered requests of the ``lost`` ones to
         others."""

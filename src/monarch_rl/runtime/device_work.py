@@ -101,7 +101,7 @@ class DeviceWork:
         """By kind, longest seconds between two signs of life."""
 
     @property
-    def piece(self) -> GpuOperation | None:
+    def operation(self) -> GpuOperation | None:
         """The current operation, counted from the last mark that the device has passed."""
         with self._lock:
             self._check_marks()
@@ -211,7 +211,7 @@ def work() -> DeviceWork | None:
 
 def operation_in_progress() -> GpuOperation | None:
     """This process's current GPU operation, if any."""
-    return None if _work is None else _work.piece
+    return None if _work is None else _work.operation
 
 
 def mark() -> None:
@@ -221,7 +221,7 @@ def mark() -> None:
 
 
 @contextmanager
-def piece(kind: str, tokens: int | None = None, limit_s: float | None = None) -> Iterator[None]:
+def operation(kind: str, tokens: int | None = None, limit_s: float | None = None) -> Iterator[None]:
     """Register the block as a GPU operation of this process: see :meth:`DeviceWork.begin`."""
     if _work is None:
         yield

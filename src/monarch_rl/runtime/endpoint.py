@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from monarch.actor import concurrent_endpoint as monarch_endpoint
 from monarch.actor import endpoint as monarch_serial_endpoint
 
-from monarch_rl.runtime.lasting_calls import LASTING
+from monarch_rl.runtime.persistent_calls import PERSISTENT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,15 +76,15 @@ def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> 
     return cast(EndpointMethod[P, R], monarch_endpoint(method, instrument=False))
 
 
-def lasting_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointMethod[P, R]:
+def persistent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointMethod[P, R]:
     """A :func:`concurrent_endpoint` with persistent calls, for endpoints that are called throughout a run: its calls
-    leave no port behind (``runtime/lasting_calls.py``).
+    leave no port behind (``runtime/persistent_calls.py``).
 
-    Its actor must be an :class:`~monarch_rl.runtime.lasting_calls.AnswersCalls`. Plain pickle must be able to pickle
+    Its actor must be an :class:`~monarch_rl.runtime.persistent_calls.AnswersCalls`. Plain pickle must be able to pickle
     arguments and results: values of types that are defined at the top of a module, and no handles.
     """
     made = monarch_endpoint(method, instrument=False)
-    setattr(made._method, LASTING, method)
+    setattr(made._method, PERSISTENT, method)
     return cast(EndpointMethod[P, R], made)
 
 

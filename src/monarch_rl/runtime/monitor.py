@@ -24,8 +24,8 @@ from monarch.actor import Actor
 
 from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.device_work import GpuOperation, operation_in_progress
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.lasting_calls import AnswersCalls
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
+from monarch_rl.runtime.persistent_calls import AnswersCalls
 from monarch_rl.runtime.wait_registry import Progress, Wait
 
 TASKS_SHOWN = 20
@@ -59,7 +59,7 @@ class ProcessReport:
     """Event-loop lags since the previous report, in seconds."""
     helpers: dict[int, str]
     """Names of its helper processes, by pid."""
-    piece: GpuOperation | None = None
+    operation: GpuOperation | None = None
     """Its current GPU operation."""
     helpers_operations: dict[int, GpuOperation] = field(default_factory=dict)
     """Current GPU operations of its helper processes, by pid."""
@@ -84,7 +84,7 @@ class ProcessState:
 class ProcessMonitor(AnswersCalls, Actor):
     """Reports on its process, and inspects or kills other processes on its machine."""
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def report(self) -> ProcessReport:
         """Report on this process."""
         return own_report()
@@ -94,7 +94,7 @@ class ProcessMonitor(AnswersCalls, Actor):
         """The Python stacks of this process."""
         return own_stacks()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def states(self, pids: list[int]) -> dict[int, ProcessState]:
         """States of other processes on this machine."""
         return {pid: state_of(pid) for pid in pids}
@@ -119,7 +119,7 @@ def own_report() -> ProcessReport:
     """Report on this process."""
     # Read before the clock, so that no wait begins after ``now``.
     waits, progress = wait_registry.waits(), wait_registry.progress_by_kind()
-    piece, helpers_operations = operation_in_progress(), wait_registry.helpers_operations()
+    operation, helpers_operations = operation_in_progress(), wait_registry.helpers_operations()
     heartbeats = [heartbeat for heartbeat, _ in wait_registry.heartbeats().values()]
     return ProcessReport(
         wait_registry.process_name(),
@@ -131,7 +131,7 @@ def own_report() -> ProcessReport:
         max((heartbeat.overdue_s() for heartbeat in heartbeats), default=0.0),
         [lag for heartbeat in heartbeats for lag in heartbeat.take_lags()],
         wait_registry.helpers(),
-        piece,
+        operation,
         helpers_operations,
         _blocked_at(),
     )

@@ -133,7 +133,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.PrefixStore("world", meeting_store(address, port, rank, size, timeout))
+    store = dist.PrefixStore("world", rendezvous_store(address, port, rank, size, timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -168,12 +168,12 @@ def serve_own_address_only() -> None:
         return
 
     def meet(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **_more: Any) -> Any:
-        return meeting_store(hostname, port, rank, world_size, timeout)
+        return rendezvous_store(hostname, port, rank, world_size, timeout)
 
     rendezvous._create_c10d_store = meet
 
 
-def meeting_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+def rendezvous_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect to the store of a world. Rank 0 also serves it, unless torchrun does."""
     import torch.distributed as dist
 

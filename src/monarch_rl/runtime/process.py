@@ -110,7 +110,7 @@ def monarch_threads() -> int:
     return found
 
 
-def let_end() -> None:
+def wait_for_threads() -> None:
     """Wait until Monarch's threads have ended. Monarch's own exit handler waits for a second, which is too short on a
     machine without free cores: a Rust thread that acquires the GIL during finalization aborts the process."""
     deadline = time.monotonic() + MONARCH_END_S
@@ -119,14 +119,14 @@ def let_end() -> None:
 
 
 def wait_at_exit() -> None:
-    """Register :func:`let_end` as an exit handler. Call it before Monarch is imported, because exit handlers run last
-    in, first out."""
-    atexit.register(let_end)
+    """Register :func:`wait_for_threads` as an exit handler. Call it before Monarch is imported, because exit handlers
+    run last in, first out."""
+    atexit.register(wait_for_threads)
 
 
 def forget() -> None:
-    """Unregister :func:`let_end`, for a process that skips the interpreter's finalization."""
-    atexit.unregister(let_end)
+    """Unregister :func:`wait_for_threads`, for a process that skips the interpreter's finalization."""
+    atexit.unregister(wait_for_threads)
 
 
 # -- Python's garbage collector, exempting objects that never become garbage ------------------------------------------

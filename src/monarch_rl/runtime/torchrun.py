@@ -26,11 +26,11 @@ from typing import Any
 from monarch_rl.errors import DeadlineExceeded, SettingsError
 from monarch_rl.runtime.devices import visible_devices
 from monarch_rl.runtime.host import HostProcess
-from monarch_rl.runtime.network import LOOPBACK, meeting_store
+from monarch_rl.runtime.network import LOOPBACK, rendezvous_store
 
 logger = logging.getLogger("monarch_rl")
 
-MEETING_S = 3600.0
+RENDEZVOUS_S = 3600.0
 """Seconds for all ranks to connect. torchrun starts them together, but each node first downloads the model if it does
 not have it: an hour is enough for 60 GB at 17 MB/s. If a rank fails instead, torchrun ends the others on its machine at
 once."""
@@ -164,7 +164,7 @@ class Controller:
         """
         nodes: dict[int, Node] = {}
         ip: str | None = None
-        deadline = time.monotonic() + MEETING_S
+        deadline = time.monotonic() + RENDEZVOUS_S
         self._server.settimeout(_ANSWER_S)
         while missing := sorted(set(range(1, self._rank.world_size)) - self._peers.keys()):
             what = f"torchrun ranks {missing} to connect"
@@ -173,12 +173,12 @@ class Controller:
                 peer = Peer(self._server.accept()[0])  # waits: until the socket's timeout, set above
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"waited {MEETING_S:g} s for {what}", what, MEETING_S) from None
+                    raise DeadlineExceeded(f"waited {RENDEZVOUS_S:g} s for {what}", what, RENDEZVOUS_S) from None
                 continue
-            self._peers[peer.receive(MEETING_S, what)["rank"]] = peer
+            self._peers[peer.receive(RENDEZVOUS_S, what)["rank"]] = peer
         self._server.close()
         for rank, peer in self._peers.items():
-            hello = peer.receive(MEETING_S, f"torchrun rank {rank} to start its host")
+            hello = peer.receive(RENDEZVOUS_S, f"torchrun rank {rank} to start its host")
             if "address" in hello:
                 nodes[hello["node"]] = Node(hello["address"], tuple(hello["devices"]))
                 ip = peer.own_ip
@@ -218,7 +218,7 @@ class Follower:
         store.set(f"rank {rank.rank}", name)
         port = int(store.get(name))  # waits: until the store's timeout
         address = LOOPBACK if rank.nodes == 1 else os.environ["MASTER_ADDR"]
-        connection = socket.create_connection((address, port), timeout=MEETING_S)
+        connection = socket.create_connection((address, port), timeout=RENDEZVOUS_S)
         self._peer = Peer(connection)
         self._peer.send({"rank": rank.rank})
         self._host: HostProcess | None = None
@@ -256,5 +256,5 @@ def _store(rank: Rank) -> Any:
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = meeting_store(address, port, rank.rank, rank.world_size, timedelta(seconds=MEETING_S))
+    store = rendezvous_store(address, port, rank.rank, rank.world_size, timedelta(seconds=RENDEZVOUS_S))
     return dist.PrefixStore("monarch_rl", store)

@@ -228,7 +228,7 @@ def name_of(loop: asyncio.AbstractEventLoop) -> str:
     return _names.get(loop, "an unregistered actor")
 
 
-def helper(pid: int, name: str, piece: Callable[[], GpuOperation | None] | None = None) -> None:
+def helper(pid: int, name: str, operation: Callable[[], GpuOperation | None] | None = None) -> None:
     """Record that process ``pid`` of this machine is a helper of this one, called ``name``. Helpers have no monitor:
     the watch inspects them from other processes.
 
@@ -238,8 +238,8 @@ def helper(pid: int, name: str, piece: Callable[[], GpuOperation | None] | None 
         piece: returns the helper's current GPU operation. Called on another thread, at any time.
     """
     _helpers[pid] = name
-    if piece is not None:
-        _helpers_operations[pid] = piece
+    if operation is not None:
+        _helpers_operations[pid] = operation
 
 
 def no_helper(pid: int) -> None:
@@ -250,7 +250,7 @@ def no_helper(pid: int) -> None:
 
 def helpers_operations() -> dict[int, GpuOperation]:
     """Current GPU operations of helpers, by pid."""
-    return {pid: piece for pid, read in _helpers_operations.copy().items() if (piece := read()) is not None}
+    return {pid: operation for pid, read in _helpers_operations.copy().items() if (operation := read()) is not None}
 
 
 def helpers() -> dict[int, str]:

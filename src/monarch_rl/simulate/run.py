@@ -265,11 +265,11 @@ class SimulatedTrainer:
         """Empty: simulated episodes have no meaningful tokens."""
         return []
 
-    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
+    async def owned_spans(self) -> tuple[int, list[Any], list[Any]]:
         """A version with a single element."""
         return 0, [("weights", (1,))], [("weights", 0, 1)]
 
-    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+    async def base_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
         """Empty: no tensor is frozen."""
         return [], []
 

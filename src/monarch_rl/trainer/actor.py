@@ -22,11 +22,11 @@ from monarch_rl.episode.serialization import unpack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.network import host_address
+from monarch_rl.runtime.persistent_calls import ResilientActor
 from monarch_rl.runtime.process import freeze_heap
-from monarch_rl.trainer.known_steps import JournalBatch, StepReplay
+from monarch_rl.trainer.journal_reports import JournalBatch, StepReplay
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.functions import LoadedFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.publishing import SnapshotPlan
-    from monarch_rl.trainer.shards import NamedShape, Run
+    from monarch_rl.trainer.shards import NamedShape, Span
     from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
     from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 
@@ -127,10 +127,10 @@ class Trainer(ResilientActor):
         self._policy = await self._on(self._compute, build)
         await self._on(self._compute, self._note, 0)
         freeze_heap()
-        owned = sum(elements for _, _, elements in self._policy.published.owned_runs())
+        owned = sum(elements for _, _, elements in self._policy.published.owned_spans())
         return {"rank": self._policy.rank, "parameters": owned}
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
         """Take this rank's share of the batch that updates ``version``, and train on it: ``trainer.epochs`` x
         ``trainer.minibatches`` optimiser steps.
@@ -223,7 +223,7 @@ class Trainer(ResilientActor):
             self._rows = rows
         return len(rows)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def supervised(self, version: int) -> dict[str, float]:
         """Update ``version`` by one optimiser step on supervised rows alone.
 
@@ -244,12 +244,12 @@ class Trainer(ResilientActor):
     async def _take_rows(self, rows: SupervisedRows, minibatches: int) -> SupervisedShard:
         return await asyncio.to_thread(rows.take, self._rows_taken, self.policy.data_rank, minibatches)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def trained_episodes(self, groups: int, seed: int) -> list[TrainedEpisode]:
         """This rank's episodes of ``groups`` random groups of the last trained batch."""
         return [] if self._trained is None else trained_episodes(*self._trained, groups, seed)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
         """float32[trainable tokens] of each episode: log-probs under the current weights.
 
@@ -266,29 +266,29 @@ class Trainer(ResilientActor):
         with torch.no_grad():
             for episode in (episode for data in groups for episode in unpack_group(data).episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
-                with device_work.piece("a pass for log-probs", batch.token_ids.numel()):
+                with device_work.operation("a pass for log-probs", batch.token_ids.numel()):
                     logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
         return logprobs
 
     # -- publishing: weights/endpoint.py has the order of calls -------------------------------------------------------
 
     @concurrent_endpoint
-    async def owned_runs(self) -> tuple[int, list[NamedShape], list[Run]]:
+    async def owned_spans(self) -> tuple[int, list[NamedShape], list[Span]]:
         """``(rank, tensors of a version, this rank's spans of them)``, for the manifest."""
         published = self.policy.published
 
-        def runs() -> tuple[list[NamedShape], list[Run]]:
-            return published.tensors(), published.owned_runs()
+        def runs() -> tuple[list[NamedShape], list[Span]]:
+            return published.tensors(), published.owned_spans()
 
         return self.policy.rank, *await self._on(self._compute, runs)
 
     @concurrent_endpoint
-    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], np.ndarray]:
+    async def base_checksums(self, dtype: str) -> tuple[list[NamedShape], np.ndarray]:
         """The base weights and this rank's part of their checksums: see
-        :meth:`PublishedWeights.frozen_checksums`."""
+        :meth:`PublishedWeights.base_checksums`."""
         import torch
 
-        return await self._on(self._compute, self.policy.published.frozen_checksums, getattr(torch, dtype))
+        return await self._on(self._compute, self.policy.published.base_checksums, getattr(torch, dtype))
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
@@ -310,11 +310,11 @@ class Trainer(ResilientActor):
         """Connect to all receivers."""
         await self.sender.connect(addresses, receivers)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def ready(self) -> None:
         """Liveness check."""
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def snapshot(self, version: int, index: int) -> float:
         """Copy the weights, which must be those of ``version``, into snapshot ``index``. Returns the seconds taken."""
         started = time.perf_counter()
@@ -324,12 +324,12 @@ class Trainer(ResilientActor):
 
     def _copy(self, index: int, views: list[torch.Tensor]) -> None:
         published = self.policy.published
-        with device_work.piece("a copy of the weights"):
+        with device_work.operation("a copy of the weights"):
             if index not in self._snapshot_plans:
                 self._snapshot_plans[index] = published.plan_snapshot(self.snapshots.manifest, views)
             published.snapshot(self._snapshot_plans[index])
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def send(self, version: int, snapshot: int) -> np.ndarray:
         """Send this rank's part of ``version`` from a snapshot, given by index; the next update may run meanwhile.
 
@@ -341,7 +341,7 @@ class Trainer(ResilientActor):
         """
         return await self.snapshots.send(version, snapshot)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def weights_abort(self, why: str) -> None:
         """Abort a running transfer because a member is lost: ``send`` or ``weights_connect`` fails at once."""
         if self._snapshots is not None:
@@ -349,7 +349,7 @@ class Trainer(ResilientActor):
 
     # -- checkpoints: docs/checkpoints.md -----------------------------------------------------------------------------
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def stage(self, new_group: bool) -> Staged:
         """Copy the state for a checkpoint to host memory, after a running update has ended.
 
@@ -362,10 +362,10 @@ class Trainer(ResilientActor):
         return await self._on(self._compute, self._stage, new_group)
 
     def _stage(self, new_group: bool) -> Staged:
-        with device_work.piece("a copy for a checkpoint"):
+        with device_work.operation("a copy for a checkpoint"):
             return self.policy.checkpoint.stage(new_group)
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def write_checkpoint(self, folder: str) -> list[FileSum]:
         """Write the last staged state to a checkpoint folder while training continues. Returns this rank's files.
 
@@ -390,7 +390,7 @@ class Trainer(ResilientActor):
         await self._on(self._compute, self._note, version)
 
     @concurrent_endpoint
-    async def journaled(self, generation: int, since: int) -> list[JournalBatch]:
+    async def replayable_batches(self, generation: int, since: int) -> list[JournalBatch]:
         """Read the journal after :meth:`restore`.
 
         Args:
@@ -414,8 +414,8 @@ class Trainer(ResilientActor):
             return []
         return self._earlier.replayable
 
-    @lasting_endpoint
-    async def make_again(self, version: int, last: bool) -> StepReplay:
+    @persistent_endpoint
+    async def replay_step(self, version: int, last: bool) -> StepReplay:
         """Replay the update of ``version`` from its batch in the journal. All ranks must be called.
 
         Args:

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
+from monarch_rl.algorithms.packing import Padding, spans_of_similar_size
 
 PADDING = Padding(waste=0.25, free_pairs=4096)
 """For SDPA calls on a CPU: within a fifth of the best value for each load of ``python benchmarks/padding.py``."""
@@ -162,7 +162,7 @@ def _of_similar_size(segments: Sequence[Segment], causal: bool) -> list[list[Seg
     """Segments grouped into few calls with little padding."""
     longest_first = sorted(segments, key=lambda segment: -len(segment.path))
     sizes = [(len(segment.path) if causal else segment.own, len(segment.path)) for segment in longest_first]
-    return [[longest_first[place] for place in run] for run in runs_of_similar_size(sizes, PADDING)]
+    return [[longest_first[place] for place in run] for run in spans_of_similar_size(sizes, PADDING)]
 
 
 def _padded_call(segments: Sequence[Segment], causal: bool, device: torch.device) -> PaddedCall:

@@ -86,7 +86,7 @@ class Critic:
         no_advantages = [[torch.zeros(()) for _ in of_group] for of_group in packed.lengths]
         minibatches = pack_shard(shard, no_advantages, "constant", 1, self._device)
         for batch, places in zip(chain(*minibatches), shard.microbatches, strict=True):
-            with device_work.piece("a pass for values", batch.token_ids.numel()):
+            with device_work.operation("a pass for values", batch.token_ids.numel()):
                 own = [column[group][place] for group, place, _ in places]
                 computed = self.values(batch).split([len(target) for target in own])
                 for target, of_sequence in zip(own, computed, strict=True):
@@ -134,7 +134,7 @@ class Critic:
         self.optimizers.zero_grad()
         sums = torch.zeros(2, device=self._device)
         for batch in microbatches:
-            with device_work.piece("a micro-batch of the critic", batch.token_ids.numel()):
+            with device_work.operation("a micro-batch of the critic", batch.token_ids.numel()):
                 result = clipped_value_loss(
                     self.values(batch), batch.columns[VALUE], batch.columns[RETURNS], self.settings.clip
                 )
@@ -145,7 +145,7 @@ class Critic:
 
     def _step(self, inputs: int) -> float:
         """Clip the gradient and apply it; returns its norm before clipping."""
-        with device_work.piece("an optimizer step of the critic", inputs):
+        with device_work.operation("an optimizer step of the critic", inputs):
             norm = dist_utils.clip_grad_norm_(
                 list(self._module.parameters()),
                 self._trainer.max_grad_norm,

@@ -22,8 +22,8 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from monarch_rl.model.lora import MLP_TARGETS, LoraSettings, lora_config, lora_names
 from monarch_rl.model.weight_files import naming
 from monarch_rl.trainer.moe import EXPERT_TARGETS, expert_lora_config, lora_parameters
-from monarch_rl.trainer.shards import NamedShape, local_run
-from monarch_rl.weights.blocks import find_runs, memory_kind, stack_run
+from monarch_rl.trainer.shards import NamedShape, local_span
+from monarch_rl.weights.blocks import find_spans, memory_kind, stack_span
 
 _CONFIGS = {
     "q_proj": "wq",
@@ -103,19 +103,19 @@ def initialise_lora(shards: Mapping[str, torch.Tensor], tensors: Sequence[NamedS
             if ".lora_A." in name:
                 whole.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
             if name in shards:
-                local, start = local_run(shards[name])
+                local, start = local_span(shards[name])
                 local.copy_(whole.flatten()[start : start + local.numel()].view(local.shape))
 
 
 def merged_shards(
     weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's shards of the weights that have LoRA, merged, one by one: see :func:`merged_runs`."""
-    for names, merged in merged_runs(weights, lora, scaling):
+    """This rank's shards of the weights that have LoRA, merged, one by one: see :func:`merged_spans`."""
+    for names, merged in merged_spans(weights, lora, scaling):
         yield from zip(names, merged, strict=True)
 
 
-def merged_runs(
+def merged_spans(
     weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
     """This rank's shards of the weights that have LoRA, merged: ``W + scaling * B A``.
@@ -132,10 +132,10 @@ def merged_runs(
     named = [(name, lora_names(name)) for name in weights]
     adapted = [_Adapted(name, weights[name], lora[a], lora[b]) for name, (a, b) in named if a in lora]
     places = zip(*(one.places for one in adapted), strict=True)
-    for run in find_runs([one.kind for one in adapted], *places):
-        most = max(1, MERGED_BYTES // max(1, _local(adapted[run[0]].weight).nbytes))
-        for first in range(0, len(run), most):
-            members = [adapted[i] for i in run[first : first + most]]
+    for span in find_spans([one.kind for one in adapted], *places):
+        most = max(1, MERGED_BYTES // max(1, _local(adapted[span[0]].weight).nbytes))
+        for first in range(0, len(span), most):
+            members = [adapted[i] for i in span[first : first + most]]
             yield [one.name for one in members], _merged(members, scaling)
 
 
@@ -162,13 +162,13 @@ class _Adapted(NamedTuple):
         return [_local(value) for value in (self.weight, self.a, self.b)]
 
 
-def _merged(run: list[_Adapted], scaling: float) -> torch.Tensor:
+def _merged(span: list[_Adapted], scaling: float) -> torch.Tensor:
     weight, b = (
-        stack_run([_local(value) for value in values[:2]], len(run))
-        for values in ([one.weight for one in run], [one.b for one in run])
+        stack_span([_local(value) for value in values[:2]], len(span))
+        for values in ([one.weight for one in span], [one.b for one in span])
     )
-    gathered = run[0].a.full_tensor() if isinstance(run[0].a, DTensor) else None
-    a = stack_run([one.a for one in run[:2]], len(run)) if gathered is None else gathered.unsqueeze(0)
+    gathered = span[0].a.full_tensor() if isinstance(span[0].a, DTensor) else None
+    a = stack_span([one.a for one in span[:2]], len(span)) if gathered is None else gathered.unsqueeze(0)
     return torch.add(weight, torch.bmm(b, a), alpha=scaling)
 
 

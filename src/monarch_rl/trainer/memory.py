@@ -62,7 +62,7 @@ def trainer_memory(
         needed |= {"activations": saved + recomputed} | in_a_block
     if on_gpu:
         needed["CUDA context"] = GPU_CONTEXT
-        groups = NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
+        groups = NARROW_COMMUNICATOR if weights.resolved_transport in ("collective", "auto") else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (ranks > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
@@ -90,8 +90,8 @@ def snapshot_bytes(shards: int, version: int, weights: TransferSettings) -> int:
         weights: settings of the weight transfer. With ``shared_memory`` rank 0 keeps whole versions, which engines
             read.
     """
-    sent = version if weights.way == "shared_memory" else shards
-    if weights.way == "auto":
+    sent = version if weights.resolved_transport == "shared_memory" else shards
+    if weights.resolved_transport == "auto":
         sent = max(shards, version)  # the transports are measured first, shared_memory among them
     kept = SNAPSHOTS * sent
     return kept + (SNAPSHOTS + 1) * shards if weights.delta else kept

@@ -268,7 +268,7 @@ class Policy:
                 sums, norm = self._optimise(microbatches, objective, learns, lr_factor)
                 norms.append(norm)
                 _add(totals, sums)
-        with device_work.piece("the metrics of a batch"):
+        with device_work.operation("the metrics of a batch"):
             metrics = reduced_metrics(totals, self._sparse_layers, self._counts)
             waste = waste_metrics(flat, self.device, self._counts)
         counted = ("tokens", "supervised_tokens", "masked_nonfinite", "masked_episodes")
@@ -280,7 +280,7 @@ class Policy:
         """Fill ``old`` in mini-batches that are trained after the first step, unless a stage has filled it."""
         for batch in (batch for microbatches in minibatches for batch in microbatches):
             if not batch.supervised and OLD not in batch.columns:
-                with device_work.piece("a pass for log-probs", batch.token_ids.numel()), torch.no_grad():
+                with device_work.operation("a pass for log-probs", batch.token_ids.numel()), torch.no_grad():
                     batch.columns[OLD] = self.token_logprobs(batch).logprobs
 
     def _fill_reference(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -289,9 +289,9 @@ class Policy:
         began = time.perf_counter()
         for batch in microbatches:
             if not batch.supervised and REFERENCE not in batch.columns:
-                with device_work.piece("a pass for log-probs", batch.token_ids.numel()):
+                with device_work.operation("a pass for log-probs", batch.token_ids.numel()):
                     batch.columns[REFERENCE] = self._reference.logprobs(batch, self._compute)
-        with device_work.piece("the end of the reference's passes"):
+        with device_work.operation("the end of the reference's passes"):
             finish_current(self.device)
             return {"reference_device_s": summed(time.perf_counter() - began, self.device)}
 
@@ -305,10 +305,10 @@ class Policy:
         self.optimizers.zero_grad()
         totals = Sums()
         for batch in microbatches:
-            with device_work.piece("a micro-batch", batch.token_ids.numel()):
+            with device_work.operation("a micro-batch", batch.token_ids.numel()):
                 _add(totals, self._add_gradient(batch, objective))
         # The step waits for the GPU operations enqueued above.
-        with device_work.piece("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
+        with device_work.operation("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
             return totals, self._step(totals, learns, lr_factor)
 
     def _add_gradient(self, batch: MicroBatch, objective: Objective) -> Sums:

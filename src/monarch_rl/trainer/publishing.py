@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.model.folder import sparse_layers
 from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
-from monarch_rl.trainer.lora import merged_runs
+from monarch_rl.trainer.lora import merged_spans
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run, row_run
-from monarch_rl.weights.blocks import find_runs, memory_kind, stack_run
+from monarch_rl.trainer.shards import NamedShape, Span, by_rows, has_columns, is_owner, local_span, row_span
+from monarch_rl.weights.blocks import find_spans, memory_kind, stack_span
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
 
@@ -38,8 +38,8 @@ def _joined(
     """Target and source of each span (``weights/blocks.py``): the experts of a layer are slices of one parameter."""
     sources, targets = [shard.detach() for shard in shards], list(places)
     kinds = [(memory_kind(source), memory_kind(target)) for source, target in zip(sources, targets, strict=True)]
-    for run in find_runs(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):
-        target, source = (stack_run([memory[i] for i in run[:2]], len(run)) for memory in (targets, sources))
+    for span in find_spans(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):
+        target, source = (stack_span([memory[i] for i in span[:2]], len(span)) for memory in (targets, sources))
         yield target, source
 
 
@@ -48,8 +48,8 @@ def _copy_computed(values: torch.Tensor, places: list[torch.Tensor]) -> None:
     if not places:
         return
     rows = values.flatten(1)
-    for run in find_runs([memory_kind(place) for place in places], [place.data_ptr() for place in places]):
-        stack_run([places[i] for i in run[:2]], len(run)).copy_(rows[run.start : run.stop])
+    for span in find_spans([memory_kind(place) for place in places], [place.data_ptr() for place in places]):
+        stack_span([places[i] for i in span[:2]], len(span)).copy_(rows[span.start : span.stop])
 
 
 class PublishedWeights:
@@ -72,12 +72,12 @@ class PublishedWeights:
             return [(name, shape) for name, shape in self._model.hf_tensors() if lora_names(name)[0] in names]
         return lora if self._model.lora.rank else self._model.hf_tensors()
 
-    def owned_runs(self) -> list[Run]:
+    def owned_spans(self) -> list[Span]:
         """This rank's span of each tensor that it has a part of."""
-        runs = [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
-        return runs + [(name, *row_run(value)) for name, value in self._divided.items()]
+        spans = [(name, start, local.numel()) for name, (local, start) in self._local_spans.items()]
+        return spans + [(name, *row_span(value)) for name, value in self._divided.items()]
 
-    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
+    def base_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
         """The base weights that no version holds, and this rank's part of their checksums, int64[tensors], as served in
         ``dtype``.
 
@@ -92,7 +92,7 @@ class PublishedWeights:
         for name, value in self._model.hf_state().items():
             if name in sent:
                 continue
-            local, start = local_run(value)
+            local, start = local_span(value)
             first_row = start // (value.numel() // value.shape[0])
             if local.numel():  # small models have fewer rows than ranks
                 sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
@@ -109,7 +109,7 @@ class PublishedWeights:
         if self._sends_merged:
             return SnapshotPlan(places, [])
         # Small models have fewer rows than ranks.
-        shards = {name: local for name, (local, _) in self._local_runs.items() if name in places}
+        shards = {name: local for name, (local, _) in self._local_spans.items() if name in places}
         targets = [places[name].view(local.shape) for name, local in shards.items()]
         return SnapshotPlan(places, list(_joined(shards.values(), targets)))
 
@@ -127,15 +127,15 @@ class PublishedWeights:
         """The shards that must be computed for sending: names of n tensors, and their values, fp32[n, rows, columns].
         All ranks iterate together."""
         if self._sends_merged:
-            yield from merged_runs(*self._weights_with_lora, self._model.lora.scaling)
+            yield from merged_spans(*self._weights_with_lora, self._model.lora.scaling)
         else:
-            yield from (([name], local_run(by_rows(value))[0][None]) for name, value in self._divided.items())
+            yield from (([name], local_span(by_rows(value))[0][None]) for name, value in self._divided.items())
 
     @cached_property
-    def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """:func:`local_run` of each tensor of a version. Cached, because the storage stays the same."""
+    def _local_spans(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """:func:`local_span` of each tensor of a version. Cached, because the storage stays the same."""
         owned = {name: value for name, value in self._shards().items() if is_owner(value)}
-        return {name: local_run(value) for name, value in owned.items() if not has_columns(value)}
+        return {name: local_span(value) for name, value in owned.items() if not has_columns(value)}
 
     @cached_property
     def _divided(self) -> dict[str, torch.Tensor]:

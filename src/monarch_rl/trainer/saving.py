@@ -29,7 +29,7 @@ from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import world_store
 from monarch_rl.trainer.lora import merged_shards, save_lora
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import by_rows, local_run
+from monarch_rl.trainer.shards import by_rows, local_span
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """safetensors' names of dtypes."""
@@ -58,7 +58,7 @@ def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, 
     dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
     limit_s = disk_limit_s(sum(file.nbytes for file in files))
-    with device_work.piece("a save of the model", limit_s=limit_s):
+    with device_work.operation("a save of the model", limit_s=limit_s):
         _save(model, folder, files, dtype, _Ranks(f"saving/{folder}", limit_s))
 
 
@@ -197,14 +197,14 @@ def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
     done = set()
     for name, local in merged:
         done.add(name)
-        yield name, local, local_run(weights[name])[1]
+        yield name, local, local_span(weights[name])[1]
     for name, value in weights.items():
         if name in done:
             continue
         value = by_rows(value)  # columns are not a span of elements
         # Tensors that are whole on every rank are written by rank 0; an expert is on one rank only.
         if isinstance(value, DTensor) or EXPERT.search(name) or dist.get_rank() == 0:
-            yield name, *local_run(value)
+            yield name, *local_span(value)
 
 
 class _Ranks:

@@ -12,13 +12,13 @@ from monarch_rl.weights.checksum import values_not_finite
 
 NamedShape = tuple[str, tuple[int, ...]]
 """Name and shape of a whole tensor."""
-Run = tuple[str, int, int]
+Span = tuple[str, int, int]
 """``(name, first element, number of elements)``: a contiguous (row-major) span of a tensor that a rank holds."""
 TENSOR_PARALLEL = "tp"
 """torchtitan's name of the device mesh dimension of tensor parallelism."""
 
 
-def local_run(value: torch.Tensor) -> tuple[torch.Tensor, int]:
+def local_span(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's part of a tensor, and the row-major index of its first element in the whole tensor.
 
     Raises:
@@ -62,7 +62,7 @@ def by_rows(value: torch.Tensor) -> torch.Tensor:
     return value.redistribute(placements=_by_rows(value))
 
 
-def row_run(value: torch.Tensor) -> tuple[int, int]:
+def row_span(value: torch.Tensor) -> tuple[int, int]:
     """First element and number of elements of this rank's part after :func:`by_rows`, without communication."""
     assert isinstance(value, DTensor)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, _by_rows(value))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.trainer.known_steps import JournalBatch
+from monarch_rl.trainer.journal_reports import JournalBatch
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import trained_as, write_plan
 from monarch_rl.trainer.policy import Policy

@@ -207,14 +207,14 @@ class ProcessPoller:
             process.silent_s = max(0.0, now - last_answer - self._interval_s)
             picture.processes[process.name] = process
             if process.report is not None and not polled.failed:  # helpers end with their process
-                process.piece = process.report.piece
-                if process.piece is not None:  # counted up to its report: the operation may have ended since
-                    process.piece_s = process.report.now - process.piece.since
+                process.operation = process.report.operation
+                if process.operation is not None:  # counted up to its report: the operation may have ended since
+                    process.operation_s = process.report.now - process.operation.since
                 for pid, name in process.report.helpers.items():
                     helper = picture.processes[name] = Process(name, pid, process.machine)
-                    helper.piece = process.report.helpers_operations.get(pid)
-                    if helper.piece is not None:
-                        helper.piece_s = process.report.now - helper.piece.since
+                    helper.operation = process.report.helpers_operations.get(pid)
+                    if helper.operation is not None:
+                        helper.operation_s = process.report.now - helper.operation.since
         await self._inspect(picture)
         _leave_out_lost(picture, self._polled, self._cluster)
         self._forget_ended(picture)
@@ -252,20 +252,20 @@ class ProcessPoller:
         """Subtract from the seconds of its GPU operation the time for which the process had no core, and the time
         before this watch started."""
         key = process.machine, process.pid
-        if process.piece is None:
+        if process.operation is None:
             self._operations.pop(key, None)
             return
-        process.piece_s = max(0.0, min(process.piece_s, now - self._watched_since))
+        process.operation_s = max(0.0, min(process.operation_s, now - self._watched_since))
         if process.state is None:
             return
         had = CoreTime(process.state.cpu_s, process.state.queued_s)
         seen = self._operations.get(key)
-        if seen is None or seen.since != process.piece.since:
-            self._operations[key] = _SeenOperation(process.piece.since, now, had, self._unwatched_s)
+        if seen is None or seen.since != process.operation.since:
+            self._operations[key] = _SeenOperation(process.operation.since, now, had, self._unwatched_s)
             return
         # A share, not the sum of queued seconds: many threads may be queued at once, and only one waits for the device.
         without_core_s = had.queued_share(seen.had, now - seen.at) * (now - seen.at)
-        process.piece_s = max(0.0, process.piece_s - without_core_s - (self._unwatched_s - seen.unwatched_s))
+        process.operation_s = max(0.0, process.operation_s - without_core_s - (self._unwatched_s - seen.unwatched_s))
 
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
         """States of processes on one machine, by pid; empty if no monitor on it answers."""
@@ -346,20 +346,20 @@ def _leave_out_others_compilation(
     excuse each other.
 
     Args:
-        processes: all processes; ``piece_s`` already excludes the time for which they had no core.
+        processes: all processes; ``operation_s`` already excludes the time for which they had no core.
         operations: operations as first observed, by machine and pid.
         now: time of this inspection.
         since_last_s: seconds since the previous inspection.
     """
-    compiling = [process for process in processes if process.piece is not None and process.piece.compiles]
+    compiling = [process for process in processes if process.operation is not None and process.operation.compiles]
     compiling = [process for process in compiling if not process.device_hangs]
     for process in processes:
         seen = operations.get((process.machine, process.pid))
-        if process.piece is None or seen is None or seen.since != process.piece.since:
+        if process.operation is None or seen is None or seen.since != process.operation.since:
             continue
         if any(other is not process and _may_wait_for(process, other) for other in compiling):
             seen.others_compiled_s += min(since_last_s, now - seen.at)
-        process.piece_s = max(0.0, process.piece_s - seen.others_compiled_s)
+        process.operation_s = max(0.0, process.operation_s - seen.others_compiled_s)
 
 
 def _may_wait_for(process: Process, other: Process) -> bool:

@@ -56,9 +56,9 @@ class Process:
     """Share of a core that it used over the last ``RunPicture.silence_s`` seconds."""
     queued_share: float = 0.0
     """Share of these seconds for which it was ready to run but had no core."""
-    piece: GpuOperation | None = None
+    operation: GpuOperation | None = None
     """GPU operation in progress at its last report."""
-    piece_s: float = 0.0
+    operation_s: float = 0.0
     """Seconds that the GPU operation has taken, excluding time for which the process was ready to run but had no
     core."""
 
@@ -85,7 +85,7 @@ class Process:
     def device_hangs(self) -> bool:
         """Whether its GPU operation has exceeded its limit. CPU use does not show this: a thread that waits for a hung
         device uses a core, too."""
-        return self.piece is not None and self.piece_s >= self.piece.limit_s
+        return self.operation is not None and self.operation_s >= self.operation.limit_s
 
     @property
     def at_work(self) -> bool:
@@ -108,7 +108,7 @@ class Process:
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)
         if self.device_hangs:
-            return self.piece_s
+            return self.operation_s
         return 0.0 if self.at_work else max(self.silent_s, self.blocked_s)
 
     def describe(self, silence_s: float) -> str:
@@ -122,9 +122,9 @@ class Process:
         if self.starved:
             cpu += f" and was ready to use one for {self.queued_share:.0%} of the time"
         status = self.state.status if self.state is not None else None
-        if self.device_hangs and self.piece is not None and status not in NOT_RUNNING:
-            late = f"has waited {self.piece_s:.0f} s for its device to end {self.piece.what}"
-            return f"{late}, longer than the limit of {self.piece.limit_s:.0f} s; {process} {cpu}"
+        if self.device_hangs and self.operation is not None and status not in NOT_RUNNING:
+            late = f"has waited {self.operation_s:.0f} s for its device to end {self.operation.what}"
+            return f"{late}, longer than the limit of {self.operation.limit_s:.0f} s; {process} {cpu}"
         if self.report is None and status in NOT_RUNNING:  # helpers are not polled
             return f"has been {_plain(status)} for {self.not_running_s:.0f} s (process {self.pid})"
         if self.silent_s >= silence_s or status in NOT_RUNNING:
@@ -169,7 +169,7 @@ class RunPicture:
         rest = [process for process in self.processes.values() if process not in reached]
         limits = {True: LOST_FACTOR * self.silence_s, False: self.silence_s}
         found = [process for process in reached + rest if process.hung_s() >= limits[process.lost]]
-        return sorted(found, key=lambda process: (process.device_hangs, -process.piece_s * process.device_hangs))
+        return sorted(found, key=lambda process: (process.device_hangs, -process.operation_s * process.device_hangs))
 
     def starved(self) -> list[Process]:
         """The starved processes, worst first."""

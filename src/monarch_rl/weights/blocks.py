@@ -163,23 +163,23 @@ def in_words(bits: torch.Tensor, lead: int) -> bool:
     return lead == 0 and bits.shape[-1] * size % WORD == 0 and on_words and bits.data_ptr() % WORD == 0
 
 
-# -- runs: neighbouring tensors of one kind at equal distances in memory, on which one kernel can work at once --------
+# -- spans: neighbouring tensors of one kind at equal distances in memory, on which one kernel can work at once --------
 # The experts of a layer have tensors of their own by name. In the trainer, in an area and in the engine, these are
 # slices of one block of memory.
 
 
-def find_runs(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:
-    """Split items into runs: neighbours of one kind at equal distances.
+def find_spans(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:
+    """Split items into spans: neighbours of one kind at equal distances.
 
     Args:
-        kinds: kind of each item; members of a run have equal kinds.
-        places: position of each item in memory, for one memory or several. In each memory, all members of a run have
+        kinds: kind of each item; members of a span have equal kinds.
+        places: position of each item in memory, for one memory or several. In each memory, all members of a span have
             the same positive distance from the member before.
 
     Returns:
-        Indices of each run's members, in order.
+        Indices of each span's members, in order.
     """
-    runs: list[range] = []
+    spans: list[range] = []
     first = 0
     while first < len(kinds):
         end, steps = first + 1, [0] * len(places)
@@ -192,17 +192,17 @@ def find_runs(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:
                 and all(place[end] - place[end - 1] == step for place, step in zip(places, steps, strict=True))
             ):
                 end += 1
-        runs.append(range(first, end))
+        spans.append(range(first, end))
         first = end
-    return runs
+    return spans
 
 
-def stack_run(members: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """The memory of all members of a run as one tensor: ``[count, *shape of a member]``.
+def stack_span(members: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The memory of all members of a span as one tensor: ``[count, *shape of a member]``.
 
     Args:
         members: the first two members, or the only one.
-        count: number of members of the run.
+        count: number of members of the span.
     """
     first = members[0]
     step = members[1].data_ptr() - first.data_ptr() if count > 1 else first.nbytes
@@ -210,5 +210,5 @@ def stack_run(members: Sequence[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def memory_kind(tensor: torch.Tensor) -> Hashable:
-    """The memory properties that all members of a run have in common."""
+    """The memory properties that all members of a span have in common."""
     return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -33,10 +33,10 @@ from monarch_rl.weights.blocks import (
     GatheredBlock,
     PartBlock,
     TensorBox,
-    find_runs,
+    find_spans,
     in_words,
     memory_kind,
-    stack_run,
+    stack_span,
 )
 from monarch_rl.weights.manifest import Manifest, Shard
 
@@ -250,10 +250,10 @@ class ShardChecksums:
         held = [self._rows(shard, view) for shard, view in zip(self._shards, views, strict=True)]
         first_rows = [shard.start // rows.shape[1] for shard, rows in zip(self._shards, held, strict=True)]
         kinds = [(first, memory_kind(rows)) for first, rows in zip(first_rows, held, strict=True)]
-        self._runs = find_runs(kinds, [rows.data_ptr() for rows in held])
+        self._spans = find_spans(kinds, [rows.data_ptr() for rows in held])
         """Runs of shards; each one is a box."""
         self._boxes = [
-            TensorBox(stack_run([held[i] for i in run[:2]], len(run)), first_rows[run[0]]) for run in self._runs
+            TensorBox(stack_span([held[i] for i in span[:2]], len(span)), first_rows[span[0]]) for span in self._spans
         ]
         self._checksums = Checksums(self._boxes) if self._boxes else None
         blocks = self._checksums.blocks if self._checksums is not None else []
@@ -283,7 +283,7 @@ class ShardChecksums:
     def _check_finite(self, suspects: Iterable[int]) -> None:
         """Raise NotFinite if one of these boxes holds NaN or infinity."""
         for box in sorted(suspects):
-            for index, rows in zip(self._runs[box], self._boxes[box].tensors, strict=True):
+            for index, rows in zip(self._spans[box], self._boxes[box].tensors, strict=True):
                 shard = self._shards[index]
                 spec = self._manifest.tensors[shard.tensor]
                 problem = not_finite(rows, shard.start, spec.shape)

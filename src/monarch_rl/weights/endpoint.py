@@ -57,7 +57,7 @@ class TransferSettings(CheckedSettings, flags="weights"):
     alone. Then the replica is removed."""
 
     @property
-    def way(self) -> TransportName:
+    def resolved_transport(self) -> TransportName:
         """The transport's name; `collective` if none is set."""
         return self.transport or "collective"
 

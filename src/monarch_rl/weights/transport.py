@@ -26,7 +26,7 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
 
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
     """Make the trainer rank's endpoint of the transport in ``settings``; ``host``: this process's address."""
-    make: type[Sender] = _find(settings.way, 1)
+    make: type[Sender] = _find(settings.resolved_transport, 1)
     with on_side_stream(device):  # memory is zeroed before any other use
         if not settings.delta:
             return make(manifest, rank, settings, host, device)
@@ -36,7 +36,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
     """Make the replica's endpoint of the transport in ``settings``."""
-    make: type[Receiver] = _find(settings.way, 2)
+    make: type[Receiver] = _find(settings.resolved_transport, 2)
     with on_side_stream(device):  # as in make_sender
         if not settings.delta:
             return make(manifest, settings, device)

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
+from monarch_rl.algorithms.packing import Padding, spans_of_similar_size
 
 PADDING = Padding(waste=1.0, free_pairs=16_384)
 """Limits on the padding of a call; within 30 % of the best for each load of ``python benchmarks/padding.py``."""
@@ -88,7 +88,7 @@ def _buckets(lengths: list[int], new: list[int]) -> list[list[int]]:
     if PADDING.allows(len(lengths) * max(lengths) * max(new), sum(map(mul, lengths, new))):
         return [list(range(len(lengths)))]
     longest_first = sorted(range(len(lengths)), key=lambda i: (lengths[i], new[i]), reverse=True)
-    runs = runs_of_similar_size([(new[i], lengths[i]) for i in longest_first], PADDING)
+    runs = spans_of_similar_size([(new[i], lengths[i]) for i in longest_first], PADDING)
     return [longest_first[run.start : run.stop] for run in runs]
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator import scheduler_pieces, scheduler_process
+from monarch_rl.generator import scheduler_operations, scheduler_process
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerOperations
+from monarch_rl.generator.scheduler_operations import VARIABLE, SchedulerOperations
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.device_work import COMPILATION_S, FIRST_S, FLOOR_S, GpuOperation
@@ -41,13 +41,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
     """A scheduler that does what SGLang's loops call, and notes what is said to be under way meanwhile."""
     monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
     read = SchedulerOperations(2).reader(1)
-    monkeypatch.setattr(scheduler_pieces, "_rank", lambda: 1)
+    monkeypatch.setattr(scheduler_operations, "_rank", lambda: 1)
     seen: list[str] = []
 
     def look(where: str) -> None:
-        piece = read()
-        assert read() == device_work.operation_in_progress() == piece
-        seen.append(f"{where}: {piece.what if piece is not None else 'nothing'}")
+        operation = read()
+        assert read() == device_work.operation_in_progress() == operation
+        seen.append(f"{where}: {operation.what if operation is not None else 'nothing'}")
 
     class Scheduler:
         def run_batch(self, batch: Any) -> str:
@@ -63,7 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
         def pause_generation(self, request: Any) -> None:
             look("pause")
 
-    scheduler_pieces.install(Scheduler)
+    scheduler_operations.install(Scheduler)
     pending_step_patch(Scheduler)
     yield Scheduler(), seen
     device_work.use_device("cpu")
@@ -122,7 +122,7 @@ def test_a_scheduler_that_idles_waits_for_nothing_whatever_became_of_its_last_ba
 
 def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
-    pieces = SchedulerOperations(2)
+    operations = SchedulerOperations(2)
     code = (
         "import os\n"
         "from monarch_rl.generator import scheduler_pieces as s\n"
@@ -132,14 +132,14 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
     )
     done = patience.run([sys.executable, "-c", code], env=os.environ.copy())
     assert done.returncode == 0, done.stderr
-    assert pieces.reader(0)() is None
-    assert pieces.reader(1)() == GpuOperation("a prefill of 5 tokens", 12.5, 60.0)
+    assert operations.reader(0)() is None
+    assert operations.reader(1)() == GpuOperation("a prefill of 5 tokens", 12.5, 60.0)
 
 
 def test_nothing_is_installed_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     scheduler: Any = type("Scheduler", (), {})
-    scheduler_pieces.install(scheduler)
+    scheduler_operations.install(scheduler)
     assert not hasattr(scheduler, "run_batch")
 
 
@@ -174,8 +174,8 @@ def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several
     async def draw() -> Completion:
         drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=400)))
         while not drawing.done():
-            if (piece := read()) is not None:
-                seen.append(piece)
+            if (operation := read()) is not None:
+                seen.append(operation)
             await asyncio.sleep(0)
         await until(lambda: read() is None, lambda: f"the end of {read()}")
         return drawing.result()  # waits: it is done
@@ -184,9 +184,9 @@ def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several
         drawn = run(draw())
     finally:
         run(engine.shutdown())
-    decoding = [piece for piece in seen if piece.what == "a step of decoding of 1 tokens"]
-    assert len({piece.since for piece in decoding}) > 3, seen[:5]
-    assert {piece.limit_s for piece in decoding} <= {FIRST_S, FLOOR_S, COMPILATION_S}
+    decoding = [operation for operation in seen if operation.what == "a step of decoding of 1 tokens"]
+    assert len({operation.since for operation in decoding}) > 3, seen[:5]
+    assert {operation.limit_s for operation in decoding} <= {FIRST_S, FLOOR_S, COMPILATION_S}
     ids = prompt + drawn.token_ids.tolist()
     (reading,) = reference_reading(models["qwen3"], [(ids, [0] * len(ids))], {0: weights_in(models["qwen3"])})
     expected = reading.logprobs[np.arange(len(prompt) - 1, len(ids) - 1), drawn.token_ids]

@@ -79,7 +79,7 @@ def run_batch(scheduler: Any, original: Callable[..., Any], batch: Any, *args: A
     """Replaces ``Scheduler.run_batch``, which launches a batch and, with the overlap scheduler, returns before it
     ends."""
     work = device_work.work()
-    if work is not None and work.piece is None:
+    if work is not None and work.operation is None:
         _begin(work, batch)
     return original(scheduler, batch, *args, **kwargs)
 
@@ -100,7 +100,7 @@ def process_batch_result(scheduler: Any, original: Callable[..., None], batch: A
 def on_idle(scheduler: Any, original: Callable[..., None]) -> None:
     """Replaces ``Scheduler.on_idle``: no operation is running, whatever happened to the last batch."""
     work = device_work.work()
-    if work is not None and work.piece is not None:
+    if work is not None and work.operation is not None:
         work.cancel()
     original(scheduler)
 

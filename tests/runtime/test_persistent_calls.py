@@ -23,11 +23,11 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError, Channel, context, this_host
 
 from monarch_rl.errors import DeadlineExceeded
-from monarch_rl.runtime import lasting_calls, wait_registry
+from monarch_rl.runtime import persistent_calls, wait_registry
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
+from monarch_rl.runtime.persistent_calls import ResilientActor
 from tests.patience import patiently, result_of, until
 
 LOST_S = STATE_DEADLINE_S + 60
@@ -63,41 +63,41 @@ class Answerer(ResilientActor):
         self._started: list[int] = []
         self._cleaned_up = False
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def echo(self, value: int, turns: int = 0) -> int:
         self._started.append(value)
         for _ in range(turns):
             await asyncio.sleep(0)
         return value
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def started(self) -> list[int]:
         started, self._started = self._started, []
         return started
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def fail(self, rank: int = 0) -> int:
         if context().message_rank.rank == rank:
             raise ValueError(f"rank {rank} has no answer")
         return rank
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def fail_oddly(self) -> None:
         raise CannotTravel("two", "words")
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def unreadable(self, argument: object = None) -> object:
         return Unreadable()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def hang(self) -> None:
         await asyncio.Event().wait()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def pid(self) -> int:
         return os.getpid()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def rss(self) -> int:
         return int(psutil.Process().memory_info().rss)
 
@@ -114,7 +114,7 @@ class Answerer(ResilientActor):
         for answers in vars(self)["_callers"].values():
             answers._port = BrokenPort()
 
-    @lasting_endpoint
+    @persistent_endpoint
     async def hang_with_file(self, path: str) -> None:
         Path(f"{path}.begun").touch()
         try:
@@ -298,11 +298,11 @@ def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
     async def test() -> None:
         async with answerers() as actor:
             await actor.echo.call_one(0)
-            before = len(lasting_calls._reply_ports)
+            before = len(persistent_calls._reply_ports)
             for _ in range(3):
                 await asyncio.to_thread(call_on_a_loop_of_its_own, actor)
             gc.collect()
-            assert (len(lasting_calls._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
+            assert (len(persistent_calls._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
             assert await actor.callers.call_one() == ["", "the watch"], "the last one is forgotten when another comes"
 
     run(test)
@@ -424,7 +424,7 @@ def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_ans
 
 
 def test_a_loss_is_named_by_the_call_that_it_ends() -> None:
-    from monarch_rl.runtime.lasting_calls import _named
+    from monarch_rl.runtime.persistent_calls import _named
 
     lost = _named(SupervisionError("Endpoint call pool.attend() failed, because"), "update")
     assert isinstance(lost, SupervisionError) and re.fullmatch(r"Endpoint call pool\.update\(\) failed, .*", str(lost))

@@ -40,7 +40,7 @@ from monarch.actor import endpoint as monarch_endpoint
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import begun, retrieve
 
-LASTING = "_monarch_rl_lasting"
+PERSISTENT = "_monarch_rl_lasting"
 """Attribute that marks the methods of persistent endpoints; its value is the plain method."""
 Call = tuple[int, str, bytes]
 """Number of the call, name of the endpoint, pickled arguments."""
@@ -122,7 +122,7 @@ class _AnswersToCaller:
         rank = context().message_rank.rank
         try:
             args, kwargs = pickle.loads(arguments)
-            method = getattr(getattr(type(actor), name)._method, LASTING)
+            method = getattr(getattr(type(actor), name)._method, PERSISTENT)
             result = await method(actor, *args, **kwargs)  # waits: the caller enforces the deadline
             answer = number, rank, True, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except BaseException as error:  # reported to the caller, as in a Monarch call
@@ -342,7 +342,7 @@ def _named(error: Exception, endpoint: str) -> Exception:
     return SupervisionError(str(error).replace(".attend() failed", f".{endpoint}() failed", 1))
 
 
-class LastingEndpoint:
+class PersistentEndpoint:
     """Monarch's endpoint of a handle, with persistent calls in place of :meth:`call` and :meth:`call_one`.
 
     Without a running event loop, and if the actors are lost, these two are Monarch's as well, and raise its errors.
@@ -393,8 +393,8 @@ def _begun(call: Any) -> Awaitable[Any]:
 def _endpoint(handle: Any, name: Any, method: Any, propagator: Any) -> Any:
     """Replacement for Monarch's ``ActorMesh._endpoint``, which creates the endpoints of a handle."""
     made = _monarchs_endpoint(handle, name, method, propagator)
-    lasting = hasattr(method, LASTING) and issubclass(handle._class, AnswersCalls)
-    return LastingEndpoint(handle, name.name, made) if lasting else made
+    lasting = hasattr(method, PERSISTENT) and issubclass(handle._class, AnswersCalls)
+    return PersistentEndpoint(handle, name.name, made) if lasting else made
 
 
 _monarchs_endpoint = ActorMesh._endpoint
