@@ -125,7 +125,7 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
     operations = SchedulerOperations(2)
     code = (
         "import os\n"
-        "from monarch_rl.generator import scheduler_pieces as s\n"
+        "from monarch_rl.generator import scheduler_operations as s\n"
         "from monarch_rl.runtime.device_work import GpuOperation\n"
         f"memory = s.attach(bytes.fromhex(os.environ[{VARIABLE!r}])).numpy().data\n"
         "s._write(memory, 1, GpuOperation('a prefill of 5 tokens', 12.5, 60.0))\n"

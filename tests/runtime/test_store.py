@@ -32,7 +32,7 @@ def test_stores_of_this_torch_and_of_one_with_a_further_default_are_ours(
 ) -> None:
     if made_by is not None:
         rendezvous._create_c10d_store = made_by
-    monkeypatch.setattr(network, "meeting_store", lambda *arguments: arguments)
+    monkeypatch.setattr(network, "rendezvous_store", lambda *arguments: arguments)
     network.serve_own_address_only()
     wait = timedelta(seconds=5)
     # As torch 2.13 calls it, and by names.

@@ -426,7 +426,7 @@ class Trainer(ResilientActor):
         """
         earlier = self._earlier
         if earlier is None:
-            raise RuntimeError("journaled() must come first")
+            raise RuntimeError("replayable_batches() must come first")
         started = time.perf_counter()
         packed = await asyncio.to_thread(earlier.batch, version)
         metrics = await self._train(packed, None)
