@@ -80,7 +80,7 @@ class Case:
 def _of_losses() -> dict[str, tuple[str, ...]]:
     """Policy losses that are none of the four."""
     there = {flags[1] for flags in FOUR.values()} | {"pg"}
-    ratios = {name: not loss.weighs_behaviour for name, loss in POLICY_LOSSES.items() if name not in there}
+    ratios = {name: not loss.has_importance_ratio for name, loss in POLICY_LOSSES.items() if name not in there}
     return {name: (LOSS, name, *(TO_BEHAVIOUR if ratio else ())) for name, ratio in ratios.items()}
 
 

@@ -37,7 +37,7 @@ async def train(run: Run, s: grpo.Settings) -> None:
         await run.evaluate()
     async for step in run.steps(s.steps):
         filled = within(s.update_limit_s, every_slot_filled(run), "a group in every slot of the buffer", on="buffer")
-        await run.publisher.or_failed(filled)
+        await run.publisher.unless_publishing_fails(filled)
         figures = await run.update()
         await run.publish()
         await run.log(figures)

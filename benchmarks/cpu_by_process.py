@@ -117,7 +117,7 @@ async def train(run: Run, s: Settings) -> None:
             first = await take_snapshot(run, tree)
         if step == s.warm_up + s.steps + 1:
             last = await take_snapshot(run, tree)
-            await run.publisher.settled()
+            await run.publisher.wait_until_served()
             await wait_until_idle(run)
             idle_before = Snapshot(cpu_seconds(tree))  # nobody is asked: to answer would be work
             await asyncio.sleep(s.idle_s)

@@ -158,7 +158,7 @@ class SleepingGenerator(Actor):
         """Nothing to connect."""
 
     @concurrent_endpoint
-    async def lives(self) -> None:
+    async def block_until_lost(self) -> None:
         """The call fails when this process is lost."""
         await asyncio.Event().wait()  # waits: as long as the run
 

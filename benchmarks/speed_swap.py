@@ -42,7 +42,7 @@ async def measure(
             await training.step(deadline_s)
             started = time.perf_counter()
             await publisher.publish(training.version)
-            await publisher.settled()
+            await publisher.wait_until_served()
             ended = time.perf_counter()
             windows.append((started, ended))
             await asyncio.sleep(ended - started)

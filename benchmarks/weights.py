@@ -32,7 +32,7 @@ from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
-from monarch_rl.pipeline.publishing import Publisher, SwapReport
+from monarch_rl.pipeline.publishing import Publisher, PublishReport
 from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
@@ -142,7 +142,7 @@ async def one_transport(
             steps.append((await training.step(DEADLINE_S))[0])
             await publisher.publish(training.version)
             beside.append((await training.step(DEADLINE_S))[0])
-            await publisher.settled()
+            await publisher.wait_until_served()
     tokens = await within(DEADLINE_S, generator.emitted.call_one(), "the times of the tokens")
     windows = [(version.started, version.started + version.seconds) for version in decoding]
 
@@ -172,7 +172,7 @@ class Version:
     """What one version cost."""
 
     started: float
-    swap: SwapReport
+    swap: PublishReport
     commit: CommitReport
     shared: bool
     """Whether the snapshot writes where engines read: then it is the transfer."""
@@ -196,7 +196,7 @@ async def one_version(training: Training, generator: GeneratorBeside, publisher:
     await training.step(DEADLINE_S)
     started = time.perf_counter()
     await publisher.publish(training.version)
-    await publisher.settled()
+    await publisher.wait_until_served()
     assert publisher.last is not None
     stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
     commit = CommitReport(**stats["last_commit"])

@@ -113,12 +113,12 @@ async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None)
         table(settings, recipe.task, model, engine, offered) as opened,
     ):
         await serve_frozen(cluster, recipe.frozen, settings, model)
-        places = settings.generator.running_requests(offered.kind == "cuda")
-        return [await evaluate_at(opened, recipe, name, places) for name in settings.evaluation.sets or ("",)]
+        max_concurrent = settings.generator.running_requests(offered.kind == "cuda")
+        return [await evaluate_at(opened, recipe, name, max_concurrent) for name in settings.evaluation.sets or ("",)]
 
 
-async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, places: int) -> Evaluation:
-    """Evaluate one held-out set, with ``places`` concurrent episodes."""
+async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, max_concurrent: int) -> Evaluation:
+    """Evaluate one held-out set, with at most ``max_concurrent`` episodes at once."""
     settings = recipe.settings
     return await run_held_out(
         settings.evaluation.plan(held_out, settings.rollout.seed or 0),
@@ -128,7 +128,7 @@ async def evaluate_at(opened: Table, recipe: Recipe, held_out: str, places: int)
         max_new_tokens=settings.rollout.max_new_tokens,
         stops=opened.template.stop_token_ids,
         item_deadline_s=settings.rollout.episode_deadline_s,
-        places=places,
+        max_concurrent=max_concurrent,
     )
 
 

@@ -227,7 +227,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
         dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
         await buffer.counts.call_one()
-        assert await buffer.release.call_one("worker 0") == [1]
+        assert await buffer.requeue.call_one("worker 0") == [1]
         assert await within(WAIT_S, dead, "the end of a wait for which nobody is left") is None
         ticket = await within(WAIT_S, waiting, "the lost worker's group")
         assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)

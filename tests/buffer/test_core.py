@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused_by_name_and_state() -> None:
     assert ticket is not None
     with pytest.raises(ValueError, match="group 0 .*no token"):
         buffer.submit(packed(0))
-    with pytest.raises(ValueError, match="version 1 sampled"):
+    with pytest.raises(ValueError, match="sampled by version 1"):
         buffer.submit(packed(0, [1]))
     buffer.submit(packed(0, [0]))
     with pytest.raises(ValueError, match="group 0 .*complete"):
@@ -365,7 +365,7 @@ def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
     admit(buffer, 4)
     buffer.submit(packed(2, [0]))
     buffer.reserve(3, 100)
-    assert buffer.release([0, 2, 3]) == [0, 3]
+    assert buffer.requeue([0, 2, 3]) == [0, 3]
     assert buffer.counts().nbytes == 0 and buffer.slots_free == 0
     with pytest.raises(ValueError, match="group 0 .*waiting for a worker"):
         buffer.submit(packed(0, [0], attempt=1))

@@ -222,7 +222,7 @@ def test_the_buffer_knows_which_groups_are_still_played() -> None:
         for _ in range(2 * MIN_GROUPS):
             await buffer.drop.call_one(fast[0].group_id, "score raised KeyError")
             fast = await buffer.admit_many.call_one("worker", 1, PATIENCE_S)
-        await buffer.release.call_one("worker")
+        await buffer.requeue.call_one("worker")
         # It is another worker's now, or will be.
         await buffer.drop.call_one(slow.group_id, "score raised KeyError", 0, slow.attempt)
         await asyncio.sleep(0)

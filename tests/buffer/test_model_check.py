@@ -51,7 +51,7 @@ class State:
         )
         drawn = tuple((g, _oldest(one)) for g, one in self.core.groups._live.items())
         batch = self.core._batch
-        taken = tuple((one.group_id, _oldest(one), one.uses, one.place) for one in batch[1]) if batch else ()
+        taken = tuple((one.group_id, _oldest(one), one.times_trained, one.place) for one in batch[1]) if batch else ()
         counts = self.core.counts()
         totals = (counts.trained, tuple(sorted(counts.dropped.items())), tuple(self.core._unpublished.items()))
         versions = (self.core.version, self.core.published_version, tuple(sorted(self.published_at.items())))
@@ -110,7 +110,7 @@ def successors(state: State) -> Iterator[tuple[bool, State]]:
         yield False, with_play(after, worker, None)
         if state.losses < LOSSES:
             after = clone(state)
-            assert after.core.release([play[0]]) == [play[0]]
+            assert after.core.requeue([play[0]]) == [play[0]]
             after = replace(after, lost=(*after.lost, play), losses=after.losses + 1)
             yield False, with_play(after, worker, None)
     for play in state.lost:

@@ -337,7 +337,7 @@ class AnyOrder(RuleBasedStateMachine):
     def lose_worker(self, worker: int) -> None:
         b = self.books
         held = {group_id: play for group_id, play in b.playing.items() if play.worker == worker}
-        assert self.core.release([*held, *b.complete, *b.taken]) == list(held)
+        assert self.core.requeue([*held, *b.complete, *b.taken]) == list(held)
         for group_id, play in held.items():
             b.lost.append((group_id, play.attempt))
             b.idle[group_id] = play.attempt + 1
@@ -426,9 +426,9 @@ class AnyOrder(RuleBasedStateMachine):
         version = self.core.version + 1
         if self.books.published_at:
             with pytest.raises(ValueError, match="admitted"):
-                self.core.begin_at(version)
+                self.core.note_supervised_version(version)
             return
-        self.core.begin_at(version)
+        self.core.note_supervised_version(version)
         self.lineage.append(next(self.names))
         self.journal.append(([], Counter()))
         self.books.unpublished = {version: self.core.slots or 0}

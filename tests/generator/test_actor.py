@@ -267,7 +267,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
 
     async def play() -> None:
         actor = replicas.actors[0]
-        life = asyncio.ensure_future(wait(actor.lives.call_one()))
+        life = asyncio.ensure_future(wait(actor.block_until_lost.call_one()))
         with pytest.raises(GenerationError):
             await ask(actor, [5] * 5000, Sampling(max_new_tokens=3))
         assert not life.done()
@@ -320,7 +320,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
     scheduler = run(scheduler_of(actor))
 
     async def lose() -> None:
-        life = asyncio.ensure_future(wait(actor.lives.call_one()))
+        life = asyncio.ensure_future(wait(actor.block_until_lost.call_one()))
         connection = ReplicaConnection(actor)
         request = connection.ask([5], Sampling(max_new_tokens=1000))
 

@@ -15,7 +15,7 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import Objective, call, supervised
+from monarch_rl.trainer.objective import Objective, evaluate_objective, supervised
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import write_plan
 from monarch_rl.trainer.settings import TrainerSettings
@@ -48,7 +48,7 @@ def test_a_replay_takes_policy_losses_by_name() -> None:
 
     def loss(name: str | None) -> float:
         chosen = None if name is None else objective_of(name, plan)
-        return call(functions_of(plan, chosen, {}).objective, *made())[0].item()
+        return evaluate_objective(functions_of(plan, chosen, {}).objective, *made())[0].item()
 
     assert loss(None) == loss("pg") != loss("gspo")
     assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None

@@ -141,7 +141,7 @@ class System(Generic[G]):
         publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
         await publisher.publish(version)
-        await publisher.settled()
+        await publisher.wait_until_served()
         return system
 
     async def publish_by(self, transfer: TransferSettings) -> None:
@@ -150,7 +150,7 @@ class System(Generic[G]):
             self.trainer, dict(enumerate(self.generators)), self.buffer, transfer, "float32"
         )
         await self.publisher.publish(self.version)
-        await self.publisher.settled()
+        await self.publisher.wait_until_served()
 
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""
@@ -197,7 +197,7 @@ class System(Generic[G]):
         metrics = await update(self.trainer, self.buffer, self.version, Patience(60.0))
         self.version += 1
         await self.publisher.publish(self.version)
-        await self.publisher.settled()
+        await self.publisher.wait_until_served()
         return metrics[0]
 
     async def mismatch(self, seed: int, sampling: Sampling = ALL_TOKENS) -> float:

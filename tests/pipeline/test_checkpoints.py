@@ -24,7 +24,7 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, Staged, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, Position
+from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, ControllerState
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
@@ -346,7 +346,7 @@ class Savers:
 
 async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
     checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None, metric=metric)
-    await checkpoints.begin(1, Position)
+    await checkpoints.begin(1, ControllerState)
     return checkpoints
 
 

@@ -52,7 +52,7 @@ def test_the_weights_with_adapters_travel_merged_and_no_others(
             await system.step(seed=system.version)
             report = system.publisher.last
             assert report is not None and report.version == system.version
-            assert report.sent_bytes == sum(weights[name].nbytes for name in sent)
+            assert report.max_received_bytes == sum(weights[name].nbytes for name in sent)
             assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
             after = await held_by_all(system, tmp_path)
             assert {name for name in after if not same_bits(before[name], after[name])} == sent

@@ -143,7 +143,7 @@ async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     harness.paused.clear()
     version = await harness.step()
     assert harness.paused == [[3], []] and harness.lost == []
-    assert f"generator 3 did not take version {version} (attempt 1 of 3)" in caplog.text
+    assert f"generator 3 failed to load version {version} (attempt 1 of 3)" in caplog.text
     assert "1 of" in caplog.text and "differ from the trainer's" in caplog.text
     await harness.serving(0, 1, 2, 3)
 
@@ -186,7 +186,7 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     harness.generators[3] = await harness.replica(3, "anew")
     early = asyncio.ensure_future(harness.ask(3))
     await harness.system.publisher.add(3, harness.generators[3])
-    await harness.system.publisher.settled()
+    await harness.system.publisher.wait_until_served()
     assert harness.lost == [2, 1]
     assert set((await early).policy_versions.tolist()) == {harness.system.version}
     await harness.serving(0, 3)
@@ -220,5 +220,5 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
     system.publisher.transfer_group.transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
     with pytest.raises(PublishError, match=rf"version {system.version + 1} .*: trainer rank 1 "):
-        await system.publisher.settled()
+        await system.publisher.wait_until_served()
     assert {int(v) for v in (await harness.ask(0)).policy_versions} == {system.version}

@@ -259,10 +259,10 @@ class Engine:
         self.pid = id(self)
         self.loaded: list[str] = []
         self.loads = 0
-        for name in ("lives", "logprobs", "stats", "load", "setup"):
+        for name in ("block_until_lost", "logprobs", "stats", "load", "setup"):
             setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
 
-    async def _lives(self) -> None:
+    async def _block_until_lost(self) -> None:
         await asyncio.shield(self.end)
 
     async def _logprobs(self) -> Any:
@@ -297,7 +297,7 @@ class Worker:
         self.told: list[tuple[Any, ...]] = []
         self.deaf = False
         never = asyncio.get_running_loop().create_future()
-        self.lives = SimpleNamespace(call_one=lambda: asyncio.shield(never))
+        self.block_until_lost = SimpleNamespace(call_one=lambda: asyncio.shield(never))
         self.update_frozen = SimpleNamespace(call_one=self._update)
         self.replace_frozen = SimpleNamespace(call_one=self._replace)
 
@@ -398,7 +398,7 @@ def test_a_run_without_engines_of_a_frozen_model_ends(tmp_path: Path, folder: Pa
 def test_a_worker_that_does_not_take_note_of_a_new_engine_is_lost(tmp_path: Path, folder: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.workers[1].deaf = True
-        with pytest.raises(BaseException, match="release"):  # the stage has no buffer that gives its groups to others
+        with pytest.raises(BaseException, match="requeue"):  # the stage has no buffer that gives its groups to others
             async with stage.recovery.supervising():
                 stage.engines[0].end.set_exception(RuntimeError("Killed(sig=9)"))
                 await asyncio.sleep(30)

@@ -38,7 +38,7 @@ def test_a_failed_delivery_ends_the_wait_for_a_batch_at_once() -> None:
         waiting._unfinished.append(asyncio.create_task(fails()))
         batch = asyncio.get_running_loop().create_future()
         with pytest.raises(RuntimeError, match="generator 1: 2 of 21"):
-            await patiently(waiting.or_failed(batch), "a delivery that has failed")
+            await patiently(waiting.unless_publishing_fails(batch), "a delivery that has failed")
         assert batch.cancelled()
 
     asyncio.run(go())
@@ -48,8 +48,8 @@ def test_a_delivery_that_arrives_changes_nothing() -> None:
     async def go() -> None:
         waiting = publisher()
         waiting._unfinished.append(asyncio.create_task(asyncio.sleep(0)))
-        assert await waiting.or_failed(asyncio.sleep(0.01, "metrics")) == "metrics"
-        await waiting.settled()
+        assert await waiting.unless_publishing_fails(asyncio.sleep(0.01, "metrics")) == "metrics"
+        await waiting.wait_until_served()
 
     asyncio.run(go())
 
@@ -140,7 +140,7 @@ class Harness:
                 await self.set_up(index, replica)
         for version in versions:
             await self.publisher.publish(version)
-        await self.publisher.settled()
+        await self.publisher.wait_until_served()
 
 
 def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
@@ -156,7 +156,7 @@ def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
         publication = Publication(7, transfer_group, replicas)
         await publication.run()
         assert not replicas.behind(7) and (behind.received, current.received) == (1, 0)
-        assert (publication.sent_bytes, publication.paused_s, publication.verify_share) == (1, 0.1, 0.2)
+        assert (publication.max_received_bytes, publication.paused_s, publication.verify_share) == (1, 0.1, 0.2)
         assert not harness.served, "only the publisher tells the buffer"
 
     asyncio.run(go())
@@ -175,7 +175,7 @@ def test_a_replica_that_never_receives_is_removed_alone() -> None:
 
     harness = Harness(Replica(), sick, Replica(), send=send)
     asyncio.run(harness.publish(1))
-    assert list(harness.publisher.lost) == [1] and "no version in 3 attempts" in harness.publisher.lost[1]
+    assert list(harness.publisher.lost) == [1] and "load version 1 in 3 attempts" in harness.publisher.lost[1]
     assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
     assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
@@ -293,7 +293,7 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
         assert not third.done() and harness.publisher._newest == 2, "a snapshot that is being read was written to"
         gate.set()
         await third
-        await harness.publisher.settled()
+        await harness.publisher.wait_until_served()
         assert harness.served == [1, 2, 3]
 
     asyncio.run(go())
@@ -316,7 +316,7 @@ def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> No
         harness = Harness(Replica(receive=receive))
         await harness.set_up(0, harness.replicas[0])
         await harness.publisher.publish(1)
-        settling = asyncio.create_task(harness.publisher.settled())
+        settling = asyncio.create_task(harness.publisher.wait_until_served())
         while not under_way:
             await asyncio.sleep(0)
         harness.publisher.lost[1] = "killed"

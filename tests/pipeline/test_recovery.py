@@ -34,10 +34,10 @@ class Worker:
         self.replaced: list[tuple[int, Any]] = []
         self.runs = 0
         self.refuses_replacements = False
-        for name in ("lives", "run", "replace"):
+        for name in ("block_until_lost", "run", "replace"):
             setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
 
-    async def _lives(self) -> None:
+    async def _block_until_lost(self) -> None:
         await asyncio.shield(self.end)
 
     async def _run(self) -> None:
@@ -77,7 +77,7 @@ class Stage:
         """If set, ``update_dispatch`` waits for it."""
         self.publisher = publisher
         buffer: Any = SimpleNamespace(
-            release=SimpleNamespace(call_one=self._recording("release", [4, 5])),
+            requeue=SimpleNamespace(call_one=self._recording("requeue", [4, 5])),
             close=SimpleNamespace(call_one=self._recording("close")),
             counts=SimpleNamespace(call_one=self._counts),
         )
@@ -173,7 +173,7 @@ def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: 
                 assert await stage.recovery.recover("rollout worker 0")
             await until(stage.returns, "a return")
             (new,) = stage.started["rollout worker"]
-            assert stage.events == [("release", "rollout worker 0"), ("dispatch",)]
+            assert stage.events == [("requeue", "rollout worker 0"), ("dispatch",)]
             await until(lambda: new.runs, "a play")  # the task that asks it to play starts after its return is noted
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # it was asked to play, or this would end nothing

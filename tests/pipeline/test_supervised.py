@@ -109,5 +109,5 @@ def test_a_mixture_that_cannot_be_is_refused(arguments: dict[str, Any], said: st
 
 @pytest.mark.parametrize("numbers", [{"rows_per_step": 0}, {"rows_per_step": 1, "lr_factor": 0.0}])
 def test_numbers_that_cannot_be_are_refused(numbers: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match=f"{list(numbers)[-1]} must be"):
         plan_rows(ROWS, settings(), **numbers)

@@ -227,9 +227,9 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
             assert max(first, second) < 0.01, f"{transport}: an update without changes"
             report = system.publisher.last
             assert report is not None and report.version == system.version
-            assert report.sent_bytes / report.nbytes == max(first, second)
+            assert report.max_received_bytes / report.nbytes == max(first, second)
             await system.publisher.add(0, generators[0])
-            await system.publisher.settled()
+            await system.publisher.wait_until_served()
             ((anew,), others) = await received_shares(system)
             assert anew >= 1 and not others, f"{transport}: a replica that comes anew"
             assert system.publisher.last is report, "the version's report is of its first way"
@@ -260,7 +260,7 @@ def test_a_version_that_arrives_wrong_is_not_served(
         await until(held, "a request that is not sent to an engine whose weights were not verified")
         assert not answer.done()
         await system.publisher.publish(91)
-        await system.publisher.settled()
+        await system.publisher.wait_until_served()
         for completion in await answer:
             assert set(completion.policy_versions) <= {90, 91}
             assert (completion.token_ids < VOCABULARY).all()

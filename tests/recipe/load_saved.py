@@ -11,7 +11,7 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-STRANGER = re.compile(r"(sglang|torchtitan|monarch)$|monarch_rl\.(?!(runtime|moved)(\.|$))")
+STRANGER = re.compile(r"(sglang|torchtitan|monarch)$|monarch_rl\.(?!(runtime|moved|errors)(\.|$))")
 """Of this project a process may have what has forked it."""
 PROMPT = "Spell this word backward (example: sun -> nus): cat"
 

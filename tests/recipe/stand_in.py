@@ -39,7 +39,7 @@ class SpellingEngine:
         self.generated_tokens = self.finished_requests = 0
         self.turn_reads = TurnReads()
         self.child_pids: list[int] = []
-        self.hold_s = 0.0
+        self.max_commit_delay_s = 0.0
         self._random = random.Random(seed)
 
     def waits(self) -> list[Wait]:

@@ -40,7 +40,7 @@ def ends_with(run: Launched, chain: str, folder: Path) -> str:
     report = path.read_text()
     for text in (report.splitlines()[0], run.output()):
         assert re.search(chain, text), text
-    assert re.search(rf"^monarch_rl\.runtime\.watch\.Stalled: .*{chain}", run.output(), re.MULTILINE), run.output()
+    assert re.search(rf"^monarch_rl\.errors\.Stalled: .*{chain}", run.output(), re.MULTILINE), run.output()
     return report
 
 

@@ -160,7 +160,9 @@ def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
 
     def seeds(plan: EvaluationPlan) -> list[tuple[int, int | None]]:
         drawn.clear()
-        playing = run_held_out(plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, places=2)
+        playing = run_held_out(
+            plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, max_concurrent=2
+        )
         assert asyncio.run(playing).indices.tolist() == [0, 2]
         assert {sampling.temperature for _, sampling in drawn} == {plan.temperature}
         return sorted((index, sampling.seed) for index, sampling in drawn if sampling.seed is not None)
@@ -187,7 +189,14 @@ def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> 
 
     task = Task(int, rewarded, {"held_out": Items(range(5))})
     playing = run_held_out(
-        EvaluationPlan(), task, [0, 1, 2, 3, 4], play, max_new_tokens=8, stops=(1,), item_deadline_s=1.0, places=1
+        EvaluationPlan(),
+        task,
+        [0, 1, 2, 3, 4],
+        play,
+        max_new_tokens=8,
+        stops=(1,),
+        item_deadline_s=1.0,
+        max_concurrent=1,
     )
     result = asyncio.run(playing)
     assert result.rewards.tolist() == [[1], [0], [1], [1], [0]]
@@ -201,4 +210,4 @@ def test_settings_that_cannot_work_are_refused() -> None:
         EvaluationSettings(samples=2)
     with pytest.raises(ValueError, match=r"evaluation\.pass-at 3 .*evaluation\.samples 2"):
         EvaluationSettings(samples=2, temperature=1.0, pass_at=(2, 3))
-    assert [EvaluationSettings(share=0.25).places(64, workers) for workers in (1, 2, 100)] == [16, 8, 1]
+    assert [EvaluationSettings(share=0.25).max_concurrent(64, workers) for workers in (1, 2, 100)] == [16, 8, 1]

@@ -46,7 +46,7 @@ def test_a_copy_of_the_worker_ends_where_it_leaves_the_episode_that_forked(fault
     result, errors = faults.results["forks"], faults.errors
     assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
     place = f"{faulty.__file__}:{line_of(faulty.forks, 'os.fork')}"
-    assert errors.count("forked") == errors.count(f"forked its worker at {place}") == 1
+    assert errors.count("os.fork()") == errors.count(f"called os.fork() at {place}") == 1
 
 
 def test_what_episodes_print_is_shown_up_to_a_bound_that_is_said(faults: Faulty) -> None:

@@ -470,7 +470,7 @@ def test_sigkill_of_the_parent_leaves_no_scorer(tmp_path: Path) -> None:
 FULL = """
 import asyncio, pathlib
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.episode_failed import ScoringFailed
+from monarch_rl.errors import ScoringFailed
 from tests.rollout import scores
 
 async def main():

@@ -326,7 +326,7 @@ def test_each_task_of_a_mixture_plays_its_items_and_compares_its_groups(processe
             playing = asyncio.ensure_future(s.workers.run.call())
             shards = [await train(s, version) for version in range(4)]
             tasks = [task for shard in shards for task in shard.tasks]
-            assert tasks == [mixture.player_of(mixture.items(cursor))[0].name for cursor in range(8)]
+            assert tasks == [mixture.owner_of(mixture.items(cursor))[0].name for cursor in range(8)]
             assert set(tasks) == {"words", SUMS.name}
             rewards = [of_group.tolist() for shard in shards for of_group in shard.rewards]
             turns = [of_group for shard in shards for of_group in shard.turn_rewards]

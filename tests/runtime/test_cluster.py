@@ -139,6 +139,15 @@ def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
         two_hosts.spawn("trainer", 6, first_device=0)
 
 
+def test_a_mesh_that_is_not_there_is_refused_by_name(cluster: Cluster) -> None:
+    other = Cluster(cluster.hosts, cluster.devices)
+    with pytest.raises(ValueError, match="no live mesh named 'critic'; live meshes: none"):
+        other.named("critic")
+    for use in (other.locate, other.kill):
+        with pytest.raises(ValueError, match="not spawned by this cluster, or was already killed"):
+            asyncio.run(use(cluster.hosts))  # type: ignore[arg-type]
+
+
 def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) -> None:
     async def run() -> None:
         members = cluster.spawn("short", 1).spawn("members", Member)

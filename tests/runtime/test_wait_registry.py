@@ -119,7 +119,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
     assert not own_report().blocked_at
     for _ in range(2):
         lag.name_line("trainer rank 0", report)
-    assert caplog.text.count(f"{report.blocked_at} holds up the event loop of trainer rank 0") == 1
+    assert caplog.text.count(f"{report.blocked_at} blocks the event loop of trainer rank 0") == 1
 
 
 def test_progress_is_counted_by_kind() -> None:

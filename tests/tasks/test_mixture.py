@@ -74,7 +74,7 @@ def test_seats_are_given_out_whole(quotas: list[float], seats: int) -> None:
 def test_all_items_of_every_task_are_played_before_one_comes_again() -> None:
     small, large = questions("small", 5, held_out=2), questions("large", 40)
     mixture = Mixture({small: 1, large: 3})
-    played = [mixture.player_of(mixture.items(cursor)) for cursor in range(160)]
+    played = [mixture.owner_of(mixture.items(cursor)) for cursor in range(160)]
     assert Counter(task.name for task, _ in played) == {"small": 40, "large": 120}
     for task, size in ((small, 3), (large, 40)):
         own = [item["question"] for player, item in played if player is task]
@@ -86,7 +86,7 @@ def test_all_items_of_every_task_are_played_before_one_comes_again() -> None:
 def test_a_weight_may_be_a_function_of_the_step() -> None:
     easy, hard = named("easy"), named("hard")
     mixture = Mixture({easy: lambda step: 4 - step, hard: lambda step: step}, groups_per_step=8)
-    steps = [Counter(mixture.player_of(mixture.items(8 * step + i))[0].name for i in range(8)) for step in range(7)]
+    steps = [Counter(mixture.owner_of(mixture.items(8 * step + i))[0].name for i in range(8)) for step in range(7)]
     assert [step["hard"] for step in steps] == [0, 2, 4, 6, 8, 8, 8]  # below 0 counts as 0
     travelled = cloudpickle.loads(cloudpickle.dumps(mixture))
     assert [travelled.items(cursor) for cursor in range(56)] == [mixture.items(cursor) for cursor in range(56)]
@@ -97,7 +97,7 @@ def test_each_item_is_played_by_its_own_task() -> None:
     mixture = Mixture({inner: 1, named("c"): 1})
 
     async def play(item: Any) -> tuple[str, Any]:
-        task, own = mixture.player_of(item)
+        task, own = mixture.owner_of(item)
         assert await mixture.episode(item, f"{task.name} plays {own}") == 1.0
         return task.name, task.full_context_reward
 
@@ -109,8 +109,8 @@ def test_each_item_is_played_by_its_own_task() -> None:
     async def other(item: Any, policy: Policy) -> float:
         return 7.0
 
-    task, own = mixture.with_episode(other).player_of(mixture.items(0))
-    assert task.episode is other and own == mixture.player_of(mixture.items(0))[1]
+    task, own = mixture.with_episode(other).owner_of(mixture.items(0))
+    assert task.episode is other and own == mixture.owner_of(mixture.items(0))[1]
 
 
 def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() -> None:
@@ -119,10 +119,10 @@ def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() ->
     mixture = Mixture({sums: 1, questions("words", 12, held_out=4): 1, questions("none", 2): 1})
     assert list(mixture.held_out) == ["held_out", "sums/easy", "sums/hard", "words/held_out"]
     first = mixture.held_out_items()
-    tasks = [mixture.player_of(first[index])[0].name for index in range(len(first))]
+    tasks = [mixture.owner_of(first[index])[0].name for index in range(len(first))]
     assert Counter(tasks) == {"sums": 1, "words": 4} and tasks.index("sums") == 2
     hard = mixture.held_out_items("sums/hard")
-    assert [mixture.player_of(hard[index])[1]["question"] for index in range(len(hard))] == ["h", "i"]
+    assert [mixture.owner_of(hard[index])[1]["question"] for index in range(len(hard))] == ["h", "i"]
     with pytest.raises(IndexError):
         first[5]
     with pytest.raises(ValueError, match="held-out"):

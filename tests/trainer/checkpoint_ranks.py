@@ -90,7 +90,7 @@ def held_up_by_a_stalled_disk(policy: Policy, folder: Path) -> None:
     if late:
         store.wait(["given up"], timedelta(seconds=600))
     for _ in range(2):
-        with pytest.raises(CannotWrite, match=f"trainer rank {policy.rank} .*together"):
+        with pytest.raises(CannotWrite, match=f"trainer rank {policy.rank} .*coordinate"):
             checkpoint.write(folder)
     store.set("given up", "")
     checkpoint.stage(new_group=True)

@@ -64,7 +64,7 @@ def draw_turn(line: Any, draws: random.Random) -> None:
     line.conversation.ids += turn.token_ids.tolist()
     line.conversation.turns[len(line.conversation.ids)] = begun + n
     line.conversation.begun = 0
-    line.turns.append(line.go_on(turn) if line.begun else turn)
+    line.turns.append(line.complete_partial_turn(turn) if line.begun else turn)
     line.finish_reasons.append("stop")
     line.answers.append("")
 

@@ -25,7 +25,7 @@ from monarch_rl.trainer.attention import PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
 from monarch_rl.trainer.batch import (  # noqa: E402
     MicroBatch,
-    lay_out,  # noqa: E402
+    layout_rows,  # noqa: E402
     pack,
 )
 from monarch_rl.trainer.compiling import prepare_to_compile  # noqa: E402
@@ -116,7 +116,7 @@ def test_flash_attention_is_traced_once_for_all_rows() -> None:
     block = Block()
     block.compile(backend="eager", fullgraph=True)
     for seed, (lengths, forks) in enumerate(TREES):
-        row = lay_out(tree_of(lengths, forks, seed), [0] * len(lengths))
+        row = layout_rows(tree_of(lengths, forks, seed), [0] * len(lengths))
         if row.width < 2:
             continue
         layout = AttentionLayout(row.segments(), meta)

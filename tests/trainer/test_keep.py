@@ -54,7 +54,7 @@ def test_log_probs_are_those_among_the_kept_sets(folder: Path) -> None:
             assert float(found["logprobs"][place]) == pytest.approx(float(drawn), abs=1e-5)
             assert float(found["entropies"][place]) == pytest.approx(float(-(among.exp() * among).sum()), abs=1e-5)
             mass = float(row[0].softmax(-1)[ids].sum())
-            assert float(found["kept_mass"][place]) == pytest.approx(mass, abs=1e-6)
+            assert float(found["mask_mass"][place]) == pytest.approx(mass, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["replay.none", "replay.selective", "replay.full"])

@@ -44,7 +44,7 @@ from monarch_rl.trainer.functions import (
     equal_rewards_warning,
 )
 from monarch_rl.trainer.loss_settings import CriticSettings, LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
+from monarch_rl.trainer.objective import OBJECTIVES, Sums, evaluate_objective, reinforcement, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
@@ -94,7 +94,7 @@ def test_a_recipes_own_objective_is_the_one_that_is_differentiated() -> None:
     def doubled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:  # as a script would have it
         return scaled(2.0, output, batch)
 
-    loss, sums = call(sent(dr_grpo, doubled).objective.load(), *one_microbatch())
+    loss, sums = evaluate_objective(sent(dr_grpo, doubled).objective.load(), *one_microbatch())
     assert loss.item() == 2.0 * supervised(*one_microbatch())[0].item()
     assert float(sums["factor"]) == 2.0
 
@@ -424,7 +424,7 @@ def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place
         return change(*supervised(output, batch))
 
     with pytest.raises(ValueError, match=rf"objective changed {HERE} .*{said}"):
-        call(changed, *one_microbatch())
+        evaluate_objective(changed, *one_microbatch())
 
 
 def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
@@ -440,7 +440,7 @@ def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
             return loss, sums | {name: loss}
 
         with pytest.raises(ValueError, match=rf"\['.*{re.escape(name.split('*')[0])}.*'\]"):
-            call(objective, *one_microbatch())
+            evaluate_objective(objective, *one_microbatch())
 
 
 def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:
@@ -448,7 +448,7 @@ def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:
         loss, sums = supervised(output, batch)
         return loss, sums | {"with_gradient": output.logprobs.sum(), "plain": 3}
 
-    _, sums = call(own, *one_microbatch())
+    _, sums = evaluate_objective(own, *one_microbatch())
     assert not any(value.requires_grad for value in sums.values()) and float(sums["plain"]) == 3.0
 
 
@@ -577,7 +577,7 @@ def test_a_column_that_a_model_computes_and_nobody_reads_is_refused(
 
 def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"'teacher'.*@needs\('teacher'\)"):
-        call(distilled, *one_microbatch())
+        evaluate_objective(distilled, *one_microbatch())
     with pytest.raises(ValueError, match="'value'.*other"):
         _ = GroupView.of([1.0], columns={"other": [torch.zeros(1)]}).columns["value"]
 
@@ -591,7 +591,7 @@ def test_an_objective_reads_columns_beside_its_logprobs() -> None:
     for made in packed(part, dr_grpo):
         logprobs = made.behaviour_logprobs.clone().requires_grad_()
         output = TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs))
-        loss, _ = call(distilled, output, made)
+        loss, _ = evaluate_objective(distilled, output, made)
         torch.testing.assert_close(loss, supervised(output, made)[0] + len(logprobs))
 
 

@@ -17,7 +17,7 @@ from monarch_rl.trainer.advantages import with_overlong_penalty
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.finite import finite_only
 from monarch_rl.trainer.loss_settings import LossSettings, loss_warnings
-from monarch_rl.trainer.objective import call, distillation, reinforcement
+from monarch_rl.trainer.objective import distillation, evaluate_objective, reinforcement
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs
 from tests.trainer.batches import batch
 
@@ -42,7 +42,7 @@ def made(seed: int = 1, columns: bool = True) -> tuple[TokenLogprobs, MicroBatch
 
 def loss_of(**settings: Any) -> tuple[float, dict[str, torch.Tensor], TokenLogprobs, MicroBatch]:
     output, microbatch = made()
-    loss, sums = call(reinforcement(LossSettings(**settings)), output, microbatch)
+    loss, sums = evaluate_objective(reinforcement(LossSettings(**settings)), output, microbatch)
     loss.backward()
     return loss.item(), sums, output, microbatch
 
@@ -114,7 +114,7 @@ def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_dr
     output, microbatch = made()
     microbatch.columns["teacher"] = microbatch.behaviour_logprobs - 0.3
     settings = LossSettings(kl_coefficient=0.2, kl_estimate="k2", entropy_coefficient=0.1)
-    loss, sums = call(distillation(settings), output, microbatch)
+    loss, sums = evaluate_objective(distillation(settings), output, microbatch)
     d = numbers(output, microbatch)
     weight, apart = np.minimum(np.exp(d["old"] - d["behaviour"]), 2), d["new"] - d["teacher"]
     cost = weight * (apart**2 / 2 + 0.2 * (d["new"] - d["reference"]) ** 2 / 2) - 0.1 * d["entropies"]
@@ -135,13 +135,13 @@ def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_
     output = output._replace(others=torch.full((count, 1), 0.2).log().requires_grad_())
     divergence = 0.6 * np.log(0.6 / 0.2) + 0.4 * np.log(0.4 / 0.8)
 
-    loss, sums = call(distillation(TOP), output, microbatch)
+    loss, sums = evaluate_objective(distillation(TOP), output, microbatch)
     assert loss.item() == pytest.approx(divergence * d["weights"].sum(), rel=1e-4)
     assert sums["top_k_kl"].item() == pytest.approx(divergence * count, rel=1e-4)
     assert rho.max() > rho.min() and sums["importance_weight"] == count
 
     anchored = replace(TOP, kl_coefficient=0.2, kl_estimate="k2", importance_cap=1.2)
-    loss, _ = call(distillation(anchored), output, microbatch)
+    loss, _ = evaluate_objective(distillation(anchored), output, microbatch)
     anchor = np.minimum(rho, 1.2) * (d["new"] - d["reference"]) ** 2 / 2  # an estimate from the token that was drawn
     assert loss.item() == pytest.approx(((divergence + 0.2 * anchor) * d["weights"]).sum(), rel=1e-4)
 
@@ -149,7 +149,7 @@ def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_
     means = np.asarray([np.log(rho)[sequences == sequence].mean() for sequence in sequences])
     middle = float(np.median(np.unique(means)))
     masked = replace(TOP, corrections=("sequence_mask",), sequence_range=(0.0, float(np.exp(middle))))
-    loss, sums = call(distillation(masked), output, microbatch)
+    loss, sums = evaluate_objective(distillation(masked), output, microbatch)
     kept = means <= middle
     assert 0 < kept.sum() < count and sums["importance_weight"] == kept.sum()
     assert loss.item() == pytest.approx(divergence * d["weights"][kept].sum(), rel=1e-4)
@@ -161,8 +161,12 @@ def test_what_distillation_does_not_read_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"trainer\.loss\.teacher-top"):
         LossSettings(teacher_divergence="forward")
-    for changes in ({"positives_only": True}, {"corrections": ("opsm",)}, {"kl_coefficient": 0.1, "kl_in": "reward"}):
-        with pytest.raises(ValueError, match=r"trainer\.loss\.positives-only"):
+    for flag, changes in (
+        ("positives-only", {"positives_only": True}),
+        ("corrections opsm", {"corrections": ("opsm",)}),
+        ("kl-in reward", {"kl_coefficient": 0.1, "kl_in": "reward"}),
+    ):
+        with pytest.raises(ValueError, match=rf"^trainer\.loss\.{flag}: .*\bdistillation\b"):
             distillation(LossSettings(**changes))  # type: ignore[arg-type]
     for unused in ({"clip_low": 0.1}, {"clip_high": 0.5}, {"dual_clip": 3.0}, {"overlong_limit": 100}):
         name = next(iter(unused)).replace("_", "-")
@@ -174,8 +178,11 @@ def test_what_distillation_does_not_read_is_refused() -> None:
             ValueError, match=r"trainer\.loss\.(corrections (tis|icepop)|importance-cap): .*teacher-top"
         ):
             distillation(replace(TOP, **weighing))
-    for unread in ({"ratio_to": "behaviour"}, {"policy_loss": "decoupled"}):
-        with pytest.raises(ValueError, match=r"trainer\.loss\.ratio-to"):
+    for flag, unread in (
+        ("ratio-to behaviour", {"ratio_to": "behaviour"}),
+        ("policy-loss decoupled", {"policy_loss": "decoupled"}),
+    ):
+        with pytest.raises(ValueError, match=rf"^trainer\.loss\.{flag}: .*\bdistillation\b"):
             distillation(LossSettings(**unread))  # type: ignore[arg-type]
 
 
@@ -201,7 +208,7 @@ def test_every_combination_trains_or_is_refused_by_the_name_of_a_flag(
         assert str(error).startswith("trainer.loss.")
         return
     output, microbatch = made()
-    loss, sums = call(reinforcement(settings), output, microbatch)
+    loss, sums = evaluate_objective(reinforcement(settings), output, microbatch)
     loss.backward()
     assert loss.dtype == torch.float32 and output.logprobs.grad is not None and output.logprobs.grad.isfinite().all()
     dropped = "sequence_mask" in settings.applied_corrections
@@ -221,7 +228,10 @@ def test_an_objective_names_the_columns_and_gradients_that_it_needs() -> None:
 
 def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> None:
     output, microbatch = made(columns=False)
-    (loss, sums), n = call(reinforcement(LossSettings(corrections=())), output, microbatch), len(output.logprobs)
+    (loss, sums), n = (
+        evaluate_objective(reinforcement(LossSettings(corrections=())), output, microbatch),
+        len(output.logprobs),
+    )
     assert loss.item() == pytest.approx(-(microbatch.advantages * microbatch.weights).sum().item(), rel=1e-6)
     assert sums["clipped"] == 0 and sums["tokens"] == n
 
@@ -352,7 +362,7 @@ def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: s
     again = output._replace(logprobs=logprobs.requires_grad_())
     chosen, trained, left_out = finite_only(again, microbatch)
     assert left_out.causes == {2: cause} and left_out.tokens == int((microbatch.sequences == 2).sum())
-    loss, sums = call(reinforcement(settings), chosen, trained)
+    loss, sums = evaluate_objective(reinforcement(settings), chosen, trained)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums["tokens"] == len(logprobs) - left_out.tokens

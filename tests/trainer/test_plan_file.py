@@ -16,7 +16,7 @@ from monarch_rl.algorithms.functions import Columns
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, call, distillation, reinforcement, supervised
+from monarch_rl.trainer.objective import OBJECTIVES, distillation, evaluate_objective, reinforcement, supervised
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
@@ -71,7 +71,9 @@ def test_objectives_of_the_package_are_names_and_settings(tmp_path: Path, name: 
     assert before.functions is not None and after.functions is not None
     output, batch = made()
     batch = replace(batch, columns=Columns({**batch.columns, "teacher": batch.columns["old"] - 0.5}))
-    losses = [call(each.objective.load(), output, batch)[0] for each in (before.functions, after.functions)]
+    losses = [
+        evaluate_objective(each.objective.load(), output, batch)[0] for each in (before.functions, after.functions)
+    ]
     assert torch.equal(*losses)
 
 
@@ -90,7 +92,9 @@ def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
     assert after is not None
     advantage: Any = after.advantage.load()
     assert advantage.decay == 0.5
-    assert torch.equal(call(after.objective.load(), *made())[0], call(inner, *made())[0] + bias)
+    assert torch.equal(
+        evaluate_objective(after.objective.load(), *made())[0], evaluate_objective(inner, *made())[0] + bias
+    )
 
 
 def test_what_another_version_needs_to_read_names_it(tmp_path: Path) -> None:

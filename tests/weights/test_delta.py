@@ -132,7 +132,7 @@ def test_an_offset_beyond_the_bucket_is_refused() -> None:
     offset = wire.numel() - 16  # before the only value, each filled up to 8 bytes
     assert wire[offset : offset + 2].tolist() == [50, 0]
     wire[offset + 1] = 0xFF
-    with pytest.raises(DeltaError, match=r"bucket 0.*65330.*1024"):
+    with pytest.raises(DeltaError, match=r"bucket 1 of 1: .*65330.*1024"):
         apply(wire, previous)
     assert not previous.any()
 
@@ -141,7 +141,7 @@ def test_an_update_of_another_size_is_refused() -> None:
     wire = encoded(torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8), 1, 64)
     with pytest.raises(DeltaError, match="64.*65"):
         apply(wire, torch.zeros(65, dtype=torch.uint8))
-    with pytest.raises(DeltaError, match="begin"):
+    with pytest.raises(DeltaError, match="not an encoded update"):
         apply(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
 
 

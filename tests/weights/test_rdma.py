@@ -246,7 +246,7 @@ def test_a_snapshot_written_to_while_it_is_read_is_refused(sides: Sides) -> None
         receiver = members(sides.receivers)[0]  # one alone: the other may begin when version 11 is gone already
         await ask(receiver.set_writer.call_one(sides.senders[0]), "the writer")
         received = await ask(receiver.receive.call_one(11, 0), "version 11")
-        assert "version 11 of trainer rank 0 was written to" in received.error
+        assert "version 11 of trainer rank 0 was overwritten" in received.error
         await ask(receiver.set_writer.call_one(None), "no writer")
         await sides.publish(13, 0)
         assert all(received.equal for received in await sides.receive(13, 0))

@@ -24,7 +24,7 @@ from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention 
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
 from monarch_rl.trainer.batch import (  # noqa: E402
     MicroBatch,
-    lay_out,  # noqa: E402
+    layout_rows,  # noqa: E402
     pack,
 )
 from monarch_rl.trainer.objective import supervised  # noqa: E402
@@ -76,7 +76,7 @@ def attention(bench: Bench, found: Findings) -> None:
     """Compare both attention implementations with masked reference attention, on a row with shared prefixes."""
     groups = make_groups(500, groups=3, size=4, prompt=200, answer=150)
     episodes = [episode for group in groups for episode in group.episodes]
-    layout = lay_out(episodes, [group.group_id for group in groups for _ in group.episodes])
+    layout = layout_rows(episodes, [group.group_id for group in groups for _ in group.episodes])
     segments = AttentionLayout(layout.segments(), bench.device)
     mask = torch.zeros(layout.width, layout.width, dtype=torch.bool)
     for segment in segments.segments:

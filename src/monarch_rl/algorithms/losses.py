@@ -366,7 +366,7 @@ def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Policies:
+class LossInputs:
     """Log-probs of N tokens under the policies that a loss compares, and further inputs of the rules."""
 
     new: torch.Tensor
@@ -412,12 +412,12 @@ class Parameters(Protocol):
 class PolicyLoss:
     """A policy loss that can be named on the command line."""
 
-    rule: Callable[[Policies, Parameters], TokenLoss]
+    rule: Callable[[LossInputs, Parameters], TokenLoss]
     clip: tuple[float, float] | None = None
     """Default of ``(clip_low, clip_high)``. None: it does not clip."""
     has_ratio: bool = True
     """Whether it uses the ratio to the policy that ``ratio_to`` names."""
-    weighs_behaviour: bool = False
+    has_importance_ratio: bool = False
     """Whether it multiplies by pi_old / pi_behaviour itself."""
 
 
@@ -425,13 +425,13 @@ class PolicyLoss:
 class Correction:
     """A correction that can be named on the command line."""
 
-    weights: Callable[[Policies, Parameters], torch.Tensor]
+    weights: Callable[[LossInputs, Parameters], torch.Tensor]
     """Returns float32[N], without gradient: factors on the token losses."""
-    weighs_behaviour: bool = False
+    has_importance_ratio: bool = False
     """Whether it multiplies by pi_old / pi_behaviour; other corrections only drop sequences."""
 
 
-def _policy_gradient(p: Policies, _: Parameters) -> TokenLoss:
+def _policy_gradient(p: LossInputs, _: Parameters) -> TokenLoss:
     return TokenLoss(policy_gradient(p.new, p.advantages), torch.zeros_like(p.advantages, dtype=torch.bool))
 
 
@@ -447,7 +447,7 @@ POLICY_LOSSES = {
     "decoupled": PolicyLoss(
         lambda p, s: decoupled(p.new, p.old, p.behaviour, p.advantages, *s.clip, s.behaviour_cap),
         (0.2, 0.2),
-        weighs_behaviour=True,
+        has_importance_ratio=True,
     ),
 }
 """Policy losses by their names in the settings."""

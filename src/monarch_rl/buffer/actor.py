@@ -3,7 +3,7 @@
 Rollout workers ``admit`` groups and submit small ones by ``submit_if_room``; for larger ones they ``reserve`` memory
 first and then ``submit``. They ``drop`` groups that cannot be trained, and report why (``note_failure``); the pipeline
 waits for these reports (``failures``). Trainer ranks ``take`` batches. The pipeline reports ``trained`` and
-``published``, makes the groups of a lost worker available to others (``release``), and ends the run with ``close``. All
+``published``, makes the groups of a lost worker available to others (``requeue``), and ends the run with ``close``. All
 endpoints are concurrent: one that waits never blocks another.
 """
 
@@ -181,20 +181,20 @@ class Buffer(FailureReports):
         self._serve()
 
     @persistent_endpoint
-    async def release(self, worker: str) -> list[int]:
+    async def requeue(self, worker: str) -> list[int]:
         """A worker is lost: other workers restart its groups, in the same slots and queue places.
 
         Groups that it still submits are ignored, and its calls that wait for a slot get none. Another worker may use
-        its name from now on. Returns the ids of the released groups.
+        its name from now on. Returns the ids of the requeued groups.
         """
         self._lost[worker] += 1
         held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
         for group_id in held:
             del self._leases[group_id]
-        released = self._core.release(held)
+        requeued = self._core.requeue(held)
         self._slots.serve(everybody=True)
         self._serve()
-        return released
+        return requeued
 
     @persistent_endpoint
     async def take(
@@ -260,9 +260,9 @@ class Buffer(FailureReports):
         self._serve()
 
     @persistent_endpoint
-    async def begin_at(self, version: int) -> None:
-        """The trainer has made ``version`` without any group; see :meth:`BufferCore.begin_at`."""
-        self._core.begin_at(version)
+    async def note_supervised_version(self, version: int) -> None:
+        """A supervised step made ``version`` without a batch; see :meth:`BufferCore.note_supervised_version`."""
+        self._core.note_supervised_version(version)
 
     @persistent_endpoint
     async def note_replayed(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:

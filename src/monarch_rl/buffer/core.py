@@ -2,7 +2,8 @@
 
 A group needs a *slot* to start (``admit``). There are ``((max_policy_lag + 1) * groups_per_step - window) / replay``
 slots, rounded up. The batch that updates version ``v`` consists of the first ``groups_per_step`` complete groups in
-the queue, except that no group may be overtaken by more than ``window`` others before it is trained (``take``,
+the queue. If taking them would let more than ``window`` later groups overtake an incomplete one, ``take`` returns None
+until that group is complete or dropped (with ``replay``, groups that overtake fewer may be taken instead: see
 ``next_batch``). A trained group moves to the end of the queue, until it has been in ``replay`` batches or the lag bound
 retires it. A slot is freed when its group is dropped, or when the version made from its last batch is *published*, that
 is, served by every generator. It follows that no token is trained more than ``max_policy_lag`` versions after the one
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.buffer.groups import Batch, Live, LiveGroups, next_batch, note_overtaking
+from monarch_rl.buffer.groups import Batch, LiveGroup, LiveGroups, next_batch, note_overtaking
 from monarch_rl.buffer.ledger import (
     EQUAL_REWARDS,
     LATE,
@@ -42,7 +43,8 @@ from monarch_rl.episode.serialization import PackedGroup
 
 class BufferCore:
     """The state machine that enforces the module's rules. Its components can be understood in isolation: ``LiveGroups``
-    and ``next_batch`` in ``groups.py``, ``Ledger`` in ``ledger.py``, :class:`ByteBudget` and :class:`Rules` below.
+    and ``next_batch`` in ``groups.py``, ``Ledger`` in ``ledger.py``, :class:`ByteBudget` and :class:`FilterRules`
+    below.
 
     Args:
         groups_per_step: groups per batch.
@@ -76,10 +78,10 @@ class BufferCore:
         self.closed = False
         self.groups = LiveGroups(task_cursor)
         self.budget = ByteBudget(settings.max_mib * 2**20)
-        self._batch: tuple[Batch, list[Live]] | None = None
+        self._batch: tuple[Batch, list[LiveGroup]] | None = None
         self._unpublished: dict[int, int] = {}
         """Number of groups by the version that was made from their last batch."""
-        self._rules = Rules(settings, groups_per_step)
+        self._rules = FilterRules(settings, groups_per_step)
         self._ledger = Ledger()
 
     @property
@@ -122,12 +124,12 @@ class BufferCore:
         frees memory. An attempt that is no longer expected never waits either, because submitting it stores nothing.
         Before any other group waits, already trained groups are retired if that frees enough.
         """
-        if self._is_unexpected(group_id, attempt):
+        if self._is_obsolete(group_id, attempt):
             return True
         live = self.groups.in_progress(group_id, "reserve memory")
         due = any(first.group_id == group_id for first in self.groups.first(self.groups_per_step))
         if not due and not live.reserved:
-            for trained in self.budget.in_the_way((other for other in self.groups if other.uses), nbytes):
+            for trained in self.budget.in_the_way((other for other in self.groups if other.times_trained), nbytes):
                 self._retire(trained)
         return self.budget.reserve(live, nbytes, always=due)
 
@@ -136,7 +138,7 @@ class BufferCore:
 
         It is not kept if the settings filter it out, if it was reassigned to another worker, or after ``close``.
         """
-        if self._is_unexpected(group.group_id, group.attempt):
+        if self._is_obsolete(group.group_id, group.attempt):
             if not self.closed:
                 self._ledger.note_wasted(PLAYED_AGAIN, group.trainable)
             return False
@@ -145,8 +147,8 @@ class BufferCore:
             raise ValueError(f"group {group.group_id} cannot be submitted: it has no token to train")
         if group.newest_version > self.version:
             raise ValueError(
-                f"group {group.group_id} cannot be submitted: version {group.newest_version} sampled one of its "
-                f"tokens, but only {self.version} optimiser steps were reported"
+                f"group {group.group_id} cannot be submitted: one of its tokens was sampled by version "
+                f"{group.newest_version}, but the newest version reported to the buffer is {self.version}"
             )
         excess = self.bound.excess(len(group.episodes), group.tokens)
         if excess is not None:
@@ -170,7 +172,7 @@ class BufferCore:
         Args:
             tokens: number of tokens sampled for the group, if it was not submitted.
         """
-        if self._is_unexpected(group_id, attempt):
+        if self._is_obsolete(group_id, attempt):
             return False
         if self.groups.get(group_id) is None:
             raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is {self._state_of(group_id)}")
@@ -179,18 +181,18 @@ class BufferCore:
         self._ledger.note_dropped(reason, live.group.trainable if live.group else tokens)
         return True
 
-    def release(self, group_ids: Iterable[int]) -> list[int]:
+    def requeue(self, group_ids: Iterable[int]) -> list[int]:
         """The worker that held these groups is lost: other workers restart them, in the same slots and queue places.
 
         Returns:
             The groups that were in progress. The others are complete or gone, and are not changed.
         """
-        released = self.groups.release(group_ids)
-        for live in released:
+        requeued = self.groups.requeue(group_ids)
+        for live in requeued:
             self.budget.withdraw(live)
-        return [live.group_id for live in released]
+        return [live.group_id for live in requeued]
 
-    def _is_unexpected(self, group_id: int, attempt: int) -> bool:
+    def _is_obsolete(self, group_id: int, attempt: int) -> bool:
         """Whether this attempt no longer counts: the run has ended, or the group was reassigned to another worker."""
         ended = self.closed and self.groups.was_admitted(group_id)
         return ended or self.groups.is_superseded(group_id, attempt)
@@ -217,13 +219,13 @@ class BufferCore:
             groups = [live.group for live in chosen if live.group is not None]
             oldest = self._rules.oldest(version)
             lags = token_lags(groups, version, oldest, self.settings.max_policy_lag)
-            uses = [live.uses for live in chosen] if self.settings.replay > 1 else []
+            uses = [live.times_trained for live in chosen] if self.settings.replay > 1 else []
             self._batch = Batch(version, groups, oldest, lags, uses), chosen
             for live in chosen:
                 self.groups.remove(live.group_id)
         return self._batch[0] if self._batch is not None else None
 
-    def _next_batch(self) -> list[Live] | None:
+    def _next_batch(self) -> list[LiveGroup] | None:
         return next_batch(self.groups, self.groups_per_step, self.window)
 
     def trained(self, version: int) -> None:
@@ -234,13 +236,13 @@ class BufferCore:
                 f"and {self.taken} groups are taken"
             )
         batch, trained = self._batch
-        first = [live.group for live in trained if live.group is not None and not live.uses]
+        first = [live.group for live in trained if live.group is not None and not live.times_trained]
         self._ledger.note_trained(len(first), batch.lag_counts)
         self._ledger.note_wasted(MASKED, tokens_before(batch.oldest, first))
         note_overtaking(self.groups, [live.group_id for live in trained])
         self._batch = None
         for live in trained:
-            live.uses, live.made = live.uses + 1, version
+            live.times_trained, live.last_trained_version = live.times_trained + 1, version
             self.groups.put_last(live)
         self._advance_to(version)
 
@@ -249,32 +251,33 @@ class BufferCore:
         self._rules.filtered, self.version = 0, version
         for live in list(self.groups):
             reason = self._rules.lag_reason(live.group, version) if live.group is not None else None
-            if live.uses and (reason is not None or self._is_used_up(live)):
+            if live.times_trained and (reason is not None or self._is_used_up(live)):
                 self._retire(live)
             elif reason is not None:
                 self.drop(live.group_id, reason, attempt=live.attempt)
 
-    def _is_used_up(self, live: Live) -> bool:
+    def _is_used_up(self, live: LiveGroup) -> bool:
         """Whether a trained group is retired. Retiring it loses nothing, so it also makes room for other groups."""
-        return live.uses == self.settings.replay or self.budget.exceeded or self.closed
+        return live.times_trained == self.settings.replay or self.budget.exceeded or self.closed
 
-    def _retire(self, live: Live) -> None:
+    def _retire(self, live: LiveGroup) -> None:
         """Remove a trained group. Its slot is freed once the version made from its last batch is published."""
         self.budget.free(self.groups.remove(live.group_id))
-        if live.made > self.published_version:
-            self._unpublished[live.made] = self._unpublished.get(live.made, 0) + 1
+        if live.last_trained_version > self.published_version:
+            self._unpublished[live.last_trained_version] = self._unpublished.get(live.last_trained_version, 0) + 1
 
-    def begin_at(self, version: int) -> None:
-        """The trainer has made ``version`` without any group. Allowed only before the first admission. No slot is free
-        until ``version`` is published.
+    def note_supervised_version(self, version: int) -> None:
+        """A supervised warm-start step made ``version`` without a batch. Allowed only before the first admission; no
+        slot is free until ``version`` is published.
 
         Raises:
             ValueError: groups were admitted already, or the policy is past ``version``.
         """
-        if self.groups.admitted or version < self.version:
+        if version < self.version:
+            raise ValueError(f"version {version} is before the current version {self.version}")
+        if self.groups.admitted:  # their lag would grow without a batch being trained
             raise ValueError(
-                f"the run cannot begin at version {version}: the policy is at {self.version}, and "
-                f"{self.groups.admitted} groups were admitted, whose lag would grow without training a batch"
+                f"supervised steps must precede rollouts, but {self.groups.admitted} groups were already admitted"
             )
         self.version, self._unpublished = version, {version: self.slots or 0}
 
@@ -298,7 +301,7 @@ class BufferCore:
         for live in here:
             self.budget.free(live)
         new = sum(self.groups.note_gone(group_id) for group_id in ids)
-        self._ledger.note_trained(new + sum(not live.uses for live in here), lag_counts)
+        self._ledger.note_trained(new + sum(not live.times_trained for live in here), lag_counts)
         note_overtaking(self.groups, ids)
         # In the original run, a group in progress may have been dropped and then overtaken by more than the window. It
         # is now generated from scratch, so its count is capped at the window.
@@ -323,7 +326,7 @@ class BufferCore:
         A batch that is being trained may still be reported as trained.
         """
         for live in list(self.groups):
-            if live.uses:
+            if live.times_trained:
                 self._retire(live)
             else:
                 self.drop(live.group_id, RUN_ENDED, attempt=live.attempt)
@@ -345,7 +348,7 @@ class BufferCore:
 
     def counts(self) -> Counts:
         complete, again = self.groups.complete(), self.groups.again()
-        taken_again = sum(live.uses > 0 for live in self._batch[1]) if self._batch is not None else 0
+        taken_again = sum(live.times_trained > 0 for live in self._batch[1]) if self._batch is not None else 0
         return Counts(
             admitted=self.groups.admitted,
             trained=self._ledger.trained,
@@ -416,7 +419,7 @@ class BufferCore:
                 core._ledger.note_wasted(ROLLED_BACK, live.group.trainable)
                 live.group = None
         core.budget.used = sum(live.nbytes for live in core.groups)
-        core.release([live.group_id for live in core.groups])
+        core.requeue([live.group_id for live in core.groups])
         return core
 
 
@@ -439,16 +442,16 @@ class ByteBudget:
         """Whether more than the limit is used, which happens because groups of the next batch always fit."""
         return self.used > self.limit
 
-    def in_the_way(self, dispensable: Iterable[Live], nbytes: int) -> list[Live]:
+    def in_the_way(self, dispensable: Iterable[LiveGroup], nbytes: int) -> list[LiveGroup]:
         """The fewest first groups of ``dispensable`` whose removal makes ``nbytes`` fit; empty if ``nbytes`` already
         fit, or would not fit even without all of them."""
-        found, excess, others = list[Live](), self.used + nbytes - self.limit, iter(dispensable)
+        found, excess, others = list[LiveGroup](), self.used + nbytes - self.limit, iter(dispensable)
         while excess > 0 and (live := next(others, None)) is not None:
             found.append(live)
             excess -= live.nbytes
         return found if excess <= 0 else []
 
-    def reserve(self, live: Live, nbytes: int, always: bool) -> bool:
+    def reserve(self, live: LiveGroup, nbytes: int, always: bool) -> bool:
         """Reserve ``nbytes`` for a group, once; False if they do not fit. With ``always`` they count as fitting."""
         if live.reserved:
             return True
@@ -458,17 +461,17 @@ class ByteBudget:
         self.used += nbytes
         return True
 
-    def fill(self, live: Live, group: PackedGroup) -> None:
+    def fill(self, live: LiveGroup, group: PackedGroup) -> None:
         """The group has arrived: its own bytes replace the reserved ones."""
         self.used += group.nbytes - live.reserved
         live.reserved, live.group = 0, group
 
-    def withdraw(self, live: Live) -> None:
+    def withdraw(self, live: LiveGroup) -> None:
         """Cancel a reservation, because the worker is lost."""
         self.used -= live.reserved
         live.reserved = 0
 
-    def free(self, live: Live) -> None:
+    def free(self, live: LiveGroup) -> None:
         """The group is trained or dropped."""
         self.used -= live.nbytes
 
@@ -519,12 +522,12 @@ def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
     return sum(tokens for sampled_by, tokens in by_version if sampled_by < oldest)
 
 
-class Rules:
+class FilterRules:
     """Which groups and tokens the settings exclude from training, for batches of ``groups_per_step`` groups."""
 
     def __init__(self, settings: BufferSettings, groups_per_step: int) -> None:
         self._partial = settings.partial
-        self._equal_rewards = settings.max_filtered * groups_per_step if settings.drop_equal_rewards else 0
+        self._max_filtered_groups = settings.max_filtered * groups_per_step if settings.drop_equal_rewards else 0
         self.filtered = 0
         """Groups dropped for equal rewards since the last batch was trained."""
         self._limits: list[LagLimit] = []
@@ -547,7 +550,7 @@ class Rules:
         if group.failed and self._partial == "drop":
             return PARTIAL
         # Beyond this number they are trained: refilling the batch forever would hang the run.
-        if self.filtered < self._equal_rewards and rewards_are_equal(group):
+        if self.filtered < self._max_filtered_groups and rewards_are_equal(group):
             self.filtered += 1
             return EQUAL_REWARDS
         return self.lag_reason(group, version)

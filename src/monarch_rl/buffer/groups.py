@@ -19,7 +19,7 @@ begun before or after the run was resumed."""
 
 class LiveGroups:
     """The queue of live groups: in order of admission, and behind them those to be trained again. Iterating yields
-    :class:`Live` in queue order.
+    :class:`LiveGroup` in queue order.
 
     Args:
         first_task: position of group 0 in the stream of tasks.
@@ -32,7 +32,7 @@ class LiveGroups:
         self._skipped: list[int] = []
         """Ids below ``next_id`` that were not admitted, ascending: they are admitted before any new id."""
         self._first_task = first_task
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, LiveGroup] = {}
         """By id, in queue order: a dict keeps insertion order."""
         self._places = 0
         """Queue places handed out so far."""
@@ -42,17 +42,17 @@ class LiveGroups:
         self._attempts: dict[int, int] = {}
         """Attempt number of every group that was restarted, live or gone."""
 
-    def __iter__(self) -> Iterator[Live]:
+    def __iter__(self) -> Iterator[LiveGroup]:
         return iter(self._live.values())
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def get(self, group_id: int) -> Live | None:
+    def get(self, group_id: int) -> LiveGroup | None:
         """A live group; None if it was not admitted, or is in a batch, trained or dropped."""
         return self._live.get(group_id)
 
-    def first(self, count: int) -> list[Live]:
+    def first(self, count: int) -> list[LiveGroup]:
         """The first ``count`` groups of the queue, or all if there are fewer."""
         return list(islice(self._live.values(), count))  # one call, because the wait registry reads on another thread
 
@@ -62,7 +62,7 @@ class LiveGroups:
 
     def again(self) -> int:
         """Number of groups that were trained and are to be trained again."""
-        return sum(live.uses > 0 for live in self)
+        return sum(live.times_trained > 0 for live in self)
 
     @property
     def admitted(self) -> int:
@@ -73,13 +73,13 @@ class LiveGroups:
         """Whether the group was admitted, live or gone."""
         return 0 <= group_id < self.next_id and group_id not in self._skipped
 
-    def admit(self) -> Live:
+    def admit(self) -> LiveGroup:
         """Start a new group."""
         if self._skipped:
             group_id = self._skipped.pop(0)
         else:
             group_id, self.next_id = self.next_id, self.next_id + 1
-        live = Live(group_id, self._first_task + group_id, 0, self._first_attempt)
+        live = LiveGroup(group_id, self._first_task + group_id, 0, self._first_attempt)
         self.put_last(live)
         return live
 
@@ -94,12 +94,12 @@ class LiveGroups:
             self._skipped.remove(group_id)
         return not admitted
 
-    def put_last(self, live: Live) -> None:
+    def put_last(self, live: LiveGroup) -> None:
         """Append a group that is not in the queue to its end."""
         live.place, self._places = self._places, self._places + 1
         self._live[live.group_id] = live
 
-    def restart_idle(self) -> Live | None:
+    def restart_idle(self) -> LiveGroup | None:
         """Restart the earliest-admitted group that a lost worker had begun; None if there is none."""
         if not self._idle:
             return None
@@ -107,7 +107,7 @@ class LiveGroups:
         live.idle = False
         return live
 
-    def in_progress(self, group_id: int, verb: str) -> Live:
+    def in_progress(self, group_id: int, verb: str) -> LiveGroup:
         """A group that a worker is generating. Raises ValueError for any other; ``verb`` is what it cannot do."""
         live = self._live.get(group_id)
         if live is None or live.group is not None or live.idle:
@@ -122,21 +122,21 @@ class LiveGroups:
             return attempt < live.attempt
         return attempt < max(self._first_attempt, self._attempts.get(group_id, 0))
 
-    def remove(self, group_id: int) -> Live:
+    def remove(self, group_id: int) -> LiveGroup:
         live = self._live.pop(group_id)
         if live.idle:
             self._idle.remove(group_id)
         return live
 
-    def release(self, group_ids: Iterable[int]) -> list[Live]:
+    def requeue(self, group_ids: Iterable[int]) -> list[LiveGroup]:
         """Make the groups that are in progress available to other workers, as their next attempt; returns them."""
         found = [live for group_id in group_ids if (live := self._live.get(group_id)) is not None]
-        released = [live for live in found if live.group is None and not live.idle]
-        for live in released:
+        requeued = [live for live in found if live.group is None and not live.idle]
+        for live in requeued:
             live.idle, live.attempt = True, max(live.attempt + 1, self._first_attempt)
             self._attempts[live.group_id] = live.attempt
-        self._idle = sorted(self._idle + [live.group_id for live in released])
-        return released
+        self._idle = sorted(self._idle + [live.group_id for live in requeued])
+        return requeued
 
     def state_of(self, group_id: int) -> str:
         """The group's state in words, for messages."""
@@ -148,7 +148,7 @@ class LiveGroups:
 
     # -- checkpoint and resume --------------------------------------------------------------------------------
 
-    def state(self, taken: list[Live]) -> dict[str, Any]:
+    def state(self, taken: list[LiveGroup]) -> dict[str, Any]:
         """Plain values for :meth:`restore`. Groups in ``taken``, whose batch is not trained yet, count as complete."""
         groups = sorted([*taken, *self], key=lambda live: live.place)
         return {
@@ -159,7 +159,8 @@ class LiveGroups:
             "attempts": dict(self._attempts),
             "live": [
                 (
-                    *(live.group_id, live.task_cursor, live.place, live.attempt, live.overtaken, live.uses, live.made),
+                    *(live.group_id, live.task_cursor, live.place, live.attempt),
+                    *(live.overtaken, live.times_trained, live.last_trained_version),
                     live.group.data if live.group else None,
                 )
                 for live in groups
@@ -171,10 +172,14 @@ class LiveGroups:
         groups = cls(state["first_task"], generation)
         groups.next_id, groups._skipped = state["next"], list(state["passed"])
         groups._attempts, groups._places = dict(state["attempts"]), state["places"]
-        for group_id, task_cursor, place, attempt, overtaken, uses, made, data in state["live"]:
-            group = PackedGroup.read(data) if data is not None else None
-            live = Live(group_id, task_cursor, place, attempt, overtaken=overtaken, uses=uses, made=made, group=group)
-            groups._live[group_id] = live
+        for group_id, task_cursor, place, attempt, overtaken, times_trained, last_version, data in state["live"]:
+            groups._live[group_id] = LiveGroup(
+                *(group_id, task_cursor, place, attempt),
+                overtaken=overtaken,
+                times_trained=times_trained,
+                last_trained_version=last_version,
+                group=PackedGroup.read(data) if data is not None else None,
+            )
         return groups
 
 
@@ -182,7 +187,7 @@ class LiveGroups:
 
 
 @dataclass(slots=True)
-class Live:
+class LiveGroup:
     """An admitted group that is in no batch now, and may enter one."""
 
     group_id: int
@@ -195,9 +200,9 @@ class Live:
     """Its worker was lost, and no other has begun it."""
     overtaken: int = 0
     """How many groups admitted later were trained before it; a group in several batches counts once per batch."""
-    uses: int = 0
+    times_trained: int = 0
     """Number of batches it was in."""
-    made: int = 0
+    last_trained_version: int = 0
     """Version made from its last batch."""
     reserved: int = 0
     """Bytes reserved by its worker."""
@@ -226,7 +231,7 @@ class Batch:
     """How often each group was trained before; empty if ``buffer.replay`` is 1."""
 
 
-def next_batch(groups: Iterable[Live], size: int, window: int | None) -> list[Live] | None:
+def next_batch(groups: Iterable[LiveGroup], size: int, window: int | None) -> list[LiveGroup] | None:
     """The first ``size`` complete groups that the window allows, or None if it allows fewer.
 
     A group is overtaken by groups that were admitted after it, but not by a group that was admitted before it and waits
@@ -238,7 +243,7 @@ def next_batch(groups: Iterable[Live], size: int, window: int | None) -> list[Li
         groups: in queue order; each incomplete one comes before all that were admitted after it.
         window: how many groups admitted later may be trained before a group, over its whole life; None: unlimited.
     """
-    batch: list[Live] = []
+    batch: list[LiveGroup] = []
     first_uses = 0
     """Groups in ``batch`` that are trained for the first time; each overtakes all incomplete groups before it."""
     slow: list[int] = []
@@ -253,7 +258,7 @@ def next_batch(groups: Iterable[Live], size: int, window: int | None) -> list[Li
                 limits.append(first_uses + window - live.overtaken)
                 tightest = min(tightest, limits[-1])
             continue
-        if live.uses:
+        if live.times_trained:
             overtakes = bisect_left(slow, live.group_id)
             if min(limits[:overtakes], default=size) <= first_uses:
                 continue
@@ -269,8 +274,8 @@ def next_batch(groups: Iterable[Live], size: int, window: int | None) -> list[Li
     return None
 
 
-def note_overtaking(groups: Iterable[Live], batch: Iterable[int]) -> None:
+def note_overtaking(groups: Iterable[LiveGroup], batch: Iterable[int]) -> None:
     """For each group that was in no batch yet, count the groups of a trained ``batch`` (ids) admitted after it."""
     ids = list(batch)
-    for live in (live for live in groups if not live.uses):
+    for live in (live for live in groups if not live.times_trained):
         live.overtaken += sum(group_id > live.group_id for group_id in ids)

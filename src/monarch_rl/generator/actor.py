@@ -91,7 +91,8 @@ class Replica(ResilientActor):
         return await self._answered(self._running.generate(prompt_ids, sampling, on_part))
 
     async def _answered(self, answering: Awaitable[T]) -> T:
-        """Await an answer of the engine. An error that is not the request's own fault makes :meth:`lives` fail."""
+        """Await an answer of the engine. An error that is not the request's own fault makes :meth:`block_until_lost`
+        fail."""
         try:
             return await answering  # waits: the caller keeps the deadline
         except GenerationError:
@@ -107,7 +108,7 @@ class Replica(ResilientActor):
         self._running.check()
 
     @concurrent_endpoint
-    async def lives(self) -> None:
+    async def block_until_lost(self) -> None:
         """Never returns; raises EngineStopped when the engine has ended, or the error for which a request failed."""
         ended = asyncio.ensure_future(self._running.ended())
         ends: set[asyncio.Future[Any]] = {ended, self._failed}
@@ -235,7 +236,7 @@ class Generator(Replica):
             self._verified.clear()
             if self._engine is not None:
                 self._engine.reset_versions()
-        return self._engine.hold_s if self._engine is not None else 0.0
+        return self._engine.max_commit_delay_s if self._engine is not None else 0.0
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:

@@ -91,8 +91,8 @@ class Commits:
         self._lock = asyncio.Lock()
 
     @property
-    def hold_s(self) -> float:
-        """Maximum seconds for which running sequences may delay a commit."""
+    def max_commit_delay_s(self) -> float:
+        """See :attr:`monarch_rl.generator.engine.Engine.max_commit_delay_s`."""
         return {"drain": self._drain_deadline_s, "resume": INTERRUPT_DEADLINE_S}.get(self._in_flight, 0.0)
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
@@ -163,7 +163,8 @@ class Commits:
         """With ``drain`` and ``resume``, wait until no request is in SGLang. New requests are held back already."""
         if self._in_flight not in ("resume", "drain"):
             return
-        deadline, remedy = self.hold_s, "Allow more time (generator.drain-deadline-s), limit answers to fewer tokens"
+        deadline = self.max_commit_delay_s
+        remedy = "Allow more time (generator.drain-deadline-s), limit answers to fewer tokens"
         if self._in_flight == "resume":
             self._requests.interrupt_running()
             remedy = "The engine was told to end them and did not"

@@ -87,7 +87,10 @@ class Engine:
         if config is not None:
             _check_model(config, settings, lora, on_gpu)
         elif expert_routes:
-            raise ValueError(f"expert routes need a model folder with a config.json, and {model_path} is not one")
+            raise ValueError(
+                f"--trainer.router-replay needs a local model folder with config.json; {model_path!r} has none. "
+                "Download the model first, or set --trainer.router-replay off"
+            )
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None
         kind = VersionKind.of(config, lora)
         if Engine._in_this_process is not None:
@@ -131,7 +134,8 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The served version, or the one that was being loaded when a commit failed."""
+        """Version of the last commit that began to load; before any, the one given to :meth:`start`. If loading failed,
+        the engine is paused and serves nothing."""
         return self._requests.version
 
     @property
@@ -165,9 +169,10 @@ class Engine:
         return self._requests.turn_reads
 
     @property
-    def hold_s(self) -> float:
-        """Maximum seconds for which running sequences may delay a commit."""
-        return self._commits.hold_s
+    def max_commit_delay_s(self) -> float:
+        """Longest time in seconds that a commit may wait for running sequences: the drain deadline under ``drain``, 60
+        under ``resume``, otherwise 0."""
+        return self._commits.max_commit_delay_s
 
     def waits(self) -> list[Wait]:
         """What the requests wait for; may be called on any thread."""
@@ -187,14 +192,15 @@ class Engine:
         Without stop tokens only the length limit ends the request. With stop tokens, the end tokens of the model's
         config end it, too.
 
-        A seed fixes the noise at each position of the sequence. Commits do not change its meaning: a resumed request
-        continues with the noise that it would have had anyway.
+        With a seed, sampling noise depends only on the token position, so a resumed request samples what it would have
+        sampled uninterrupted (given the same weights).
 
-        ``on_part`` receives the sampled tokens every ``part_tokens`` tokens, and whenever a commit ends the request to
-        resume it. The parts form a proper prefix of the completion, and have no expert routes.
+        ``on_part`` receives newly sampled tokens every ``part_tokens`` tokens, and when a commit interrupts the
+        request; the tail after the last part comes only with the result. Parts have no expert routes.
 
-        The expert routes of a token are those with which the token after it was sampled. If SGLang computed keys and
-        values again (under ``recompute``, or because its KV cache was full), they are those of the last computation.
+        Expert routes at position i are those of the forward pass that predicted token i + 1. If SGLang computed keys
+        and values again (under ``recompute``, or because its KV cache was full), they are those of the last
+        computation.
 
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if the engine is gone.
         """

@@ -82,7 +82,7 @@ class Table:
         s = self._settings
         seed, stops = episode_seed(s.seed, index, episode), self.template.stop_token_ids
         sampling = Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p)
-        task, item = self.task.player_of(item)
+        task, item = self.task.owner_of(item)
         return await self.play(task, item, index, sampling, index)
 
     async def play(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:

@@ -22,7 +22,7 @@ def capturing(on_launch: OnLaunch) -> Iterator[None]:
         _callbacks.pop()
 
 
-def captures(train: Any, settings: Any) -> bool:
+def intercept_launch(train: Any, settings: Any) -> bool:
     """Pass a launch to the innermost :func:`capturing` block. Returns False outside of one: the run is to start."""
     if _callbacks:
         _callbacks[-1](train, settings)

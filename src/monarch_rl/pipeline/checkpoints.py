@@ -51,7 +51,7 @@ class Savers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class ControllerState:
     """The controller's state of a run, stored in each checkpoint."""
 
     seconds: float = 0.0
@@ -102,7 +102,7 @@ class Checkpoints:
 
     # -- scheduling ------------------------------------------------------------------------------------------------
 
-    async def after_step(self, version: int, position: Callable[[], Position], last: bool) -> None:
+    async def after_step(self, version: int, state: Callable[[], ControllerState], last: bool) -> None:
         """Begin a checkpoint if one is due, if an evaluation was the best so far, or if this was the ``last`` step;
         returns after the local copy. While the previous checkpoint is still being written, the new one is postponed to
         a later step, unless it has to be of this version."""
@@ -112,7 +112,7 @@ class Checkpoints:
         if due and (last or (wanted is not None and wanted.version == version)):
             await self.settled()
         if due and not self.writing:
-            await self.begin(version, position)
+            await self.begin(version, state)
 
     def evaluated(self, found: Measurement, best: bool) -> None:
         """Record an evaluation result, and whether it is the best so far. If no checkpoint covers its version yet, one
@@ -139,11 +139,11 @@ class Checkpoints:
         if tasks := [task for task in (self._writing, *self._kept.notes) if task is not None]:
             await asyncio.wait(tasks)  # waits: all that they await has a deadline
 
-    async def now(self, version: int, position: Callable[[], Position]) -> bool:
+    async def now(self, version: int, state: Callable[[], ControllerState]) -> bool:
         """Write a checkpoint immediately, at the end of a run; returns whether it was written."""
         await self.settled()
         if self.saved != version:
-            await self.begin(version, position)
+            await self.begin(version, state)
             await self.settled()
         return self.saved == version
 
@@ -184,11 +184,11 @@ class Checkpoints:
 
     # -- one checkpoint --------------------------------------------------------------------------------------------
 
-    async def begin(self, version: int, position: Callable[[], Position]) -> None:
+    async def begin(self, version: int, state: Callable[[], ControllerState]) -> None:
         """Begin a checkpoint, whether or not one is due; returns after the local copy. None may be being written."""
         self._begun_version, self._begun_at = version, now()
         try:
-            current = await on_disk(disk_limit_s(0), "the run's files to be flushed", position)
+            current = await on_disk(disk_limit_s(0), "the run's files to be flushed", state)
             stage = self._savers.buffer.stage.call_one()
             copy, buffer_version = await asyncio.gather(
                 self._staged(), within(CALL_DEADLINE_S, stage, "the buffer to record its groups", on="buffer")
@@ -204,7 +204,7 @@ class Checkpoints:
         self._copy_s = copy.seconds
         self._writing = asyncio.create_task(self._write(copy, current))
 
-    async def _write(self, copy: Staged, position: Position) -> None:
+    async def _write(self, copy: Staged, state: ControllerState) -> None:
         started = now()
         try:
             what = f"the folder of the checkpoint of step {copy.version}"
@@ -215,11 +215,11 @@ class Checkpoints:
                 copy.version,
                 copy.optimizer_steps,
                 self._generation,
-                position.seconds,
-                position.files,
-                position.counters,
+                state.seconds,
+                state.files,
+                state.counters,
                 measured,
-                position.best,
+                state.best,
                 self._about,
                 ranks=len(shards),
                 files=[file for of_rank in shards for file in of_rank],

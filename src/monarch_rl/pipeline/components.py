@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.disk_thread import answers
 from monarch_rl.observe.metrics import Metrics
-from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
@@ -41,19 +41,19 @@ class RunComponents:
         if self.console is not None:
             self.console.note(text)
 
-    def position(self, best: BestResult, limit_s: float | None = None) -> Position:
-        """The run's current position. Flushes the run's files to disk first. Raises OSError.
+    def controller_state(self, best: BestResult, limit_s: float | None = None) -> ControllerState:
+        """The controller's current state. Flushes the run's files to disk first. Raises OSError.
 
         Args:
             best: the best result so far.
             limit_s: seconds for the flush; None is the short limit for a flush that delays a step.
         """
         if self.metrics is None or self.rollouts is None:
-            return Position()
+            return ControllerState()
         names = self.metrics.path.name, self.rollouts.lines.path.name
         sizes = answers([self.metrics.position(), self.rollouts.position()], limit_s)
         files = dict(zip(names, sizes, strict=True))
-        return Position(self.metrics.seconds, files, self.observer.counters(), best.best)
+        return ControllerState(self.metrics.seconds, files, self.observer.counters(), best.best)
 
     @property
     def lost_lines(self) -> float:

@@ -33,14 +33,14 @@ HELD_OUT_ITEM_S = 30.0
 
 
 async def evaluate(
-    workers: ActorPool[RolloutWorker], items: int, plan: EvaluationPlan, places: int | None = None
+    workers: ActorPool[RolloutWorker], items: int, plan: EvaluationPlan, max_concurrent: int | None = None
 ) -> Evaluation:
     """Roll out the first ``items`` items of a held-out set, split among all workers.
 
     If a worker is lost meanwhile, its items go to the other workers, or to its replacement.
 
     Args:
-        places: episodes that a worker may run at once; None is as many as for training.
+        max_concurrent: episodes that a worker may run at once; None is as many as for training.
     """
     remaining, parts, lost = list(range(items)), list[Evaluation](), dict[int, RolloutWorker]()
     while remaining:
@@ -55,7 +55,7 @@ async def evaluate(
         deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items * plan.samples / len(usable)
 
         def run(index: int, worker: RolloutWorker, shares: dict[int, list[int]] = shares) -> Awaitable[Evaluation]:
-            return worker.evaluate.call_one(shares[index], plan, places)
+            return worker.evaluate.call_one(shares[index], plan, max_concurrent)
 
         asked = {index: usable[index] for index in shares}
         done = await workers.ask(deadline, "to run the held-out items", run, asked)
@@ -180,7 +180,7 @@ class Evaluations:
 
     async def run(self, step: int, held_out: str = "") -> Evaluation:
         """Evaluate the newest version, once it is served. See :meth:`Run.evaluate`."""
-        await self._publisher.settled()
+        await self._publisher.wait_until_served()
         return await self._run(step, held_out)
 
     async def begin_concurrent(self, step: int) -> bool:
@@ -209,10 +209,10 @@ class Evaluations:
         for name in [held_out] if held_out else settings.sets or ("",):
             items = items_to_run(self._task, name, run.held_out)
             replicas, workers = len(self._publisher.generators), len(self._workers.handles)
-            places = settings.places(self._requests * replicas, workers) if concurrent else None
-            evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), places)
+            max_concurrent = settings.max_concurrent(self._requests * replicas, workers) if concurrent else None
+            evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), max_concurrent)
             # If publishing fails, no generator may be left to answer: that ends the evaluation.
-            result = await self._publisher.or_failed(evaluating)
+            result = await self._publisher.unless_publishing_fails(evaluating)
             values = self._show(result, step)
             await self._note(values, result, step)
             measured |= values.keys()

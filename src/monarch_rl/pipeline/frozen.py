@@ -35,7 +35,7 @@ from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.memory import USABLE, describe
-from monarch_rl.pipeline.publishing import answers
+from monarch_rl.pipeline.publishing import ping
 from monarch_rl.rollout.frozen import FrozenModel, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
@@ -276,7 +276,7 @@ class FrozenPool(ActorPool[FrozenEngine]):
 
     async def join(self, index: int, engine: FrozenEngine) -> None:
         """Raise if an engine that survived a warm restart does not answer."""
-        await answers(self.name(index), engine)
+        await ping(self.name(index), engine)
 
     async def load(self, folder: Path, version: int | None = None) -> None:
         """Have all engines serve the weights of another folder of the same shapes.

@@ -69,7 +69,7 @@ class Observer:
         Args:
             trained: the metrics that each trainer rank returned from the update.
         """
-        swap = self._publisher.last
+        report = self._publisher.last
         counts, stats = await asyncio.gather(
             within(CALL_DEADLINE_S, self._buffer.counts.call_one(), "the counts of the buffer", on="buffer"),
             self._workers.ask(CALL_DEADLINE_S, "to return its stats", lambda _, worker: worker.stats.call_one()),
@@ -82,16 +82,16 @@ class Observer:
         if LOST in values:
             values[LOST] = sum(rank[LOST] for rank in trained)
         values["time/step_s"] = elapsed
-        computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
+        computing = float(np.mean([rank["step_s"] for rank in trained])) + (report.snapshot_s if report else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
         values |= self._generation(engines, elapsed)
-        if swap is not None:
-            values["weights/swap_ms"] = swap.paused_s * 1e3
-            values["weights/verify_share"] = swap.verify_share
-            values["weights/transfer_ms"] = swap.transfer_s * 1e3
-            values["weights/snapshot_ms"] = swap.snapshot_s * 1e3
-            values["weights/sent_share"] = swap.sent_bytes / swap.nbytes
-            values["weights/served_version"] = swap.version
+        if report is not None:
+            values["weights/swap_ms"] = report.paused_s * 1e3
+            values["weights/verify_share"] = report.verify_share
+            values["weights/transfer_ms"] = report.transfer_s * 1e3
+            values["weights/snapshot_ms"] = report.snapshot_s * 1e3
+            values["weights/sent_share"] = report.max_received_bytes / report.nbytes
+            values["weights/served_version"] = report.version
         values |= _of_buffer(counts)
         values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
         values |= self._stage_times() | self._lost(counts, list(self._stats.values()))

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SwapReport:
+class PublishReport:
     """Durations, in seconds, and sizes of one version's publication."""
 
     version: int
@@ -54,7 +54,7 @@ class SwapReport:
     """Largest share of a replica's pause spent on checksums."""
     nbytes: int
     """Bytes of the version."""
-    sent_bytes: int
+    max_received_bytes: int
     """Most bytes received by a replica."""
 
 
@@ -90,7 +90,7 @@ class Publisher:
         base_weights: BaseWeights | None = None,
     ) -> None:
         self.transfer_group, self.replicas = transfer_group, replicas
-        self.last: SwapReport | None = None
+        self.last: PublishReport | None = None
         """Report of the newest version that is served."""
         self._buffer, self._base_weights = buffer, base_weights
         self._unfinished: list[asyncio.Task[None]] = []
@@ -119,6 +119,10 @@ class Publisher:
             settings: the transfer settings; with transport ``auto``, every transport is measured and the fastest used.
             dtype: dtype that generators serve.
             update_workers: called when the replicas that rollout workers should send requests to change.
+
+        Raises:
+            WeightMismatch: a generator's base weights differ from the trainer's (wrapped by Monarch).
+            PublishError: with ``auto``, no transport works.
         """
         group = TransferGroup(trainer, members(trainer), await _plan(trainer, dtype), settings)
         replicas, base_weights = Replicas(update_workers), await _base_weights(trainer, dtype)
@@ -162,9 +166,11 @@ class Publisher:
     # -- called by the run -----------------------------------------------------------------------------------------
 
     async def publish(self, version: int) -> None:
-        """Take a snapshot of ``version`` and start to publish it; training may continue when this returns.
+        """Snapshot ``version`` and start publishing it. Training may continue when this returns.
 
-        Two versions can be in progress; a third one waits until the first is served. Raises the first one's error.
+        While earlier versions are in flight, versions must increase by exactly 1, because the two snapshot buffers
+        alternate (:func:`snapshot_index`). At most two versions are in flight: a third call waits for the oldest, and
+        raises that version's error if it failed.
         """
         while len(self._unfinished) >= SNAPSHOTS:
             await self._unfinished.pop(0)  # waits: every wait of a publication has a deadline of its own
@@ -172,7 +178,7 @@ class Publisher:
         self._newest = version
         self._start(version)
 
-    async def or_failed(self, work: Awaitable[T]) -> T:
+    async def unless_publishing_fails(self, work: Awaitable[T]) -> T:
         """Await ``work``, but raise immediately if a version in progress cannot be published.
 
         Without generators nothing is sampled, so ``work`` might wait for a batch that never comes.
@@ -187,8 +193,9 @@ class Publisher:
         finally:
             task.cancel()
 
-    async def settled(self) -> None:
-        """Wait until the newest published version is served. Raises PublishError if it was abandoned."""
+    async def wait_until_served(self) -> None:
+        """Wait until every version whose publication was started is served by all live replicas. Raises PublishError
+        if one failed."""
         while self._unfinished:
             await self._unfinished.pop(0)  # waits: every wait of a publication has a deadline of its own
 
@@ -201,10 +208,14 @@ class Publisher:
         """Add a restarted replica; returns when it serves the newest version, with verified checksums.
 
         Raises:
-            PublishError: it was removed again. Errors of its set-up are raised, too.
+            PublishError: the replica was removed again, or a version in flight failed.
+            RuntimeError: nothing has been published yet.
+            Exception: whatever setting up the replica raises.
         """
         if self._newest is None:
-            raise RuntimeError("nothing has been published yet")
+            raise RuntimeError(
+                f"cannot add generator {index}: publish() has not been called, so there is no version to send"
+            )
         if self._base_weights is not None:
             await self._base_weights.verify(index, generator)
         self.replicas.add(await self.transfer_group.set_up_replica(index, generator))
@@ -214,11 +225,11 @@ class Publisher:
         if index in self.lost:
             raise PublishError(f"generator {index} is lost again: {self.lost[index]}")
 
-    async def remove_replica(self, index: int, why: str) -> None:
+    async def remove_replica(self, index: int, reason: str) -> None:
         """Stop publishing to a replica, because it is lost."""
-        removed = self.replicas.remove(index, why)
+        removed = self.replicas.remove(index, reason)
         if removed is not None:
-            self.transfer_group.lose(removed, why)
+            self.transfer_group.lose(removed, reason)
         await self.update_dispatch()
 
     async def update_dispatch(self) -> None:
@@ -245,18 +256,18 @@ class Publisher:
         await publication.run()
         if not len(self.replicas):
             if self.on_lost is None:
-                reasons = "; ".join(f"generator {index}: {why}" for index, why in self.lost.items())
+                reasons = "; ".join(f"generator {index}: {reason}" for index, reason in self.lost.items())
                 raise PublishError(f"version {version} is abandoned: no generator is left to serve it. {reasons}")
             return  # a replacement is sent the newest version when it is added
         if version in self._snapshot_s:  # otherwise it was already reported, and this sent it to a restarted replica
-            self.last = SwapReport(
+            self.last = PublishReport(
                 version,
                 self._snapshot_s[version],
                 publication.transfer_s,
                 publication.paused_s,
                 publication.verify_share,
                 self.manifest.nbytes,
-                publication.sent_bytes,
+                publication.max_received_bytes,
             )
             self._snapshot_s = {later: taken for later, taken in self._snapshot_s.items() if later > version}
         await self.update_dispatch()
@@ -285,7 +296,10 @@ async def _fastest(group: TransferGroup, replicas: Replicas, generators: Mapping
         except Exception as error:
             logger.warning("weights.transport %s does not work here: %s", name, last_line(error))
     if not seconds:
-        raise PublishError("no weights.transport works here: the warnings above give the reasons")
+        raise PublishError(
+            "no weight transport works on this machine (see the warnings above). Set --weights.transport explicitly to "
+            "see the full error"
+        )
     nbytes = group.manifest.nbytes
     rates = ", ".join(
         f"{name} {taken * 1e3:.3g} ms ({nbytes / taken / 1e9:.3g} GB/s)"
@@ -326,7 +340,7 @@ def _retrieve(publication: asyncio.Task[None]) -> None:
         publication.exception()
 
 
-# -- group calls: several actors answer together; once one is lost, the others abort ----------------------------------
+# -- transfer calls: several actors answer together; once one is lost, the others abort -------------------------------
 # Members of a transfer wait for each other, so a lost one would block the rest until the transfer's deadline. On GPUs
 # only the controller is notified of a lost process.
 
@@ -340,7 +354,7 @@ class Member(Protocol):
 
 
 @dataclass(eq=False)
-class GroupCall:
+class TransferCall:
     """One of several calls that are answered together."""
 
     name: str
@@ -357,19 +371,19 @@ class GroupCall:
     """Resolves to the reason once the replica is lost."""
 
 
-class GroupCalls:
+class TransferCalls:
     """The calls in progress of one transfer group."""
 
     def __init__(self) -> None:
-        self._in_progress: list[GroupCall] = []
+        self._in_progress: list[TransferCall] = []
 
-    def lose(self, replica: Replica, why: str) -> None:
+    def lose(self, replica: Replica, reason: str) -> None:
         """Stop waiting for this replica."""
         for call in self._in_progress:
             if call.replica is replica and not call.lost.done():
-                call.lost.set_result(why)
+                call.lost.set_result(reason)
 
-    async def run(self, calls: list[GroupCall], deadline_s: float) -> list[Any]:
+    async def run(self, calls: list[TransferCall], deadline_s: float) -> list[Any]:
         """Await all calls, each within ``deadline_s``; once one has failed, have the other actors abort.
 
         Returns:
@@ -392,15 +406,18 @@ class GroupCalls:
                 wait.cancel()
 
 
-def _aborts(call: GroupCall, why: str) -> list[Awaitable[None]]:
+def _aborts(call: TransferCall, reason: str) -> list[Awaitable[None]]:
     """Have all members of a call abort their transfer."""
     what = f"{call.name} to abort a transfer"
-    return [within(CALL_DEADLINE_S, member.weights_abort.call_one(why), what, on=call.name) for member in call.members]
+    return [
+        within(CALL_DEADLINE_S, member.weights_abort.call_one(reason), what, on=call.name) for member in call.members
+    ]
 
 
-async def _answer_or_loss(call: GroupCall, deadline_s: float) -> Any:
+async def _answer_or_loss(call: TransferCall, deadline_s: float) -> Any:
     """The answer to a call. Raises RuntimeError if its replica is lost meanwhile: a hung replica never answers."""
-    answer = asyncio.ensure_future(within(deadline_s, call.answer, f"{call.name} {call.what}", on=call.name))
+    what = f"{call.name} {call.what}"
+    answer = asyncio.ensure_future(within(deadline_s, call.answer, what, on=call.name, flag="weights.deadline-s"))
     try:
         # waits: until the call's deadline
         await asyncio.wait({answer, call.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -442,7 +459,7 @@ class TransferGroup:
         self.connected: list[Replica] | None = None
         """The replicas that the trainer ranks are connected with; None if they must be connected again."""
         self._trainer, self._ranks = trainer, ranks
-        self._calls = GroupCalls()
+        self._calls = TransferCalls()
 
     async def set_up_trainer(self) -> None:
         """Allocate memory for snapshots on every trainer rank."""
@@ -453,8 +470,8 @@ class TransferGroup:
         """Allocate memory for incoming versions on a replica."""
         set_up = generator.weights_setup.call_one(self.manifest, self.settings)
         name = f"generator {index}"
-        hold_s = await within(CALL_DEADLINE_S, set_up, f"{name} to allocate memory for versions", on=name)
-        return Replica(index, generator, hold_s)
+        max_commit_delay_s = await within(CALL_DEADLINE_S, set_up, f"{name} to allocate memory for versions", on=name)
+        return Replica(index, generator, max_commit_delay_s)
 
     async def connect(self, replicas: list[Replica]) -> None:
         """Connect the trainer ranks with exactly these replicas."""
@@ -464,11 +481,11 @@ class TransferGroup:
         addresses = [address for _, address in sorted(opened.values())]
         count = len(replicas)
         accepting = self._trainer.weights_connect.call(addresses, count)
-        calls = [GroupCall("trainer ranks", "to connect to the generators", accepting, self._ranks)]
+        calls = [TransferCall("trainer ranks", "to connect to the generators", accepting, self._ranks)]
         what = "to connect to the trainer ranks"
         for position, replica in enumerate(replicas):
             connecting = replica.handle.weights_connect.call_one(addresses, position, count)
-            calls.append(GroupCall(replica.name, what, connecting, [replica.handle], replica))
+            calls.append(TransferCall(replica.name, what, connecting, [replica.handle], replica))
         for answer in await self._calls.run(calls, self._deadline_s):
             if isinstance(answer, BaseException):
                 raise answer
@@ -494,13 +511,13 @@ class TransferGroup:
         """
         snapshot, what = snapshot_index(version), f"to send version {version}"
         calls = [
-            GroupCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
+            TransferCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
             for r, rank in enumerate(self._ranks)
         ]
         what = f"to receive version {version}"
         for replica in replicas:
             receiving = replica.handle.receive.call_one(version, snapshot)
-            calls.append(GroupCall(replica.name, what, receiving, [replica.handle], replica))
+            calls.append(TransferCall(replica.name, what, receiving, [replica.handle], replica))
         answers = await self._calls.run(calls, self._deadline_s)
         received = answers[len(self._ranks) :]
         sums: list[np.ndarray] = []
@@ -510,9 +527,9 @@ class TransferGroup:
             sums.append(answer)
         return add_checksums(sums), dict(zip(replicas, received, strict=True))
 
-    def lose(self, replica: Replica, why: str) -> None:
+    def lose(self, replica: Replica, reason: str) -> None:
         """Stop waiting for a replica; a transfer that involves it is aborted immediately."""
-        self._calls.lose(replica, why)
+        self._calls.lose(replica, reason)
 
     @property
     def _deadline_s(self) -> float:
@@ -532,25 +549,27 @@ class TransferGroup:
             seconds.append(now() - started)
         return min(seconds)
 
-    async def answers(
-        self, calls: Iterable[tuple[str, str, Awaitable[T]]], hold_s: float = 0.0
+    async def gather(
+        self, calls: Iterable[tuple[str, str, Awaitable[T]]], max_commit_delay_s: float = 0.0
     ) -> list[T | BaseException]:
-        """Await calls concurrently, each within the deadline of a transfer + ``hold_s``.
+        """Await calls concurrently, each within the deadline of a transfer + ``max_commit_delay_s``.
 
         Args:
-            calls: the called actor's name, the description of the call (see ``GroupCall.what``), and the call.
-            hold_s: seconds for which running sequences may delay an answer.
+            calls: the called actor's name, the description of the call (see ``TransferCall.what``), and the call.
+            max_commit_delay_s: seconds for which running sequences may delay an answer.
 
         Returns:
             The answer to each call, or the exception it raised.
         """
-        deadline = self._deadline_s + hold_s
-        waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
+        deadline = self._deadline_s + max_commit_delay_s
+        waits = [
+            within(deadline, call, f"{who} {what}", on=who, flag="weights.deadline-s") for who, what, call in calls
+        ]
         return await asyncio.gather(*waits, return_exceptions=True)
 
     async def unresponsive_rank(self) -> str | None:
         """Why a trainer rank does not answer; None if all answer."""
-        asked = [unresponsive(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
+        asked = [ping_failure(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)
 
 
@@ -569,7 +588,7 @@ class Replica:
 
     index: int
     handle: Generator
-    hold_s: float
+    max_commit_delay_s: float
     """Seconds for which its running sequences may delay a commit."""
     version: int | None = None
     """The version it is known to serve; None if it serves nothing."""
@@ -618,16 +637,16 @@ class Replicas:
         """Add a replica; it replaces another one with its index."""
         self._alive[replica.index] = replica
 
-    def remove(self, index: int, why: str) -> Replica | None:
+    def remove(self, index: int, reason: str) -> Replica | None:
         """Mark a replica as lost and return it; None if it was removed already."""
         removed = self._alive.pop(index, None)
         if removed is None:
             return None
-        self.lost[index] = why
+        self.lost[index] = reason
         others = ", ".join(f"generator {other}" for other in self._alive) or "none"
-        logger.error("generator %d is lost (%s); remaining generators: %s", index, why, others)
+        logger.error("generator %d is lost (%s); remaining generators: %s", index, reason, others)
         if self.on_lost is not None:
-            self.on_lost(index, why)
+            self.on_lost(index, reason)
         return removed
 
     async def update_dispatch(self) -> None:
@@ -638,7 +657,7 @@ class Replicas:
             await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
 
 
-class Answering(Protocol):
+class Pingable(Protocol):
     """An actor that can report whether it is alive."""
 
     @concurrent_endpoint
@@ -646,15 +665,15 @@ class Answering(Protocol):
         """Raise the actor's error, if it cannot work."""
 
 
-async def answers(name: str, actor: Answering) -> None:
+async def ping(name: str, actor: Pingable) -> None:
     """Raise if an actor does not answer within ``ANSWER_DEADLINE_S``."""
     await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to report that it is alive", on=name)
 
 
-async def unresponsive(name: str, actor: Answering) -> str | None:
+async def ping_failure(name: str, actor: Pingable) -> str | None:
     """Why an actor does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
     try:
-        await answers(name, actor)
+        await ping(name, actor)
     except Exception as error:
         return f"{name} does not answer: {last_line(error)}"
     return None
@@ -662,7 +681,7 @@ async def unresponsive(name: str, actor: Answering) -> str | None:
 
 async def unresponsive_replicas(replicas: list[Replica]) -> dict[Replica, str]:
     """Those of the given replicas that do not answer, each with the reason."""
-    reasons = await asyncio.gather(*(unresponsive(replica.name, replica.handle) for replica in replicas))
+    reasons = await asyncio.gather(*(ping_failure(replica.name, replica.handle) for replica in replicas))
     return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
 
 
@@ -692,7 +711,7 @@ class Publication:
         """Longest decoding pause of a replica, in seconds."""
         self.verify_share = 0.0
         """Largest share of a replica's pause spent on checksums."""
-        self.sent_bytes = 0
+        self.max_received_bytes = 0
         """Most bytes received by a replica."""
         self._group, self._replicas = transfer_group, replicas
         self._attempts = 0
@@ -710,13 +729,13 @@ class Publication:
             # In a common transfer, one failing replica can fail the others, so the last attempt sends to each alone.
             for together in [[replica] for replica in behind] if is_last and self._attempts else [behind]:
                 failed |= await self._attempt(together)
-            await self._judge(failed, is_last)
+            await self._handle_failures(failed, is_last)
 
     async def _attempt(self, replicas: list[Replica]) -> Failures:
         """Transfer the version to ``replicas`` and have them commit it; returns those that failed. Raises
         PublishError."""
         # A rank that enters a collective early blocks inside it, so every member must answer before the transfer.
-        failed = await self._all_ready(replicas)
+        failed = await self._ping_members(replicas)
         replicas = [replica for replica in replicas if replica not in failed]
         if not replicas:
             return failed
@@ -726,8 +745,8 @@ class Publication:
                 await self._group.connect(replicas)
             checksums, received = await self._group.transfer(self.version, replicas)
         except Exception as error:
-            self._check_finite(error)
-            await self._blame_trainer(error)
+            self._raise_if_not_finite(error)
+            await self._raise_if_trainer_unresponsive(error)
             return failed | {replica: error for replica in replicas}
         self.transfer_s += now() - started
         arrived: dict[Replica, int] = {}
@@ -738,29 +757,33 @@ class Publication:
                 arrived[replica] = nbytes
         return failed | await self._commit(arrived, checksums)
 
-    async def _all_ready(self, replicas: list[Replica]) -> Failures:
+    async def _ping_members(self, replicas: list[Replica]) -> Failures:
         """Check that every member answers; returns the replicas that do not. Raises PublishError for trainer ranks."""
         asked = [replica for replica in replicas if replica in self._replicas]
-        absent, rank = await asyncio.gather(unresponsive_replicas(asked), self._group.unresponsive_rank())
-        if rank is not None:
-            raise PublishError(f"version {self.version} cannot be sent: {rank}")
-        return {replica: PublishError(why) for replica, why in absent.items()}
+        absent, reason = await asyncio.gather(unresponsive_replicas(asked), self._group.unresponsive_rank())
+        if reason is not None:
+            raise PublishError(f"version {self.version} cannot be sent: {reason}")
+        return {replica: PublishError(reason) for replica, reason in absent.items()}
 
-    def _check_finite(self, error: Exception) -> None:
+    def _raise_if_not_finite(self, error: Exception) -> None:
         """Raise PublishError if the transfer's ``error`` is that the version has non-finite weights."""
         cause = getattr(error, "exception", error)  # Monarch wraps it
         if isinstance(cause, NotFinite):
-            origin = f"produced by step {self.version}" if self.version else "the initial model"
+            if self.version == 0:
+                raise PublishError(
+                    f"the initial model has non-finite weights: {cause}. Check the checkpoint"
+                ) from error
             raise PublishError(
-                f"version {self.version}, {origin}, cannot be served: {cause}. Lower trainer.lr, or whatever scales "
-                "the update in your objective"
+                f"version {self.version}, produced by step {self.version}, has non-finite weights and will not be "
+                f"served: {cause}. Lower --trainer.lr, clip gradients more tightly, or reduce the scale of your loss "
+                "or advantages"
             ) from error
 
-    async def _blame_trainer(self, error: Exception) -> None:
+    async def _raise_if_trainer_unresponsive(self, error: Exception) -> None:
         """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""
-        rank = await self._group.unresponsive_rank()
-        if rank is not None:
-            raise PublishError(f"version {self.version} could not be sent: {rank} ({last_line(error)})") from error
+        reason = await self._group.unresponsive_rank()
+        if reason is not None:
+            raise PublishError(f"version {self.version} could not be sent: {reason} ({last_line(error)})") from error
 
     async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
         """Have replicas commit the version; returns those that failed. ``arrived``: bytes received by each replica."""
@@ -769,8 +792,8 @@ class Publication:
             (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
             for replica in arrived
         ]
-        hold_s = max((replica.hold_s for replica in arrived), default=0.0)
-        reports = await self._group.answers(commits, hold_s)
+        max_commit_delay_s = max((replica.max_commit_delay_s for replica in arrived), default=0.0)
+        reports = await self._group.gather(commits, max_commit_delay_s)
         failed: Failures = {}
         for replica, report in zip(arrived, reports, strict=True):
             if isinstance(report, BaseException):
@@ -779,12 +802,12 @@ class Publication:
                     replica.version = None
                 continue
             replica.version = self.version
-            self.sent_bytes = max(self.sent_bytes, arrived[replica])
+            self.max_received_bytes = max(self.max_received_bytes, arrived[replica])
             self.paused_s = max(self.paused_s, report.paused_seconds)
             self.verify_share = max(self.verify_share, report.verification_share)
         return failed
 
-    async def _judge(self, failed: Failures, is_last: bool) -> None:
+    async def _handle_failures(self, failed: Failures, is_last: bool) -> None:
         """Remove replicas that do not answer or failed at the last attempt; the others are sent the version again."""
         present = [replica for replica in failed if replica in self._replicas]  # others were removed meanwhile
         if not present:
@@ -798,11 +821,13 @@ class Publication:
                 continue
             error = last_line(failed[replica])
             if replica in gone or (is_last and not gone):
-                why = gone.get(replica) or f"took no version in {self._attempts} attempts"
-                self._replicas.remove(replica.index, f"{why}: {error}")
+                reason = gone.get(replica) or (
+                    f"failed to load version {self.version} in {self._attempts} attempts (--weights.attempts)"
+                )
+                self._replicas.remove(replica.index, f"{reason}: {error}")
             else:
                 logger.warning(
-                    "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
+                    "generator %d failed to load version %d (attempt %d of %d), retrying: %s",
                     *(replica.index, self.version, max(self._attempts, 1), self._group.settings.attempts, error),
                 )
         await self._replicas.update_dispatch()

@@ -64,7 +64,7 @@ class Living(Protocol):
     """An actor whose end can be awaited."""
 
     @concurrent_endpoint
-    async def lives(self) -> None:
+    async def block_until_lost(self) -> None:
         """Never return; raise when the process has ended or cannot work."""
 
 
@@ -271,11 +271,11 @@ class Recovery:
     async def _detach_worker(self, index: int) -> None:
         """Stop a lost worker, and have other workers restart its groups."""
         name = self._workers.name(index)
-        await self._workers.stop(index)  # before its groups are released: it might still request them
+        await self._workers.stop(index)  # before its groups are requeued: it might still request them
         if self._running is not None and index in self._running:
             self._running.pop(index).cancel()
-        release = self._buffer.release.call_one(name)
-        groups = await within(CALL_DEADLINE_S, release, f"the buffer to release the groups of {name}", on="buffer")
+        requeue = self._buffer.requeue.call_one(name)
+        groups = await within(CALL_DEADLINE_S, requeue, f"the buffer to requeue the groups of {name}", on="buffer")
         if groups:
             logger.warning("%d groups of %s are restarted: %s", len(groups), name, ", ".join(map(str, groups)))
 
@@ -330,7 +330,7 @@ def _origin(error: BaseException) -> BaseException:
 async def _end_of(handle: Living) -> Exception:
     """Wait for the end of a process; returns its cause."""
     try:
-        await handle.lives.call_one()  # waits: as long as the run
+        await handle.block_until_lost.call_one()  # waits: as long as the run
     except Exception as error:
         return error
     return RuntimeError("it ended on its own")

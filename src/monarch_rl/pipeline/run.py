@@ -32,8 +32,8 @@ from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.capture import captures
-from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.capture import intercept_launch
+from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState
 from monarch_rl.pipeline.components import RunComponents
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, ResultOutput
 from monarch_rl.pipeline.failures import Failures
@@ -196,8 +196,8 @@ class Run:
             name: lower-case letters and ``_``; used in messages and metrics.
             model: Hugging Face folder or Hub name.
             settings: settings of its engines; None uses one engine.
-            snapshot_every: versions after which, in :meth:`publish`, it loads the policy's current weights: a teacher
-                for self-distillation, or an opponent. 0 is never.
+            snapshot_every: load the policy's current weights every this many versions (in :meth:`publish`), for a
+                self-distillation teacher or an opponent; 0: never.
 
         Raises:
             FrozenRefused: it cannot be served, or the launch has too few devices; says what to do. Raised before
@@ -250,7 +250,7 @@ class Run:
         freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
-        """As :meth:`start`, with actors that are already running."""
+        """Like :meth:`start`, but with existing actors: for simulations, tests and benchmarks."""
         self._check_first_start()
         s, folder = self.settings, self.folder
         publisher = await Publisher.connect(
@@ -271,7 +271,7 @@ class Run:
             await self._replay_steps(actors, self.resumed, observer, *outputs)
         # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
-        await publisher.settled()
+        await publisher.wait_until_served()
         if self.resumed is not None:
             if folder is not None:
                 await on_disk(disk_limit_s(0), "the run's settings", note_settings, folder, s)
@@ -308,7 +308,7 @@ class Run:
         self._begun = begun
         # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
         if checkpoints is not None and self.version > restored:
-            await checkpoints.begin(self.version, self._position)
+            await checkpoints.begin(self.version, self._controller_state)
         if self._cluster is not None and self._task is not None:
             self._cluster.interrupts.take_over = self._task.cancel
 
@@ -372,15 +372,17 @@ class Run:
         for step in range(self.version + 1, count + 1):
             yield step
             if (checkpoints := self._components.checkpoints) is not None:
-                position = self._last_position if step == count else self._position
-                await checkpoints.after_step(self.version, position, last=step == count)
+                state = self._last_controller_state if step == count else self._controller_state
+                await checkpoints.after_step(self.version, state, last=step == count)
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
         """Wait for the next batch and train on it, which produces the next version; returns metrics by trainer rank.
 
         Raises:
-            DeadlineExceeded: batch and update took longer than ``update_deadline_s``; says what is missing.
+            DeadlineExceeded: batch and update took longer than the limit; states what is missing. The limit is
+                ``update_deadline_s`` for the first step, and then adapts to recent steps (:class:`Patience`), but never
+                exceeds it.
         """
         actors = self.actors
         if self._rollouts is None:
@@ -391,7 +393,7 @@ class Run:
         """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        metrics = await self.publisher.or_failed(asyncio.shield(self._updating))
+        metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
         self._note_update(metrics)
         return metrics
 
@@ -474,7 +476,7 @@ class Run:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self.settings.update_limit_s)
             await self.log(await self._updated(work))
             if components.checkpoints is not None:
-                await components.checkpoints.after_step(self.version, self._position, last=False)
+                await components.checkpoints.after_step(self.version, self._controller_state, last=False)
         await self.publish()
 
     async def mix(self, rows: Sequence[Row], *, share: float) -> None:
@@ -546,7 +548,8 @@ class Run:
         await pools[0].load(folder)
 
     async def save(self) -> None:
-        """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
+        """Write the policy at :attr:`version`, the newest trained one, to ``model/`` in the run's folder, as a Hugging
+        Face folder; replaces an earlier one once complete. LoRA is merged, and also written to ``model_adapter/``."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
@@ -554,11 +557,12 @@ class Run:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def _position(self, limit_s: float | None = None) -> Position:
-        return self._components.position(self._best, limit_s)
+    def _controller_state(self, limit_s: float | None = None) -> ControllerState:
+        return self._components.controller_state(self._best, limit_s)
 
-    def _last_position(self) -> Position:
-        return self._position(self.settings.checkpoint.grace_s or None)  # a longer limit, because no step waits for it
+    def _last_controller_state(self) -> ControllerState:
+        # A longer limit, because no step waits for it.
+        return self._controller_state(self.settings.checkpoint.grace_s or None)
 
     async def _checkpoints_settled(self) -> None:
         if self._begun is not None and self._begun.checkpoints is not None:
@@ -586,7 +590,7 @@ class Run:
         if self._unlogged is not None:
             await self.log(self._unlogged)
         if self.version:
-            await components.checkpoints.now(self.version, self._last_position)
+            await components.checkpoints.now(self.version, self._last_controller_state)
 
     async def counts(self) -> Counts:
         """The buffer's counts so far."""
@@ -597,11 +601,11 @@ class Run:
         if self._rollouts is None or self._rollouts_ended:
             return
         await self._components.evaluations.end()
-        await self.publisher.settled()
+        await self.publisher.wait_until_served()
         await self._checkpoints_settled()
         # steps() has done this already, unless the recipe left its loop early.
         if self.version and (checkpoints := self._components.checkpoints) is not None:
-            await checkpoints.after_step(self.version, self._last_position, last=True)
+            await checkpoints.after_step(self.version, self._last_controller_state, last=True)
         await self._checkpoints_settled()
         self._rollouts_ended = True
         # waits: for the buffer, within a deadline; then for the workers, which end with it
@@ -625,7 +629,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         settings: the recipe's settings.
         task: creates the task that ``train`` passes to :meth:`Run.start`, so that it is checked with the settings.
     """
-    if captures(train, settings):
+    if intercept_launch(train, settings):  # a tool only reads the recipe (`capturing`), and no run starts
         return
     leave_heap()
     supervisor.follow_supervisor()
@@ -661,7 +665,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             if cluster.interrupts.reason is None:  # otherwise this process sent itself the signal, because of a loss
                 print(f"interrupted: exit code {128 + number}; {how_to_resume(folder)}")
             raise KeyboardInterrupt from None
-        print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder}")
+        print(f"{'metrics, rollouts and the model' if saved else 'metrics and rollouts'} are in {folder}")
 
 
 async def _train(
@@ -708,8 +712,10 @@ def plan_rows(
 ) -> SupervisedPlan:
     """The plan of supervised training on ``rows``. Raises ValueError for invalid rows or numbers."""
     check_rows(rows)
-    if rows_per_step < 1 or not 0 < lr_factor < float("inf"):
-        raise SettingsError(f"rows_per_step {rows_per_step} and lr_factor {lr_factor:g} must be positive")
+    if rows_per_step < 1:
+        raise SettingsError(f"rows_per_step must be at least 1, got {rows_per_step}")
+    if not 0 < lr_factor < float("inf"):
+        raise SettingsError(f"lr_factor must be positive and finite, got {lr_factor:g}")
     by_value = ByValue(rows, "supervised rows")
     return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
 
@@ -745,6 +751,7 @@ async def supervised_update(trainer: Trainer, buffer: Buffer, version: int, limi
     """Make one optimiser step on rows only on every trainer rank; metrics by rank."""
     call, what = trainer.supervised.call(version), f"trainer ranks to make supervised step {version + 1}"
     answers = await within(limit_s, call, what, on="trainer ranks", flag="update-deadline-s")
-    await within(CALL_DEADLINE_S, buffer.begin_at.call_one(version + 1), "the buffer to note the step", on="buffer")
+    noted = buffer.note_supervised_version.call_one(version + 1)
+    await within(CALL_DEADLINE_S, noted, "the buffer to note the step", on="buffer")
     wait_registry.progress("step trained")
     return list(answers.values())

@@ -36,7 +36,7 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
-from monarch_rl.pipeline.publishing import UpdateDispatch, answers
+from monarch_rl.pipeline.publishing import UpdateDispatch, ping
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
 from monarch_rl.rollout.frozen import connect
@@ -180,7 +180,7 @@ async def start_generators(
         await within(limit_s, start, f"{name} to start", on=name)
 
     async def join(index: int, generator: Generator) -> None:
-        await answers(f"generator {index}", generator)
+        await ping(f"generator {index}", generator)
 
     await cluster.fork_server.imported(ENGINE_PRELOAD)
     generators = survivors or ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))

@@ -118,7 +118,7 @@ class Line:
         if self.expert_routes:
             self.expert_routes[last] = self.expert_routes[last][:-left_out]
 
-    def go_on(self, turn: Turn) -> Turn:
+    def complete_partial_turn(self, turn: Turn) -> Turn:
         """Merge the unfinished last turn, which is removed from the line, with the completion that continues it."""
         begun, last = self.turns.pop(), len(self.turns)
         whole, n = merge_turns(begun, turn), len(begun.token_ids)

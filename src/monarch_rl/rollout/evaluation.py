@@ -92,7 +92,7 @@ class EvaluationSettings(CheckedSettings, flags="evaluation"):
         """The plan for one held-out set."""
         return EvaluationPlan(held_out, self.samples, self.temperature, self.pass_at, seed)
 
-    def places(self, requests: int, workers: int) -> int:
+    def max_concurrent(self, requests: int, workers: int) -> int:
         """Number of episodes that each worker may run at once next to training.
 
         Args:
@@ -261,18 +261,18 @@ async def run_held_out(
     max_new_tokens: int,
     stops: tuple[int, ...],
     item_deadline_s: float,
-    places: int,
+    max_concurrent: int,
 ) -> Evaluation:
     """Run items of a held-out set of ``task``.
 
     Args:
         play: runs one episode; failures are returned, not raised.
         item_deadline_s: deadline in seconds for making an item.
-        places: number of episodes that run at once.
+        max_concurrent: number of episodes that run at once.
 
     Raises ValueError if the task has no such set.
     """
-    items, free = task.held_out_items(plan.held_out), asyncio.Semaphore(places)
+    items, free = task.held_out_items(plan.held_out), asyncio.Semaphore(max_concurrent)
 
     async def run_one(index: int, sample: int) -> tuple[str, EpisodeResult]:
         async with free:
@@ -280,9 +280,9 @@ async def run_held_out(
                 item = await make_item(items.__getitem__, index, item_deadline_s)
             except EpisodeFailed as failed:
                 return task.name, failed
-            player, item = task.player_of(item)
+            owner, item = task.owner_of(item)
             sampling = plan.sampling(index, sample, max_new_tokens, stops)
-            return player.name, await play(player, item, index, sampling, -1 - index)
+            return owner.name, await play(owner, item, index, sampling, -1 - index)
 
     episodes = await all_or_none([run_one(index, sample) for index in indices for sample in range(plan.samples)])
     by_item = [episodes[i * plan.samples : (i + 1) * plan.samples] for i in range(len(indices))]

@@ -143,8 +143,9 @@ class EpisodeRunner:
             task.cancel()
             if rollout.broken is not None:  # whatever the code waits for
                 raise rollout.broken
-            if rollout.queue:
-                report = f"{stack}\n{rollout.queue}: raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
+            if rollout.scoring_queue_report:
+                remedy = "raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
+                report = f"{stack}\n{rollout.scoring_queue_report}: {remedy}"
                 raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)

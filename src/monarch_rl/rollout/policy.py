@@ -1,7 +1,7 @@
 """The policy of one episode, which its coroutine calls: token-in, token-out.
 
-An :class:`EpisodePolicy` is a view of one line of the rollout (``branches.py``): the policy itself, one of its seats,
-or a fork of these. All views share one :class:`Rollout`.
+An :class:`EpisodePolicy` is a handle to one conversation of the episode: the main one, that of a named seat, or a fork
+of either. All handles of an episode share one :class:`Rollout`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
+LENGTH_FLAGS = (
+    "--trainer.tokens-per-microbatch, --generator.context-length, --generator.max-total-tokens or --rollout.max-tokens"
+)
+"""Settings that limit the tokens of an episode."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
@@ -48,7 +53,7 @@ class EpisodeContext:
 
 
 class Rollout:
-    """State that all views of one rollout share.
+    """State that all handles of one episode share.
 
     Args:
         conversation: an empty conversation.
@@ -90,7 +95,7 @@ class Rollout:
             self._scoring.remove(since)
 
     @property
-    def queue(self) -> str:
+    def scoring_queue_report(self) -> str:
         """Describes the queue for the scoring processes if a score of this episode has waited for more than half of the
         episode deadline; else ""."""
         since = asyncio.get_running_loop().time() - self.context.episode_deadline_s / 2
@@ -152,8 +157,7 @@ class Rollout:
                     "prompt leaves no room within "
                     f"{self.context.episode_limit or self.branches.share.max_tokens} tokens",
                     report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise the setting that "
-                    "limits them: --trainer.tokens-per-microbatch, --generator.context-length, "
-                    "--generator.max-total-tokens or --rollout.max-tokens.",
+                    f"limits them: {LENGTH_FLAGS}.",
                 )
             raise EpisodeFailed(
                 "episode ended without a reply", report="It has to await policy.reply(...) at least once."
@@ -289,7 +293,10 @@ class EpisodePolicy:
             raise rollout.broken
         if is_generating:
             raise RuntimeError("the policy is generating a turn: await each policy.reply(...) before the next one")
-        raise ContextFull(f"the {len(line.conversation.ids)} tokens of the episode leave no room for another turn")
+        raise ContextFull(
+            f"the episode has {len(line.conversation.ids)} tokens and cannot have another turn. Its length is limited "
+            f"by {LENGTH_FLAGS}"
+        )
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
@@ -317,7 +324,9 @@ class EpisodePolicy:
         new_tokens, first_version = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.first_version
         if new_tokens < 1:
             self._line.mark_full()
-            raise ContextFull(f"the episode's {length} tokens leave no room for another one")
+            raise ContextFull(
+                f"the episode has {length} tokens and cannot have another one. Its length is limited by {LENGTH_FLAGS}"
+            )
         if first_version is None and new_tokens == sampling.max_new_tokens:
             return sampling
         return replace(
@@ -363,7 +372,7 @@ class EpisodePolicy:
         if sampling.temperature != own.temperature:
             turn = untrained(turn, own.truncated)
         if line.begun:
-            turn = line.go_on(turn)
+            turn = line.complete_partial_turn(turn)
         line.turns.append(turn)
         line.finish_reasons.append(reason)
         self.branch.turns += 1

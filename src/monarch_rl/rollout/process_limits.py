@@ -141,7 +141,7 @@ class _EndsCopies:
         if not self._reported[0]:
             self._reported[0] = 1
             with suppress(OSError):
-                os.write(2, f"an episode has forked its worker at {place}: copies are ended\n".encode())
+                os.write(2, f"an episode called os.fork() at {place}; the child process will be killed\n".encode())
         os._exit(0)
 
 

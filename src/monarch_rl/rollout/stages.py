@@ -123,7 +123,7 @@ class Stages:
         self._note_time = note_time
         self._reasons: set[str] = set()
         """Reasons that stages gave for dropping groups."""
-        self.places = sum(stage.concurrency for stage in stages)
+        self.max_groups = sum(stage.concurrency for stage in stages)
         """Maximum number of groups in stages at a time."""
 
     async def run(self, item: Any, group: Group) -> None:
@@ -132,9 +132,9 @@ class Stages:
         Raises:
             StageFailed: a stage dropped the group, raised, did not end in time, or left a group that cannot be trained.
         """
-        for stage, places in self._stages:
+        for stage, semaphore in self._stages:
             began = now()
-            async with places:
+            async with semaphore:
                 entered = now()
                 try:
                     await _run(stage, item, group)

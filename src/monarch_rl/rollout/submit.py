@@ -213,9 +213,9 @@ class GroupSubmitter:
         """Kinds of failures that the buffer has been told about."""
 
     @property
-    def places(self) -> int:
+    def max_groups_in_stages(self) -> int:
         """Maximum number of groups in stages at a time."""
-        return self._stages.places
+        return self._stages.max_groups
 
     async def submit(self, ticket: Ticket, item: Any, group: Group) -> None:
         """Run the stages, then submit the group; drop it if a stage drops it or fails."""

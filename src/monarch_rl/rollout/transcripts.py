@@ -125,7 +125,7 @@ def _find_shared(opened: Sequence[_Opened]) -> None:
 def _item(task: Task, index: int) -> Any:
     """The item as its task defines it; a description of the error if it cannot be made again."""
     try:
-        return task.player_of(task.items(index))[1]
+        return task.owner_of(task.items(index))[1]
     except Exception as error:  # whatever the task raises
         return f"<item {index} raised {_represented(error)} when it was made>"
 

@@ -17,7 +17,8 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
-from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
+from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas
+from monarch_rl.rollout.frozen import connect as connect_frozen_models
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
@@ -112,7 +113,7 @@ class RolloutWorker(AsksFrozenModels):
             episode_limit: maximum tokens of an episode, prompts and sampled tokens together; None means no limit.
             frozen: models that episodes may ask, and their engines.
         """
-        await connect(frozen)
+        await connect_frozen_models(frozen)
         if self._resources is not None:
             await self._cancel_all()
             self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
@@ -176,12 +177,12 @@ class RolloutWorker(AsksFrozenModels):
 
     @persistent_endpoint
     async def evaluate(
-        self, indices: list[int], plan: EvaluationPlan = GREEDY, places: int | None = None
+        self, indices: list[int], plan: EvaluationPlan = GREEDY, max_concurrent: int | None = None
     ) -> Evaluation:
         """Run items of a held-out set next to the training rollouts. Nothing of it is sent to the buffer.
 
         Args:
-            places: number of episodes at once; None means as many as for training.
+            max_concurrent: number of episodes that run at once; None means as many as for training.
         """
         settings = self._settings
         evaluation = run_held_out(
@@ -192,7 +193,7 @@ class RolloutWorker(AsksFrozenModels):
             max_new_tokens=settings.max_new_tokens,
             stops=self._template.stop_token_ids,
             item_deadline_s=settings.episode_deadline_s,
-            places=places or settings.concurrent_groups * settings.group_size,
+            max_concurrent=max_concurrent or settings.concurrent_groups * settings.group_size,
         )
         self._evaluating.add(task := asyncio.ensure_future(evaluation))
         task.add_done_callback(self._evaluating.discard)
@@ -214,12 +215,18 @@ class RolloutWorker(AsksFrozenModels):
 
     @persistent_endpoint
     async def rollouts(
-        self, trained: list[TrainedEpisode], played_here: bool = True, again: bool = False
+        self, trained: list[TrainedEpisode], run_here: bool = True, again: bool = False
     ) -> list[dict[str, Any]]:
-        """Trained episodes as rows for ``rollouts.jsonl``; unless ``played_here``, also those whose messages another
-        worker has. Messages of earlier groups are removed, unless groups are trained ``again``."""
+        """Rows of ``rollouts.jsonl`` for ``trained``.
+
+        Messages of earlier groups are discarded unless ``again`` (set when groups are replayed).
+
+        Args:
+            run_here: return only episodes that this worker ran, whose messages it still holds. Otherwise all, with
+                ``messages`` null where unavailable.
+        """
         found = zip(trained, self._transcripts.take(trained, again), strict=True)
-        asked = [(one, messages) for one, messages in found if messages is not None or not played_here]
+        asked = [(one, messages) for one, messages in found if messages is not None or not run_here]
         # On a thread: decoding takes milliseconds, and so may making an item.
         return await asyncio.to_thread(rows, asked, self._task, self._template)
 
@@ -235,8 +242,8 @@ class RolloutWorker(AsksFrozenModels):
         self._generator.replace(replica, handle)
 
     @concurrent_endpoint
-    async def lives(self) -> None:
-        """Never returns: the call fails when this process is lost."""
+    async def block_until_lost(self) -> None:
+        """Never returns. Callers await it so that their call fails when this process dies."""
         await asyncio.Event().wait()  # waits: as long as the process lives
 
     @concurrent_endpoint
@@ -258,7 +265,7 @@ class RolloutWorker(AsksFrozenModels):
     async def _run_until_closed(self) -> None:
         """Generate ``concurrent_groups`` groups at once, while others are in stages. The first loop to end, by an error
         or at the end of the run, ends all."""
-        count = self._settings.concurrent_groups + self._submitter.places
+        count = self._settings.concurrent_groups + self._submitter.max_groups_in_stages
         loops = [asyncio.ensure_future(self._run_groups()) for _ in range(count)]
         try:
             # waits: as long as the run; close() ends it
@@ -298,7 +305,7 @@ class RolloutWorker(AsksFrozenModels):
             results = [await self._submitter.reported(failed)] * size
         else:
             seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
-            task, item = self._task.player_of(item)
+            task, item = self._task.owner_of(item)
             share, group = ticket.bound.share(size), ticket.group_id
             results = await all_or_none(
                 [self._run_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]

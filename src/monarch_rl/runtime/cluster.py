@@ -53,15 +53,15 @@ SET_UP_DEADLINE_S = 300.0
 """Seconds for a call to newly spawned processes, whose imports may take ten CPU-seconds first."""
 
 
-class _Environment(Actor):
+class _TorchDistributedEnv(Actor):
     """Sets the environment variables that ``init_process_group("env://")`` reads."""
 
     @concurrent_endpoint
-    async def meeting_point(self) -> tuple[str, int]:
+    async def rendezvous_endpoint(self) -> tuple[str, int]:
         return host_address(), free_port()
 
     @concurrent_endpoint
-    async def enter(self, address: str, port: int) -> None:
+    async def set_variables(self, address: str, port: int) -> None:
         point = context().actor_instance.rank
         world = point.extent.nelements
         local_world = point.extent.sizes[-1]
@@ -90,11 +90,11 @@ async def init_torch_distributed_env(mesh: ProcMesh) -> None:
 
     Raises :class:`~monarch_rl.runtime.deadlines.DeadlineExceeded`.
     """
-    actors = mesh.spawn(ENVIRONMENT, _Environment)
+    actors = mesh.spawn(ENVIRONMENT, _TorchDistributedEnv)
     first = actors.slice(**dict.fromkeys(mesh.extent.labels, 0))
     what = f"the processes of mesh {mesh.extent} to start"
-    address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what, on="Monarch")
-    await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what, on="Monarch")
+    address, port = await within(SET_UP_DEADLINE_S, first.rendezvous_endpoint.call_one(), what, on="Monarch")
+    await within(SET_UP_DEADLINE_S, actors.set_variables.call(address, port), what, on="Monarch")
 
 
 # -- the cluster ------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that set the number of compute threads of a process."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
-HIDDEN = ("logger-", f"{MONITOR}-", f"{ENVIRONMENT}-")
+UNREPORTED_MESH_PREFIXES = ("logger-", f"{MONITOR}-", f"{ENVIRONMENT}-")
 """Name prefixes of meshes whose loss is not reported: the run's own mesh in the same processes is lost with them."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill its remaining descendants and end."""
@@ -234,12 +234,25 @@ class Cluster:
         return command
 
     def named(self, name: str) -> ProcMesh:
-        """The last spawned mesh of this name that was not killed."""
-        return next(spawned.mesh for spawned in reversed(self._meshes) if spawned.name == name)
+        """The last spawned mesh of this name that was not killed. Raises ValueError if there is none."""
+        for spawned in reversed(self._meshes):
+            if spawned.name == name:
+                return spawned.mesh
+        live = ", ".join(sorted({spawned.name for spawned in self._meshes})) or "none"
+        raise ValueError(f"no live mesh named {name!r}; live meshes: {live}")
+
+    def _find(self, mesh: ProcMesh) -> _Mesh:
+        for spawned in self._meshes:
+            if spawned.mesh is mesh:
+                return spawned
+        raise ValueError("this mesh was not spawned by this cluster, or was already killed")
 
     async def locate(self, mesh: ProcMesh) -> None:
-        """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end them if they do not answer."""
-        (known,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
+        """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end them if they do not answer.
+
+        Raises ValueError if the mesh is not one of this cluster, or was killed.
+        """
+        known = self._find(mesh)
         what = f"the machine and pid of {known.name}"
         calls = [within(CALL_DEADLINE_S, each.report.call_one(), what, on="Monarch") for each in known.monitors]
         known.processes = [(report.machine, report.pid) for report in await asyncio.gather(*calls)]
@@ -250,8 +263,10 @@ class Cluster:
         They are killed, not stopped: stopping an actor makes Monarch end the actors that call it, too; killing it
         leaves them alive. A process that does not answer is killed from another process if :meth:`locate` was called;
         otherwise the watch kills it, or its host at the end.
+
+        Raises ValueError if the mesh is not one of this cluster, or was already killed.
         """
-        (ended,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
+        ended = self._find(mesh)
         self._meshes.remove(ended)
         self.faults.clear()  # they belong to the mesh being replaced; later ones may end the run
         what = f"{ended.name} to end"
@@ -292,7 +307,7 @@ class Cluster:
 
     def _on_fault(self, failure: MeshFailure) -> None:
         """Monarch's hook for a failure that no supervisor handled. Returning keeps the controller alive."""
-        if self._ending or failure.mesh_name.startswith(HIDDEN):
+        if self._ending or failure.mesh_name.startswith(UNREPORTED_MESH_PREFIXES):
             logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)
@@ -344,7 +359,10 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
         preloads = [preload for preload in preloads if not preload.asks_for_accelerators]
     start_host = functools.partial(_start_host, preloads=preloads)
     if runtime.MONARCH_CAME_FIRST:
-        logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s")
+        logger.warning(
+            "monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s. Import "
+            "monarch_rl first"
+        )
     if not launched_by_torchrun():
         with interrupts() as interrupting:
             interrupting.grace_s = grace_s
@@ -484,7 +502,7 @@ SPAWN_DEADLINE_S = 60.0
 (A process that takes more than 30 s to introduce itself is not noticed, whatever is set here.)"""
 CLIENT_FLUSH_S = 0.3
 """Seconds for this process's last messages to leave at its exit; Monarch's own default."""
-END_S = 5.0
+CLIENT_SHUTDOWN_DEADLINE_S = 5.0
 """Seconds for the client to shut down; normally a moment."""
 
 
@@ -518,6 +536,6 @@ def shut_client_down() -> None:
     from monarch.actor import shutdown_context
 
     try:
-        shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=END_S)
+        shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=CLIENT_SHUTDOWN_DEADLINE_S)
     except Exception as error:  # the run is over: nothing depends on this any more
         logger.warning("Monarch's client did not shut down; the process exits anyway: %r", error)

@@ -103,7 +103,7 @@ class SimulatedReplica:
     async def ready(self) -> None:
         """Returns at once: a simulated replica is always ready."""
 
-    async def lives(self) -> None:
+    async def block_until_lost(self) -> None:
         """Never returns: simulated replicas are not lost."""
         await asyncio.Event().wait()  # waits: for the whole run
 

@@ -92,7 +92,7 @@ class _Tasks:
 
     def part_of(self, item: PartItem) -> tuple[Task, Any]:
         """See :attr:`Task.part_of`; a task may be a mixture, too."""
-        return self._tasks[item.task].player_of(item.item)
+        return self._tasks[item.task].owner_of(item.item)
 
     async def run(self, item: PartItem, policy: Policy) -> Returned:
         """Run the episode of the item's task."""

@@ -322,7 +322,7 @@ class Task:
             part_of,
         )
 
-    def player_of(self, item: Any) -> tuple[Task, Any]:
+    def owner_of(self, item: Any) -> tuple[Task, Any]:
         """The task that an item belongs to, which is this one unless it is a mixture, and the item as that task defines
         it."""
         return (self, item) if self.part_of is None else self.part_of(item)

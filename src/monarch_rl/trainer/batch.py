@@ -35,12 +35,12 @@ class MicroBatch:
     attention: AttentionLayout
     """Which inputs each input attends to."""
     sampled_after: torch.Tensor
-    """int64[M]: places in the row of the inputs that precede the targets. The last input of a shared prefix occurs once
+    """int64[M]: row index of the input whose output predicts each target. The last input of a shared prefix occurs once
     for each token that follows it."""
     targets: torch.Tensor
     """int64[M]: the sampled tokens."""
     rows: torch.Tensor | None
-    """int64[N]: which of the M each trainable token is. None: N = M, in the same order."""
+    """int64[N]: index into the M computed log-probs for each trainable token. None: identity (N = M)."""
     behaviour_logprobs: torch.Tensor
     """float32[N]: the engine's log-probs."""
     advantages: torch.Tensor
@@ -96,7 +96,7 @@ def pack(
             or advantages are for another number of tokens.
     """
     _check_routes(episodes)
-    layout = lay_out(episodes, range(len(episodes)) if groups is None else groups)
+    layout = layout_rows(episodes, range(len(episodes)) if groups is None else groups)
     rows = SampledRows.of(episodes, layout, column_names)
     # A rank without inputs still takes part in the collectives, with a padding token that has no weight.
     padding = np.zeros(0 if layout.width else 1, np.int64)
@@ -132,7 +132,7 @@ def pack(
 
 
 def _check_routes(episodes: Sequence[Episode]) -> None:
-    present = all_or_none([episode.expert_routes for episode in episodes], "expert routes")
+    present = require_all_or_none([episode.expert_routes for episode in episodes], "expert routes")
     for episode, expert_routes in zip(episodes, present, strict=False):  # none, or one for each episode
         if len(expert_routes) != episode.num_tokens - 1:
             raise ValueError(
@@ -175,24 +175,27 @@ def pack_shard(
     mini-batch over all ranks.
 
     Args:
-        advantages: advantages of the whole batch: see :func:`monarch_rl.trainer.advantages.advantages_of`.
+        advantages: advantages of the whole batch, ``BatchAdvantages[group][episode]``: a scalar or float32[sampled
+            tokens]. See :func:`monarch_rl.trainer.advantages.advantages_of`.
         aggregation: how token losses are normalised.
         max_new_tokens: most tokens that an episode may generate, the normaliser of the ``constant`` aggregation.
         columns: further columns of the whole batch by name: float32[sampled tokens] of each sequence.
     """
     return [
         [
-            _pack_microbatch(microbatch, shard, part, advantages, aggregation, max_new_tokens, device, columns or {})
-            for microbatch in own
+            _pack_microbatch(
+                microbatch, shard, minibatch, advantages, aggregation, max_new_tokens, device, columns or {}
+            )
+            for microbatch in microbatches
         ]
-        for part, own in shard.by_minibatch(shard.microbatches)
+        for minibatch, microbatches in shard.by_minibatch(shard.microbatches)
     ]
 
 
 def _pack_microbatch(
     microbatch: Sequence[tuple[int, int, Episode]],
     shard: BatchShard,
-    part: MiniBatch,
+    minibatch: MiniBatch,
     advantages: BatchAdvantages,
     aggregation: Aggregation,
     max_new_tokens: int,
@@ -203,13 +206,13 @@ def _pack_microbatch(
     weights = token_weights(
         torch.tensor([episode.num_trainable for episode in episodes]),
         aggregation,
-        batch_tokens=part.trainable_tokens,
-        batch_episodes=part.episodes,
+        batch_tokens=minibatch.trainable_tokens,
+        batch_episodes=minibatch.episodes,
         max_tokens=max_new_tokens,
     )
 
     def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
-        return [values[group][place] for group, place, _ in microbatch]
+        return [values[group][episode_index] for group, episode_index, _ in microbatch]
 
     groups = [group for group, _, _ in microbatch]
     batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
@@ -280,7 +283,10 @@ def _check_columns(episodes: Sequence[Episode], names: Sequence[str]) -> None:
         for turn in episode.turns:
             missing = [name for name in names if name not in turn.columns]
             if missing:
-                raise ValueError(f"an episode has columns {sorted(turn.columns)}, but not {missing[0]}, unlike others")
+                raise ValueError(
+                    f"an episode lacks column {missing[0]!r} (it has {sorted(turn.columns)}). Every turn of every "
+                    "episode in a batch needs it: check the stage that fills it"
+                )
 
 
 def _distinct(
@@ -329,11 +335,11 @@ def _sampling_masks(episodes: Sequence[Episode]) -> SamplingMasks | None:
         None if (sampling_masks := episode.sampling_masks) is None else sampling_masks[episode.trainable]
         for episode in episodes
     ]
-    present = all_or_none(by_episode, "sampling masks")
+    present = require_all_or_none(by_episode, "sampling masks")
     return SamplingMasks.join(present) if present else None
 
 
-def all_or_none(values: Sequence[T | None], what: str) -> list[T]:
+def require_all_or_none(values: Sequence[T | None], what: str) -> list[T]:
     """The values that are not None. Raises ValueError if only some are None."""
     present = [value for value in values if value is not None]
     if len(present) not in (0, len(values)):
@@ -371,7 +377,7 @@ class RowLayout:
         return found
 
 
-def lay_out(episodes: Sequence[Episode], groups: Sequence[int]) -> RowLayout:
+def layout_rows(episodes: Sequence[Episode], groups: Sequence[int]) -> RowLayout:
     """Lay out episodes group by group. A prefix that episodes of a group share (:func:`prefix_tree`) is in the row
     once.
 

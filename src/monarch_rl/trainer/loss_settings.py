@@ -136,7 +136,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         """The given corrections, or the default ones."""
         if self.corrections is not None:
             return self.corrections
-        return () if self.weighs_behaviour else ("tis",)
+        return () if self.has_importance_ratio else ("tis",)
 
     @property
     def estimates_kl_by(self) -> EstimateName:
@@ -153,9 +153,9 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         return POLICY_LOSSES[self.policy_loss]
 
     @property
-    def weighs_behaviour(self) -> bool:
+    def has_importance_ratio(self) -> bool:
         """Whether the policy loss itself divides by the policy that sampled."""
-        return self.ratio_to == "behaviour" or self._policy_loss.weighs_behaviour
+        return self.ratio_to == "behaviour" or self._policy_loss.has_importance_ratio
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -176,8 +176,8 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     def _check_parameters(self) -> None:
         """Refuse parameters that the policy loss does not read, and parameters that contradict each other."""
         name, rule = self.policy_loss, self._policy_loss
-        if self.ratio_to == "behaviour" and (rule.weighs_behaviour or not rule.has_ratio):
-            has = "already has both ratios" if rule.weighs_behaviour else "has no ratio"
+        if self.ratio_to == "behaviour" and (rule.has_importance_ratio or not rule.has_ratio):
+            has = "already has both ratios" if rule.has_importance_ratio else "has no ratio"
             raise SettingsError(f"trainer.loss.ratio-to behaviour: the policy loss {name} {has}. Leave it out")
         for bound in ("clip_low", "clip_high"):
             if getattr(self, bound) is not None and rule.clip is None:
@@ -221,12 +221,12 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
                 "trainer.loss.corrections opsm drops sequences of negative advantage, and trainer.loss.positives-only "
                 "trains on none: leave one of them out"
             )
-        weights = [name for name in given if CORRECTIONS[name].weighs_behaviour]
+        weights = [name for name in given if CORRECTIONS[name].has_importance_ratio]
         if len(set(given)) < len(given) or len(weights) > 1:
             raise SettingsError(
                 f"trainer.loss.corrections {' '.join(given)}: give each at most once, and at most one of tis and icepop"
             )
-        if weights and self.weighs_behaviour:
+        if weights and self.has_importance_ratio:
             other = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
             raise SettingsError(
                 f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: "
@@ -239,7 +239,7 @@ def _check_for_unread_values(settings: LossSettings) -> None:
     applied = settings.applied_corrections
     corrects = f"the corrections are {' '.join(applied) or 'none'}"
     capped = "tis" in applied or (
-        settings.kl_coefficient > 0 and settings.kl_in == "loss" and settings.weighs_behaviour
+        settings.kl_coefficient > 0 and settings.kl_in == "loss" and settings.has_importance_ratio
     )
     loss = f"the policy loss is {settings.policy_loss}"
     positives = "trainer.loss.positives-only drops tokens of negative advantage"

@@ -16,7 +16,7 @@ from monarch_rl.algorithms import losses
 from monarch_rl.algorithms.advantages import positives_only
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
-from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES, Policies
+from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES, LossInputs
 from monarch_rl.algorithms.mismatch import BINS, histogram
 from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
@@ -33,8 +33,9 @@ Sums = dict[str, torch.Tensor]
 a histogram (:func:`monarch_rl.algorithms.mismatch.histogram`)."""
 
 Objective = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
-"""``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``. The loss is a scalar with gradient, a sum
-over tokens weighted by ``batch.weights``. The sums must include ``tokens``; each other sum is logged as
+"""``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``. The loss, a scalar with gradient, is
+``(token_loss * batch.weights).sum()``: the weights already contain the normaliser of ``trainer.loss.aggregation`` over
+the whole mini-batch and all ranks, so do not average. The sums must include ``tokens``; each other sum is logged as
 ``trainer/<name>``, its mean over tokens."""
 
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
@@ -58,60 +59,67 @@ def reinforcement(settings: LossSettings) -> Objective:
     """The policy-gradient objective of ``settings``."""
 
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        policies = _policies(output, batch, settings)
-        policy = POLICY_LOSSES[settings.policy_loss].rule(policies, settings)
-        loss, sums = _total(policy.loss, output, batch, policies, settings)
+        inputs = _loss_inputs(output, batch, settings)
+        policy = POLICY_LOSSES[settings.policy_loss].rule(inputs, settings)
+        loss, sums = _loss_and_sums(policy.loss, output, batch, inputs, settings)
         return loss, sums | {"clipped": policy.limited.sum()}
 
-    return _marked(objective, "reinforcement", settings, *settings.needed_columns)
+    return _with_metadata(objective, "reinforcement", settings, *settings.needed_columns)
 
 
 def distillation(settings: LossSettings) -> Objective:
-    """The KL divergence from the teacher at each token (by default the reverse KL). Of ``settings`` it uses all but
-    policy loss and advantage.
+    """The KL divergence from the teacher at each token (by default the reverse KL).
+
+    Of ``settings`` it uses ``teacher_top``, ``teacher_divergence``, the corrections (except ``opsm``),
+    ``lag_discount``, the KL in the loss, entropy and aggregation. It ignores ``advantage``; other loss settings must
+    keep their defaults.
 
     Raises:
-        ValueError: the settings change rewards, advantages or the policy loss, which this objective does not use, or
-            use them for a correction; or they weight tokens by the policy that sampled although ``teacher_top`` is set.
+        ValueError: ``ratio_to``, ``policy_loss``, ``positives_only``, ``clip_low``, ``clip_high``, ``dual_clip`` or
+            ``overlong_limit`` is not the default; the corrections contain ``opsm``; the KL is subtracted from the
+            reward; or ``teacher_top`` is set without ``kl_coefficient``, and ``corrections`` names ``tis`` or
+            ``icepop``, or ``importance_cap`` is not the default.
     """
     _check_distilled(settings)
     ids, logprobs = top_columns(settings.teacher_top)
 
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        policies, teacher = _policies(output, batch, settings), batch.columns[TEACHER]
-        sums = {"reverse_kl": (policies.new.detach() - teacher).sum()}
-        loss, sampled_only = reverse_kl(policies.new, teacher), output.others is None
+        inputs, teacher = _loss_inputs(output, batch, settings), batch.columns[TEACHER]
+        sums = {"reverse_kl": (inputs.new.detach() - teacher).sum()}
+        loss, sampled_only = reverse_kl(inputs.new, teacher), output.others is None
         if output.others is not None:
             most_likely = torch.stack([batch.columns[name] for name in logprobs], -1)
             loss = top_k_divergence(output.others, most_likely, settings.teacher_divergence == "forward")
             sums["top_k_kl"] = loss.detach().sum()
-        loss, common = _total(loss, output, batch, policies, settings, sampled_only)
+        loss, common = _loss_and_sums(loss, output, batch, inputs, settings, sampled_only)
         return loss, common | sums
 
-    marked = _marked(objective, "distillation", settings, *settings.needed_columns, TEACHER, *logprobs)
+    marked = _with_metadata(objective, "distillation", settings, *settings.needed_columns, TEACHER, *logprobs)
     return other_tokens(ids)(marked) if ids else marked
 
 
 def _check_distilled(settings: LossSettings) -> None:
     """Refuse settings that :func:`distillation` does not read."""
-    if settings.ratio_to != "trainer" or settings.policy_loss != LossSettings().policy_loss:
-        raise ValueError(
-            "the objective distillation has no ratio and no policy loss: leave out trainer.loss.ratio-to and "
-            "trainer.loss.policy-loss, or use the advantage of that name instead (trainer.loss.advantage distillation)"
-        )
-    if settings.positives_only or "opsm" in settings.applied_corrections or settings.takes_kl_from_reward:
-        raise ValueError(
-            "the objective distillation reads no advantages: leave out trainer.loss.positives-only, the correction "
-            "opsm and kl-in reward, or use the advantage of that name instead (trainer.loss.advantage distillation)"
-        )
     defaults = LossSettings()
+    instead = "Leave it out, or use the advantage of that name instead (trainer.loss.advantage distillation)"
+    for name in ("ratio_to", "policy_loss"):
+        if getattr(settings, name) != getattr(defaults, name):
+            flag = f"{settings.flag(name)} {getattr(settings, name)}"
+            raise ValueError(f"{flag}: the objective distillation has no ratio and no policy loss. {instead}")
+    for flag, is_given in (
+        (settings.flag("positives_only"), settings.positives_only),
+        (f"{settings.flag('corrections')} opsm", "opsm" in settings.applied_corrections),
+        (f"{settings.flag('kl_in')} reward", settings.takes_kl_from_reward),
+    ):
+        if is_given:
+            raise ValueError(f"{flag}: the objective distillation reads no advantages. {instead}")
     for name in ("clip_low", "clip_high", "dual_clip", "overlong_limit"):
         if getattr(settings, name) != getattr(defaults, name):
             raise ValueError(
                 f"{settings.flag(name)}: the objective distillation uses no rewards and no policy loss. Leave it out"
             )
     if settings.teacher_top and not settings.kl_coefficient:
-        weighs = [name for name in settings.corrections or () if CORRECTIONS[name].weighs_behaviour]
+        weighs = [name for name in settings.corrections or () if CORRECTIONS[name].has_importance_ratio]
         given = [f"{settings.flag('corrections')} {weighs[0]}"] if weighs else []
         given += [settings.flag("importance_cap")] * (settings.importance_cap != defaults.importance_cap)
         if given:
@@ -121,28 +129,28 @@ def _check_distilled(settings: LossSettings) -> None:
             )
 
 
-def _marked(objective: Objective, name: str, settings: LossSettings, *columns: str) -> Objective:
-    setattr(objective, _MADE_WITH, (name, settings))
+def _with_metadata(objective: Objective, name: str, settings: LossSettings, *columns: str) -> Objective:
+    setattr(objective, _NAME_AND_SETTINGS, (name, settings))
     if settings.entropy_coefficient:
         objective = entropy_gradient(objective)
     return needs(*columns)(objective)
 
 
-def _importance(policies: Policies, settings: LossSettings, sampled_only: bool = True) -> torch.Tensor:
+def _importance(inputs: LossInputs, settings: LossSettings, sampled_only: bool = True) -> torch.Tensor:
     """float32[N], without gradient: the product of the corrections' weights. If not ``sampled_only`` (see
-    :func:`_total`), only corrections that drop sequences apply."""
-    importance = torch.ones_like(policies.old)
+    :func:`_loss_and_sums`), only corrections that drop sequences apply."""
+    importance = torch.ones_like(inputs.old)
     for name in settings.applied_corrections:
-        if sampled_only or not CORRECTIONS[name].weighs_behaviour:
-            importance = importance * CORRECTIONS[name].weights(policies, settings)
+        if sampled_only or not CORRECTIONS[name].has_importance_ratio:
+            importance = importance * CORRECTIONS[name].weights(inputs, settings)
     return importance
 
 
-def _total(
+def _loss_and_sums(
     loss: torch.Tensor,
     output: TokenLogprobs,
     batch: MicroBatch,
-    policies: Policies,
+    inputs: LossInputs,
     settings: LossSettings,
     sampled_only: bool = True,
 ) -> tuple[torch.Tensor, Sums]:
@@ -153,32 +161,32 @@ def _total(
         sampled_only: the loss is an estimate from the sampled token. Otherwise it is an expectation over the next
             token, like the entropy, to which no importance weight applies.
     """
-    importance = _importance(policies, settings, sampled_only)
+    importance = _importance(inputs, settings, sampled_only)
     loss = loss * importance
-    sums = _sums(output, batch, policies) | {"importance_weight": importance.sum()}
+    sums = _sums(output, batch, inputs) | {"importance_weight": importance.sum()}
     if settings.kl_coefficient:
-        divergence = losses.ESTIMATES[settings.estimates_kl_by](policies.new, batch.columns[REFERENCE])
+        divergence = losses.ESTIMATES[settings.estimates_kl_by](inputs.new, batch.columns[REFERENCE])
         sums["kl_reference"] = divergence.detach().sum()
         if settings.kl_in == "loss":
-            loss = loss + settings.kl_coefficient * _importance_of_kl(policies, settings) * divergence
+            loss = loss + settings.kl_coefficient * _importance_of_kl(inputs, settings) * divergence
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * output.entropies
     weights = batch.weights * losses.lag_discount(batch.lags, settings.lag_discount)
     return (loss * weights).sum(), sums
 
 
-def _importance_of_kl(policies: Policies, settings: LossSettings) -> torch.Tensor:
+def _importance_of_kl(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """float32[N]: the importance weights of the KL to the reference."""
     # The KL is an expectation under the current policy, so it needs a weight even if the policy loss has its own, and
     # no correction gives one.
-    importance = _importance(policies, settings)
-    if not settings.weighs_behaviour:
+    importance = _importance(inputs, settings)
+    if not settings.has_importance_ratio:
         return importance
     cap = settings.importance_cap
-    return importance * losses.truncated_importance_weights(policies.old, policies.behaviour, cap)
+    return importance * losses.truncated_importance_weights(inputs.old, inputs.behaviour, cap)
 
 
-def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) -> Policies:
+def _loss_inputs(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) -> LossInputs:
     """The log-probs to compare, and the advantages after KL penalty and ``positives_only``."""
     old, behaviour = batch.columns.get(OLD, output.logprobs.detach()), batch.behaviour_logprobs
     advantages = batch.advantages
@@ -188,13 +196,13 @@ def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) 
     if settings.positives_only:
         advantages = positives_only(advantages)
     ratio_to = old if settings.ratio_to == "trainer" else behaviour
-    return Policies(output.logprobs, old, behaviour, ratio_to, advantages, batch.sequences)
+    return LossInputs(output.logprobs, old, behaviour, ratio_to, advantages, batch.sequences)
 
 
-def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
+def _sums(output: TokenLogprobs, batch: MicroBatch, inputs: LossInputs) -> Sums:
     """Sums that all objectives but ``supervised`` report."""
-    new, difference, on_policy = policies.new.detach(), policies.old - policies.behaviour, batch.lags == 0
-    mismatch = losses.mismatch_k3(policies.old, policies.behaviour)
+    new, difference, on_policy = inputs.new.detach(), inputs.old - inputs.behaviour, batch.lags == 0
+    mismatch = losses.mismatch_k3(inputs.old, inputs.behaviour)
     return {
         "tokens": torch.ones_like(new).sum(),
         "entropy": output.entropies.detach().sum(),
@@ -233,13 +241,13 @@ OBJECTIVES: dict[str, Callable[[LossSettings], Objective]] = {
     "supervised": lambda _: supervised,
 }
 """Factories by the names that ``run.start(objective=...)`` accepts."""
-_MADE_WITH = "_monarch_rl_made_with"
+_NAME_AND_SETTINGS = "_monarch_rl_name_and_settings"
 
 
-def made_with(objective: Objective) -> tuple[str, LossSettings] | None:
+def name_and_settings(objective: Objective) -> tuple[str, LossSettings] | None:
     """The name in :data:`OBJECTIVES` and the settings that created this objective; None for a recipe's own."""
     # A recipe's own may be a wrapper of one of these with copied attributes, so the place is compared, too.
-    name, settings = getattr(objective, _MADE_WITH, ("supervised", LossSettings()))
+    name, settings = getattr(objective, _NAME_AND_SETTINGS, ("supervised", LossSettings()))
     return (name, settings) if place_of(objective) == place_of(OBJECTIVES[name](settings)) else None
 
 
@@ -254,7 +262,7 @@ def _unusable_names(names: Collection[str]) -> str:
     return ""
 
 
-def call(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+def evaluate_objective(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """Call an objective and check what it returns: the loss of a micro-batch, and its sums, which are detached.
 
     Raises:

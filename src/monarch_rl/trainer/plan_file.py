@@ -28,7 +28,7 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, Objective, made_with
+from monarch_rl.trainer.objective import OBJECTIVES, Objective, name_and_settings
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -142,7 +142,7 @@ def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
 
 def _named_objective(objective: Objective) -> dict[str, Any] | None:
     """Name and settings; None for a recipe's own."""
-    made = made_with(objective)
+    made = name_and_settings(objective)
     return None if made is None else {"name": made[0], "loss": to_plain(made[1])}
 
 

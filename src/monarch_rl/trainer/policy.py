@@ -46,7 +46,7 @@ from monarch_rl.trainer.metrics import reduced_metrics, summed, waste_metrics  #
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
-from monarch_rl.trainer.objective import OLD, REFERENCE, Objective, Sums, call, rows_objective  # noqa: E402
+from monarch_rl.trainer.objective import OLD, REFERENCE, Objective, Sums, evaluate_objective, rows_objective  # noqa: E402
 from monarch_rl.trainer.platform import make_deterministic  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
@@ -323,8 +323,10 @@ class Policy:
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
-        # Not by call(), which would refuse the names of these sums.
-        loss, sums = rows_objective(output, trained) if batch.supervised else call(objective, output, trained)
+        # Not by evaluate_objective(), which would refuse the names of these sums.
+        loss, sums = (
+            rows_objective(output, trained) if batch.supervised else evaluate_objective(objective, output, trained)
+        )
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}

@@ -99,7 +99,7 @@ class LoopLag:
         if place and place not in self._places[name] and len(self._places[name]) < PLACES_NAMED:
             self._places[name].add(place)
             logger.warning(
-                "%s holds up the event loop of %s, for %.1f s so far: move blocking calls and computation to a thread "
+                "%s blocks the event loop of %s, for %.1f s so far: move blocking calls and computation to a thread "
                 "(asyncio.to_thread) or to a scoring process",
                 *(place, name, report.blocked_s),
             )

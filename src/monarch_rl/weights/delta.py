@@ -171,7 +171,8 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
 
     Raises:
         DeltaError: ``wire`` is damaged or for another size; ``target`` may hold a mix of both versions. Nothing is
-            written outside of ``target``. Damaged values of elements are not detected.
+            written outside of ``target``. Damaged values of elements are not detected. After a DeltaError ``target``
+            must not be patched again: reconnect, so that the next version is sent in full.
         ValueError: dtypes, alignment or devices do not fit together.
     """
     layout, entries = _read_table(wire)
@@ -187,7 +188,7 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
         try:
             _apply_bucket(form, changed, wire[at : at + size], bucket, layout.itemsize)
         except DeltaError as error:
-            raise DeltaError(f"bucket {k} of {len(entries)}: {error}") from None
+            raise DeltaError(f"bucket {k + 1} of {len(entries)}: {error}") from None
         at += size
     target[layout.body :].copy_(wire[at:])
 
@@ -204,7 +205,7 @@ def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
     header = wire[: 8 * _HEADER]
     magic, itemsize, nbytes, bucket = header.view(torch.int64).tolist() if header.numel() == 8 * _HEADER else [0] * 4
     if magic != _MAGIC or itemsize not in INT_OF_SIZE or nbytes < 0 or bucket <= 0 or bucket % 64:
-        raise DeltaError(f"these {wire.numel()} bytes do not begin like an encoded update")
+        raise DeltaError(f"not an encoded update: bad header in {wire.numel()} bytes")
     layout = _Layout(itemsize, nbytes, bucket)
     if wire.numel() < layout.payload:
         raise DeltaError(f"the update is cut off: it has {wire.numel()} bytes, its table alone {layout.payload}")
@@ -214,7 +215,9 @@ def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
     for k, (start, (form, changed)) in enumerate(zip(layout.starts, entries, strict=True)):
         fits = changed == 0 if form == _SAME else 0 < changed <= layout.numel(start)
         if not _SAME <= form <= _DENSE or not fits:
-            raise DeltaError(f"bucket {k} of {len(entries)} has form {form} and {changed} changed elements")
+            raise DeltaError(
+                f"bucket {k + 1} of {len(entries)}: invalid encoding {form} with {changed} changed elements"
+            )
         expected += _size(form, layout.numel(start), changed, itemsize)
     if wire.numel() != expected:
         raise DeltaError(f"the update has {wire.numel()} bytes, but its table declares {expected}")
@@ -316,9 +319,9 @@ def _check(itemsize: int, **buffers: tuple[torch.Tensor, int]) -> None:
 
 
 # -- sender and receiver: encoded updates over any transport that moves bytes -----------------------------------------
-# These classes wrap a transport, which then moves one tensor of bytes per trainer rank: the encoded update. Sender and
-# receiver both hold the version that all receivers have. After ``connect`` it is all zeros, so the first version is
-# sent in full.
+# These classes wrap a transport, which then moves one tensor of bytes per trainer rank: the encoded update. Each side
+# keeps a copy of the last version that every receiver has. ``open`` (sender) and ``connect`` (receiver) reset it to
+# zeros, so the next version is sent in full.
 
 BUCKET_BYTES = 4 << 20
 """Bytes compared at a time on a CPU: the fastest of 1 to 64 MiB. A replica also saves reads in steps of this size."""
@@ -339,7 +342,7 @@ def updates_manifest(manifest: Manifest) -> Manifest:
     )
 
 
-class ChangesSender:
+class DeltaSender:
     """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
@@ -368,7 +371,7 @@ class ChangesSender:
         """Mark the transport's snapshot as being written, so that no receiver reads the previous update from it."""
         # Needed even if the same version is sent again, because that is then a different update.
         if snapshot in self._offered:
-            self._transport.views(snapshot)
+            self._transport.views(snapshot)  # views() marks it
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         self._withdraw(snapshot)
@@ -392,7 +395,7 @@ class ChangesSender:
         await self._transport.close()
 
 
-class ChangesReceiver:
+class DeltaReceiver:
     """The replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Receiver, manifest: Manifest, device: torch.device) -> None:
@@ -417,15 +420,18 @@ class ChangesReceiver:
     async def receive(self, version: int, snapshot: int) -> list[int]:
         received = await self._transport.receive(version, snapshot)
         arrived = attach(self._transport.area(snapshot))
-        try:
-            await self._thread.run(self._apply, arrived, received)
-        except DeltaError as error:
-            raise TransferError(f"the update to version {version} is damaged: {error}") from error
+        await self._thread.run(self._apply, version, arrived, received)
         return received
 
-    def _apply(self, arrived: torch.Tensor, received: list[int]) -> None:
-        for update, nbytes, previous, buckets in zip(self._updates, received, self._previous, self._plans, strict=True):
-            apply(arrived[update.offset : update.offset + nbytes], previous)
+    def _apply(self, version: int, arrived: torch.Tensor, received: list[int]) -> None:
+        by_rank = zip(self._updates, received, self._previous, self._plans, strict=True)
+        for rank, (update, nbytes, previous, buckets) in enumerate(by_rank):
+            try:
+                apply(arrived[update.offset : update.offset + nbytes], previous)
+            except DeltaError as error:
+                raise TransferError(
+                    f"the update to version {version} from trainer rank {rank} is corrupt: {error}"
+                ) from error
             entries = [entry for bucket in buckets for entry in bucket]
             sources = [previous[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
             targets = [self._area.buffer[entry.staging : entry.staging + entry.nbytes] for entry in entries]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from monarch_rl.runtime.streams import on_side_stream
-from monarch_rl.weights.delta import ChangesReceiver, ChangesSender, updates_manifest
+from monarch_rl.weights.delta import DeltaReceiver, DeltaSender, updates_manifest
 from monarch_rl.weights.endpoint import Receiver, Sender, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest
 
@@ -31,7 +31,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
         if not settings.delta:
             return make(manifest, rank, settings, host, device)
         transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
-        return ChangesSender(transport, manifest, rank, device)
+        return DeltaSender(transport, manifest, rank, device)
 
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
@@ -41,7 +41,7 @@ def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.
         if not settings.delta:
             return make(manifest, settings, device)
         transport = make(updates_manifest(manifest), _in_small_buckets(settings), device)
-        return ChangesReceiver(transport, manifest, device)
+        return DeltaReceiver(transport, manifest, device)
 
 
 def _find(name: TransportName, side: int) -> Any:
