@@ -20,7 +20,7 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import assistant, user
 from monarch_rl.rollout import frozen
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.frozen import FrozenModel, connect
+from monarch_rl.rollout.frozen import FrozenModel, connect_frozen_models
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
@@ -100,7 +100,7 @@ def test_what_a_judge_is_asked_never_enters_the_episode(template: ChatTemplate, 
     async def test() -> None:
         own = ChatTemplate(judge.model)
         engines = Engines(own)
-        await connect([(judge, engines)])
+        await connect_frozen_models([(judge, engines)])
         echo = Echo(template, "8")
         asking, plain = [await played(echo, template, episode(asks)) for asks in (True, False)]
         for name in ("token_ids", "trainable", "policy_versions"):
@@ -139,7 +139,7 @@ def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judg
         return 1.0
 
     async def test() -> None:
-        await connect([(judge, Engines(ChatTemplate(judge.model), seconds=50.0))])
+        await connect_frozen_models([(judge, Engines(ChatTemplate(judge.model), seconds=50.0))])
         assert (await played(Echo(template, "8"), template, patient)).reward == 1.0
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
             await played(Echo(template, "8"), template, slow)
@@ -174,7 +174,7 @@ def test_a_judge_that_fails_costs_the_episode_unless_its_code_decides_otherwise(
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model), seconds=0.0 if error else 1e6)
         engines.error = error
-        await connect([(judge, engines)])
+        await connect_frozen_models([(judge, engines)])
         with pytest.raises(EpisodeFailed) as failed:
             await played(Echo(template, "8"), template, asking)
         assert failed.value.reason == reason
@@ -198,7 +198,7 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
 
     async def test() -> None:
         own = ChatTemplate(rm.model)
-        await connect([(rm, Heads(own))])
+        await connect_frozen_models([(rm, Heads(own))])
         conversation = [user("2 + 3 ="), assistant("5")]
         assert await rm.reward(conversation) == 0.5
         text = own.decode(rated[0])  # Qwen3's template writes the thoughts that there are not
@@ -209,7 +209,7 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
         for asked in (rm.reply("x"), rm.logprobs([1, 2])):
             with pytest.raises(ValueError, match="cannot generate"):
                 await asked
-        await connect([(judge, Heads(own))])
+        await connect_frozen_models([(judge, Heads(own))])
         with pytest.raises(ValueError, match="no reward head"):
             await judge.reward(conversation)
 
@@ -222,10 +222,10 @@ def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
 
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model), CALLS["pythonic"])
-        await connect([(judge, engines)])
+        await connect_frozen_models([(judge, engines)])
         with pytest.raises(ValueError, match="tool parser"):
             await judge.reply("1+2?", tools=TOOLS)
-        await connect([(replace(judge, tool_parser="pythonic"), engines)])
+        await connect_frozen_models([(replace(judge, tool_parser="pythonic"), engines)])
         (call,) = (await judge.reply("1+2?", tools=TOOLS)).tool_calls
         assert (call.name, call.arguments, call.error) == ("add", {"a": 1}, "")
 
@@ -235,7 +235,7 @@ def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
 def test_a_prompt_without_room_for_an_answer_is_no_request(template: ChatTemplate, judge: FrozenModel) -> None:
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model))
-        await connect([(judge, engines)])
+        await connect_frozen_models([(judge, engines)])
         with pytest.raises(JudgeFailed, match=" 64 "):
             await judge.reply("word " * 200)
         assert not engines.asked
@@ -264,7 +264,7 @@ def test_code_of_an_episode_that_is_over_asks_nobody(template: ChatTemplate, jud
 
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model))
-        await connect([(judge, engines)])
+        await connect_frozen_models([(judge, engines)])
         await played(Echo(template, "8"), template, episode)
         await left[0]
         assert said == ["the episode is over"] and not engines.asked

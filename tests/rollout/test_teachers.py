@@ -17,7 +17,7 @@ from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.errors import FrozenRefused
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
-from monarch_rl.rollout.frozen import FrozenModel, connect
+from monarch_rl.rollout.frozen import FrozenModel, connect_frozen_models
 from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled, columns_for_training
 from monarch_rl.rollout.teachers import reference, teacher
 from tests.rollout.test_stages import made, run
@@ -61,7 +61,7 @@ def large(model: str) -> FrozenModel:
 def asked(large: FrozenModel, *stages: Stage) -> tuple[Any, list[tuple[list[int], int, float]], StageFailed | None]:
     """A group that passed the stages, what the engine was asked, and why the group was dropped."""
     engine, group = Engine(), made()
-    asyncio.run(connect([(large, engine)]))  # type: ignore[list-item]
+    asyncio.run(connect_frozen_models([(large, engine)]))  # type: ignore[list-item]
     (failed,), times = run(list(stages), group)
     assert [name for name, _, _ in times] == [stage.name for stage in stages][: len(times)]
     return group, engine.asked, failed
@@ -113,7 +113,7 @@ def test_the_most_likely_tokens_stand_in_columns_of_their_own(large: FrozenModel
 
 def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_nothing(large: FrozenModel) -> None:
     engine, group = Engine(), made()
-    asyncio.run(connect([(large, engine)]))  # type: ignore[list-item]
+    asyncio.run(connect_frozen_models([(large, engine)]))  # type: ignore[list-item]
     for turn in group.episodes[1].turns:
         turn.trainable[:] = False
     (failed,), _ = run([teacher(large)], group)

@@ -22,7 +22,7 @@ from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_en
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import EpisodeResult
-from monarch_rl.rollout.frozen import connect
+from monarch_rl.rollout.frozen import connect_frozen_models
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import Scorer
@@ -167,4 +167,4 @@ async def serve_frozen(
         return
     generator_bytes = sum(cpu_memory(read_config(model), settings.generator, FULL_TRAINING).values())
     pools = await start_all_frozen(cluster, plans, settings.generator.tp, generator_bytes)
-    await connect([(pool.model, pool.dispatcher()) for pool in pools])
+    await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])

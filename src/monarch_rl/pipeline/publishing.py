@@ -549,7 +549,7 @@ class TransferGroup:
             seconds.append(now() - started)
         return min(seconds)
 
-    async def gather(
+    async def collect(
         self, calls: Iterable[tuple[str, str, Awaitable[T]]], max_commit_delay_s: float = 0.0
     ) -> list[T | BaseException]:
         """Await calls concurrently, each within the deadline of a transfer + ``max_commit_delay_s``.
@@ -793,7 +793,7 @@ class Publication:
             for replica in arrived
         ]
         max_commit_delay_s = max((replica.max_commit_delay_s for replica in arrived), default=0.0)
-        reports = await self._group.gather(commits, max_commit_delay_s)
+        reports = await self._group.collect(commits, max_commit_delay_s)
         failed: Failures = {}
         for replica, report in zip(arrived, reports, strict=True):
             if isinstance(report, BaseException):

@@ -39,7 +39,7 @@ from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.publishing import UpdateDispatch, ping
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
-from monarch_rl.rollout.frozen import connect
+from monarch_rl.rollout.frozen import connect_frozen_models
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import Stage
@@ -389,7 +389,7 @@ async def start_actors(
     if resumed is not None:
         steps, nbytes = resumed.manifest.optimizer_steps, resumed.manifest.nbytes
         await restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
-    await connect([(pool.model, pool.dispatcher()) for pool in pools])
+    await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
     workers = await start_rollout(
         *(cluster, s.rollout, task, model, buffer, generators, min(limits.values()), routes, stages, pools),
         survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,

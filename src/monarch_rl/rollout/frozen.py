@@ -8,7 +8,7 @@
         return float("yes" in verdict.text.lower())
 
 A :class:`FrozenModel` contains only settings. When it is asked, it uses the engines that the current process was
-connected to by :func:`connect`. Its conversations never become part of the episode.
+connected to by :func:`connect_frozen_models`. Its conversations never become part of the episode.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _group() -> int:
     return next(_numbers) if episode is None else episode.group
 
 
-async def connect(models: Sequence[tuple[FrozenModel, FrozenReplicas]]) -> None:
+async def connect_frozen_models(models: Sequence[tuple[FrozenModel, FrozenReplicas]]) -> None:
     """Connect this process to the engines of frozen models. Raises what loading a chat template raises (OSError,
     ValueError)."""
     for model, replicas in models:

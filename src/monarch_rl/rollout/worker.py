@@ -17,8 +17,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
-from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas
-from monarch_rl.rollout.frozen import connect as connect_frozen_models
+from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect_frozen_models
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
