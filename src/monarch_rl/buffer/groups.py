@@ -174,7 +174,10 @@ class LiveGroups:
         groups._attempts, groups._places = dict(state["attempts"]), state["places"]
         for group_id, task_cursor, place, attempt, overtaken, times_trained, last_version, data in state["live"]:
             groups._live[group_id] = LiveGroup(
-                *(group_id, task_cursor, place, attempt),
+                group_id,
+                task_cursor,
+                place,
+                attempt,
                 overtaken=overtaken,
                 times_trained=times_trained,
                 last_trained_version=last_version,

@@ -268,7 +268,9 @@ class Checkpoints:
             last = f"the newest checkpoint is of step {self.saved}" if self.saved else "there is no earlier checkpoint"
             logger.error(
                 "no checkpoint of step %d: %s; %s. The run continues, and the next checkpoint is tried when it is due",
-                *(version, last_line(error), last),
+                version,
+                last_line(error),
+                last,
             )
 
 

@@ -221,7 +221,8 @@ class Evaluations:
             self._warned = True
             logger.warning(
                 "the best version is not tracked: --evaluation.best %s is no evaluation metric; the metrics are %s",
-                *(settings.best_metric, ", ".join(sorted(measured))),
+                settings.best_metric,
+                ", ".join(sorted(measured)),
             )
         return results[0]
 

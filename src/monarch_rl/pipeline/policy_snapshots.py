@@ -72,7 +72,10 @@ def _note_refused(due: Sequence[FrozenPool], version: int, error: Exception) -> 
             logger.error(
                 "%s cannot load version %d of the policy: %s. It keeps serving %s; the run continues, and the next "
                 "snapshot is tried when it is due",
-                *(pool.kind, version, last_line(error), current),
+                pool.kind,
+                version,
+                last_line(error),
+                current,
             )
         pool.refused = True
 

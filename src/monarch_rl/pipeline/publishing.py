@@ -828,7 +828,11 @@ class Publication:
             else:
                 logger.warning(
                     "generator %d failed to load version %d (attempt %d of %d), retrying: %s",
-                    *(replica.index, self.version, max(self._attempts, 1), self._group.settings.attempts, error),
+                    replica.index,
+                    self.version,
+                    max(self._attempts, 1),
+                    self._group.settings.attempts,
+                    error,
                 )
         await self._replicas.update_dispatch()
         self._group.connected = None

@@ -197,7 +197,8 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
     except OSError as error:
         logger.error(
             "%s cannot be written (%s): it still has the settings before the resume",
-            *(folder / SETTINGS, error.strerror or error),
+            folder / SETTINGS,
+            error.strerror or error,
         )
 
 

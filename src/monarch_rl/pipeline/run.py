@@ -238,9 +238,17 @@ class Run:
         check_that_columns_are_read(functions, columns_for_training(stages))
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             print(f"warning: {warning}")
-        inputs = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
+        task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
-            *(self._cluster, settings, inputs[0], model, functions, inputs[1], self._frozen, self.resumed, self.folder),
+            self._cluster,
+            settings,
+            task_by_value,
+            model,
+            functions,
+            stages_by_value,
+            self._frozen,
+            self.resumed,
+            self.folder,
             survivors=self._survivors.actors if self._survivors else None,
         )
         await self.begin(actors, task)
@@ -297,12 +305,20 @@ class Run:
             checkpoints = Checkpoints(folder, actors, s.checkpoint, *about)
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
-            *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
-            *(ResultOutput(metrics, console).evaluation, self._best, self.on_best, checkpoints),
+            s,
+            s.generator.running_requests(self._on_gpu),
+            actors.workers,
+            publisher,
+            failures,
+            task,
+            ResultOutput(metrics, console).evaluation,
+            self._best,
+            self.on_best,
+            checkpoints,
         )
         self._lifetimes.callback(evaluations.cancel)
         begun = RunComponents(
-            *(actors, publisher, observer, recovery, failures, meter, watch, *outputs, evaluations, checkpoints)
+            actors, publisher, observer, recovery, failures, meter, watch, *outputs, evaluations, checkpoints
         )
         await self._lifetimes.enter_async_context(failures.summary_at_end(observer, begun.note))
         self._begun = begun

@@ -364,8 +364,15 @@ async def start_actors(
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
     updates = s.steps * s.trainer.updates_per_batch
     plan = TrainerPlan(
-        *(model, s.trainer, updates, s.rollout.temperature, loss_tokens(s, limits), functions),
-        *(journal, s.journal.mib << 20, resumed.generation if resumed else 0),
+        model,
+        s.trainer,
+        updates,
+        s.rollout.temperature,
+        loss_tokens(s, limits),
+        functions,
+        journal,
+        s.journal.mib << 20,
+        resumed.generation if resumed else 0,
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(read_config(model), s.generator, s.trainer.lora).values())
@@ -376,11 +383,19 @@ async def start_actors(
     trainer, generators, pools, _ = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(
-            *(cluster, model, s.generator, s.first_replica_device, s.trainer.lora, routes),
-            *(survivors.generators if survivors else None, s.colocate),
+            cluster,
+            model,
+            s.generator,
+            s.first_replica_device,
+            s.trainer.lora,
+            routes,
+            survivors.generators if survivors else None,
+            s.colocate,
         ),
         start_all_frozen(
-            *(cluster, frozen, s.first_frozen_device),
+            cluster,
+            frozen,
+            s.first_frozen_device,
             generator_bytes=0 if survivors else engine_bytes,  # surviving generators have their memory already
             survivors=survivors.frozen if survivors else (),
         ),
@@ -391,7 +406,16 @@ async def start_actors(
         await restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
     await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
     workers = await start_rollout(
-        *(cluster, s.rollout, task, model, buffer, generators, min(limits.values()), routes, stages, pools),
+        cluster,
+        s.rollout,
+        task,
+        model,
+        buffer,
+        generators,
+        min(limits.values()),
+        routes,
+        stages,
+        pools,
         survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
     )
     return Actors(buffer, trainer, generators, workers, *_sizes(model, s), tuple(pools), (task, stages))

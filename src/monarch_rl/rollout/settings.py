@@ -256,7 +256,11 @@ def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Se
         if 2 * too_long > len(prompts):
             logger.warning(
                 "%d of %d prompts leave no room for %d new tokens within %s, which is %d: their answers will be cut",
-                *(too_long, len(prompts), new_tokens, name, tokens),
+                too_long,
+                len(prompts),
+                new_tokens,
+                name,
+                tokens,
             )
 
 

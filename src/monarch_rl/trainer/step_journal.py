@@ -38,7 +38,9 @@ class StepJournal:
             except OSError as error:  # resuming from a checkpoint needs the records, not the plan
                 logger.warning(
                     "the journal in %s has no %s, without which tools/replay.py cannot replay this run: %r",
-                    *(folder, PLAN.format(generation=plan.generation), error),
+                    folder,
+                    PLAN.format(generation=plan.generation),
+                    error,
                 )
         about = {
             "generation": plan.generation,

@@ -101,7 +101,9 @@ class LoopLag:
             logger.warning(
                 "%s blocks the event loop of %s, for %.1f s so far: move blocking calls and computation to a thread "
                 "(asyncio.to_thread) or to a scoring process",
-                *(place, name, report.blocked_s),
+                place,
+                name,
+                report.blocked_s,
             )
 
     def metrics(self) -> dict[str, float]:
