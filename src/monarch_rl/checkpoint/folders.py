@@ -100,7 +100,7 @@ def folder_of(root: Path, version: int) -> Path:
 
 def partial_of(root: Path, version: int) -> Path:
     """Folder to which the checkpoint of a version is written before it is complete."""
-    return root / f".step-{version:06d}.partial"
+    return partial_folder(folder_of(root, version))
 
 
 def file_sum(root: Path, path: Path) -> FileSum:
@@ -161,9 +161,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     fresh.rename(path)
 
 
-def flush(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -367,7 +367,7 @@ def replace_folder(folder: Path) -> None:
     """Rename the complete :func:`partial_folder` to ``folder``, and remove the previous folder. Raises OSError."""
     partial, old = partial_folder(folder), _old_folder(folder)
     for file in partial.iterdir():  # flushed first: the name must not be on disk before the content
-        _flush_file(file)
+        flush(file)
     flush(partial)
     finish_replacing(folder)
     if partial.exists():  # otherwise finish_replacing() has renamed it
@@ -396,14 +396,6 @@ def finish_all(parent: Path) -> None:
     """:func:`finish_replacing` for all folders in ``parent``. Raises OSError."""
     for old in parent.glob(".*.old"):
         finish_replacing(parent / old.name.removeprefix(".").removesuffix(".old"))
-
-
-def _flush_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- reports of trainer ranks -----------------------------------------------------------------------------------------
