@@ -34,7 +34,7 @@ import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import RequestLost
-from monarch_rl.generator.parts import UNFINISHED, OnPart
+from monarch_rl.generator.parts import UNFINISHED, OnPart, settle
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.runtime.persistent_calls import next_message
@@ -124,8 +124,7 @@ class ReplicaConnection:
             task.cancel()
         unanswered, self._pending, self._unsent = self._pending, {}, []
         for pending in unanswered.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(ReplicaLost(why, pending.parts))
+            settle(pending.answer, ReplicaLost(why, pending.parts))
 
     def _send(self) -> None:
         """Send the unsent requests."""
@@ -177,12 +176,7 @@ class ReplicaConnection:
             pending.parts.append(content)
             return
         del self._pending[number]
-        if pending.answer.done():  # cancelled by the caller
-            return
-        if isinstance(content, Exception):
-            pending.answer.set_exception(content)
-        else:
-            pending.answer.set_result(content)
+        settle(pending.answer, content)
 
 
 def _packed(requests: list[tuple[int, Request]]) -> bytes:

@@ -7,6 +7,7 @@ without the interruption.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,16 @@ UNFINISHED = "unfinished"
 
 OnPart = Callable[[Completion], None]
 """Receives the parts of one request in order, before its answer; each token is in at most one part."""
+
+
+def settle(answer: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
+    """Answer a request with its completion or an error, unless its caller was cancelled."""
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
 
 
 def ignore_part(part: Completion) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.errors import EngineStopped, GenerationError, SamplingMaskMissing
-from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts
+from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts, settle
 from monarch_rl.generator.settings import recipe_flags
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.model.folder import num_experts, sparse_layers
@@ -128,7 +128,7 @@ class SchedulerRequests:
         self.version, self.resets = 0, self.resets + 1
         for request in [*self._unsent, *self._running.values()]:
             self._drop(request)
-            _settle(request, GenerationError(ANOTHER_TRAINER))
+            settle(request.answer, GenerationError(ANOTHER_TRAINER))
 
     def waits(self) -> list[Wait]:
         """What the oldest requests wait for; may be called on any thread."""
@@ -174,7 +174,7 @@ class SchedulerRequests:
                 salt = f"{self.resets}/{self._cache_version(request.sampling)}"
                 batch.append(self.format.tokenized(request_id, request.prompt_ids, request.sampling, seed, salt))
             except Exception as error:  # concerns this request alone
-                _settle(request, error)
+                settle(request.answer, error)
                 continue
             self._running[request_id] = request
             self.clock.enter()
@@ -185,7 +185,7 @@ class SchedulerRequests:
             self.format.send(batch)
         except Exception as error:  # this is a callback of the event loop, which would only log the error
             for tokenized in batch:
-                _settle(self._leave(tokenized.rid), error)
+                settle(self._leave(tokenized.rid).answer, error)
 
     def _cache_version(self, sampling: Sampling) -> int:
         """The version whose part of the prefix cache a request uses. Requests of different versions share no prefix."""
@@ -226,7 +226,7 @@ class SchedulerRequests:
         for request_id in list(self._running):
             self._leave(request_id)
         for request in requests:
-            _settle(request, EngineStopped(reason))
+            settle(request.answer, EngineStopped(reason))
 
     # ---- outputs of SGLang -------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class SchedulerRequests:
     def _finish(self, request: _Request, side: SideChannel) -> None:
         """Answer a request that SGLang has finished."""
         if request.error is not None:
-            _settle(request, request.error)
+            settle(request.answer, request.error)
             return
         completion = join_parts(request.parts, request.parts[-1].finish_reason)
         routes_from = request.sampling.expert_routes_from
@@ -287,9 +287,9 @@ class SchedulerRequests:
             try:
                 completion = replace(completion, expert_routes=self._route_format.read(side.expert_routes, rows))
             except GenerationError as error:
-                _settle(request, error)
+                settle(request.answer, error)
                 return
-        _settle(request, completion)
+        settle(request.answer, completion)
 
     def _on_result(self, dispatch: Callable[[Any], None], result: Any) -> None:
         """Answer a request that SGLang aborted in its own queue, where no new tokens were sampled for it."""
@@ -301,22 +301,13 @@ class SchedulerRequests:
         try:
             unfinished = read_reason(reason, request.interrupted)
         except GenerationError as error:
-            _settle(request, request.error or error)
+            settle(request.answer, request.error or error)
             return
-        _settle(request, request.error or join_parts(request.parts or [_nothing_sampled()], unfinished))
+        settle(request.answer, request.error or join_parts(request.parts or [_nothing_sampled()], unfinished))
 
 
 def _nothing_sampled() -> Completion:
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), UNFINISHED)
-
-
-def _settle(request: _Request, outcome: Completion | Exception) -> None:
-    if request.answer.done():  # its caller was cancelled
-        return
-    if isinstance(outcome, Exception):
-        request.answer.set_exception(outcome)
-    else:
-        request.answer.set_result(outcome)
 
 
 # -- converting SGLang's outputs to completions -----------------------------------------------------------------------
