@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 MOVED = {
     "monarch_rl.algorithms.aggregation": "monarch_rl.algorithms.losses",
@@ -136,15 +132,13 @@ MOVED = {
 """Old to new; CHANGELOG.md has the same table."""
 
 
-class _MovedModules(MetaPathFinder):
-    """Asked for what no other finder has found."""
+class _MovedModules:
+    """A finder that is asked for what no other one has found."""  # no base: importlib.abc would import much else
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    @staticmethod
+    def find_spec(fullname: str, *_: object) -> None:
         if fullname in MOVED:
             raise ImportError(f"{fullname} has moved: import from {MOVED[fullname]}", name=fullname)
-        return None
 
 
 def name_moved_modules() -> None:
