@@ -28,7 +28,6 @@ HEAVY = ["torch", "monarch", "sglang", "transformers", "numpy"]
 
 def test_these_names_are_public_and_documented() -> None:
     assert sorted(PUBLIC) == monarch_rl.__all__
-    assert not [name for name in PUBLIC if not vars(getattr(monarch_rl, name)).get("__doc__", True)]
     assert not [name for name in PUBLIC if not getattr(monarch_rl, name).__doc__]
     assert set(PUBLIC) <= set(dir(monarch_rl))
 
