@@ -18,6 +18,7 @@ from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_di
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
 from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES, LossInputs
 from monarch_rl.algorithms.mismatch import BINS, histogram
+from monarch_rl.errors import SettingsError
 from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.loss_settings import LossSettings
@@ -105,17 +106,17 @@ def _check_distilled(settings: LossSettings) -> None:
     for name in ("ratio_to", "policy_loss"):
         if getattr(settings, name) != getattr(defaults, name):
             flag = f"{settings.flag(name)} {getattr(settings, name)}"
-            raise ValueError(f"{flag}: the objective distillation has no ratio and no policy loss. {instead}")
+            raise SettingsError(f"{flag}: the objective distillation has no ratio and no policy loss. {instead}")
     for flag, is_given in (
         (settings.flag("positives_only"), settings.positives_only),
         (f"{settings.flag('corrections')} opsm", "opsm" in settings.applied_corrections),
         (f"{settings.flag('kl_in')} reward", settings.takes_kl_from_reward),
     ):
         if is_given:
-            raise ValueError(f"{flag}: the objective distillation reads no advantages. {instead}")
+            raise SettingsError(f"{flag}: the objective distillation reads no advantages. {instead}")
     for name in ("clip_low", "clip_high", "dual_clip", "overlong_limit"):
         if getattr(settings, name) != getattr(defaults, name):
-            raise ValueError(
+            raise SettingsError(
                 f"{settings.flag(name)}: the objective distillation uses no rewards and no policy loss. Leave it out"
             )
     if settings.teacher_top and not settings.kl_coefficient:
@@ -123,7 +124,7 @@ def _check_distilled(settings: LossSettings) -> None:
         given = [f"{settings.flag('corrections')} {weighs[0]}"] if weighs else []
         given += [settings.flag("importance_cap")] * (settings.importance_cap != defaults.importance_cap)
         if given:
-            raise ValueError(
+            raise SettingsError(
                 f"{given[0]}: with trainer.loss.teacher-top the objective distillation is an expectation over the next "
                 "token, to which no importance weight applies. Leave it out"
             )
