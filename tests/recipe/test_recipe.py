@@ -386,7 +386,7 @@ def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
     run = start([sys.executable, *recipe(tmp_path / "model", tmp_path / "runs", *wild)])
     assert run.wait(RUN_S) == 1, run.output()
     run.assert_gone()
-    said = rf"version 1, .*step 1 .*: {re.escape(name)} .*\[{row}, 3\]"
+    said = rf"version 1, .*step 1\b.*: {re.escape(name)} .*\[{row}, 3\]"
     assert re.search(rf"^\S*PublishError: {said}", run.output(), re.MULTILINE), run.output()
     assert "is lost" not in run.output() and "retrying" not in run.output(), run.output()
 
