@@ -1,4 +1,7 @@
-"""Pools of processes that can be replaced one by one: generator replicas, frozen engines, rollout workers."""
+"""Pools of processes that can be replaced one by one: generator replicas, frozen engines, rollout workers.
+
+Also the call that finds out whether a process is alive, which is how a lost one is told from one that failed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ProcMesh
@@ -14,12 +17,16 @@ from monarch.actor import ProcMesh
 from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 logger = logging.getLogger("monarch_rl")
 
 A = TypeVar("A")
 """The actor's class."""
 T = TypeVar("T")
+
+ANSWER_DEADLINE_S = 20.0
+"""Seconds within which a live process answers, on a machine with all cores busy."""
 
 
 @dataclass(frozen=True)
@@ -168,3 +175,28 @@ def last_line(error: BaseException) -> str:
     """The last line of an error's text; for an error from another process, this line states the actual cause."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
+
+
+# -- whether a process is alive ---------------------------------------------------------------------------------------
+
+
+class Pingable(Protocol):
+    """An actor that can report whether it is alive."""
+
+    @concurrent_endpoint
+    async def ready(self) -> None:
+        """Raise the actor's error, if it cannot work."""
+
+
+async def ping(name: str, actor: Pingable) -> None:
+    """Raise if an actor does not answer within ``ANSWER_DEADLINE_S``."""
+    await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to report that it is alive", on=name)
+
+
+async def ping_failure(name: str, actor: Pingable) -> str | None:
+    """Why an actor does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
+    try:
+        await ping(name, actor)
+    except Exception as error:
+        return f"{name} does not answer: {last_line(error)}"
+    return None

@@ -33,9 +33,8 @@ from monarch_rl.model.reward_head import read_frozen, resolve_frozen, reward_lab
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
-from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.memory import USABLE, describe
-from monarch_rl.pipeline.publishing import ping
 from monarch_rl.rollout.frozen import FrozenModel, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker

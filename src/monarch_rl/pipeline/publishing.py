@@ -23,7 +23,7 @@ import torch
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.errors import NotFinite, PublishError, StillServing
 from monarch_rl.generator.actor import Generator
-from monarch_rl.pipeline.actor_pool import last_line
+from monarch_rl.pipeline.actor_pool import last_line, ping_failure
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
@@ -340,6 +340,246 @@ def _retrieve(publication: asyncio.Task[None]) -> None:
         publication.exception()
 
 
+# -- the generator replicas of a run: which are alive, which version each serves, which are lost ----------------------
+
+UpdateDispatch = Callable[[list[int], list[int]], Awaitable[None]]
+"""Notifies the rollout workers of the indices of replicas that are paused (no new requests), and of those lost."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """One generator process. After a loss, another ``Replica`` takes its index."""
+
+    index: int
+    handle: Generator
+    max_commit_delay_s: float
+    """Seconds for which its running sequences may delay a commit."""
+    version: int | None = None
+    """The version it is known to serve; None if it serves nothing."""
+
+    @property
+    def name(self) -> str:
+        return f"generator {self.index}"
+
+
+class Replicas:
+    """The live replicas, by index, and the lost ones.
+
+    Args:
+        update_workers: called whenever the dispatch of requests should change; None calls nothing.
+    """
+
+    def __init__(self, update_workers: UpdateDispatch | None = None) -> None:
+        self.update_workers = update_workers
+        self.lost: dict[int, str] = {}
+        """Why each removed replica was removed, by index."""
+        self.on_lost: Callable[[int, str], None] | None = None
+        """Called with the index of a removed replica and the reason. While it is set, a run that has lost all replicas
+        waits for a new one; without it, that is an error."""
+        self._alive: dict[int, Replica] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._alive.values()))
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def __contains__(self, replica: Replica) -> bool:
+        """Whether this very process is alive; another one may have taken its index."""
+        return self._alive.get(replica.index) is replica
+
+    @property
+    def handles(self) -> dict[int, Generator]:
+        """Handles of the live replicas, by index."""
+        return {replica.index: replica.handle for replica in self}
+
+    def behind(self, version: int) -> list[Replica]:
+        """The live replicas that do not serve ``version``."""
+        return [replica for replica in self if replica.version != version]
+
+    def add(self, replica: Replica) -> None:
+        """Add a replica; it replaces another one with its index."""
+        self._alive[replica.index] = replica
+
+    def remove(self, index: int, reason: str) -> Replica | None:
+        """Mark a replica as lost and return it; None if it was removed already."""
+        removed = self._alive.pop(index, None)
+        if removed is None:
+            return None
+        self.lost[index] = reason
+        others = ", ".join(f"generator {other}" for other in self._alive) or "none"
+        logger.error("generator %d is lost (%s); remaining generators: %s", index, reason, others)
+        if self.on_lost is not None:
+            self.on_lost(index, reason)
+        return removed
+
+    async def update_dispatch(self) -> None:
+        """Notify the rollout workers which replicas are paused and which are lost."""
+        if self.update_workers is not None:
+            # A replica that merely missed a transfer is not paused: it still serves the previous version, complete.
+            paused = [replica.index for replica in self if replica.version is None]
+            await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
+
+
+# -- the publication of one version to all replicas: readiness, transfer, commit, blame -------------------------------
+# A replica commits a version only when it has arrived completely, and serves it only when the checksums of the weights
+# in its engine equal the trainer's. A replica that answers but did not take the version is sent it again, and is
+# removed after ``attempts`` attempts. A replica that does not answer is removed immediately.
+
+Failures = dict[Replica, BaseException]
+"""Why each of some replicas did not take a version."""
+
+
+async def unresponsive_replicas(replicas: list[Replica]) -> dict[Replica, str]:
+    """Those of the given replicas that do not answer, each with the reason."""
+    reasons = await asyncio.gather(*(ping_failure(replica.name, replica.handle) for replica in replicas))
+    return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
+
+
+class Publication:
+    """The publication of one version to every replica that does not serve it yet.
+
+    Args:
+        version: a version of which the trainer holds a snapshot.
+        transfer_group: transfers the version.
+        replicas: receive the version; those that fail are removed.
+    """
+
+    def __init__(self, version: int, transfer_group: TransferGroup, replicas: Replicas) -> None:
+        self.version = version
+        self.transfer_s = 0.0
+        """Seconds of all transfers, which may be several attempts."""
+        self.paused_s = 0.0
+        """Longest decoding pause of a replica, in seconds."""
+        self.verify_share = 0.0
+        """Largest share of a replica's pause spent on checksums."""
+        self.max_received_bytes = 0
+        """Most bytes received by a replica."""
+        self._group, self._replicas = transfer_group, replicas
+        self._attempts = 0
+        """Attempts that failed although all members answered."""
+
+    async def run(self) -> None:
+        """Return when every live replica serves the version, or when none is left.
+
+        Raises:
+            PublishError: a trainer rank does not answer, or the version is not finite.
+        """
+        while behind := self._replicas.behind(self.version):
+            is_last = self._attempts + 1 == self._group.settings.attempts
+            failed: Failures = {}
+            # In a common transfer, one failing replica can fail the others, so the last attempt sends to each alone.
+            for together in [[replica] for replica in behind] if is_last and self._attempts else [behind]:
+                failed |= await self._attempt(together)
+            await self._handle_failures(failed, is_last)
+
+    async def _attempt(self, replicas: list[Replica]) -> Failures:
+        """Transfer the version to ``replicas`` and have them commit it; returns those that failed. Raises
+        PublishError."""
+        # A rank that enters a collective early blocks inside it, so every member must answer before the transfer.
+        failed = await self._ping_members(replicas)
+        replicas = [replica for replica in replicas if replica not in failed]
+        if not replicas:
+            return failed
+        started = now()
+        try:
+            if self._group.connected != replicas:
+                await self._group.connect(replicas)
+            checksums, received = await self._group.transfer(self.version, replicas)
+        except Exception as error:
+            self._raise_if_not_finite(error)
+            await self._raise_if_trainer_unresponsive(error)
+            return failed | {replica: error for replica in replicas}
+        self.transfer_s += now() - started
+        arrived: dict[Replica, int] = {}
+        for replica, nbytes in received.items():
+            if isinstance(nbytes, BaseException):
+                failed[replica] = nbytes
+            else:
+                arrived[replica] = nbytes
+        return failed | await self._commit(arrived, checksums)
+
+    async def _ping_members(self, replicas: list[Replica]) -> Failures:
+        """Check that every member answers; returns the replicas that do not. Raises PublishError for trainer ranks."""
+        asked = [replica for replica in replicas if replica in self._replicas]
+        absent, reason = await asyncio.gather(unresponsive_replicas(asked), self._group.unresponsive_rank())
+        if reason is not None:
+            raise PublishError(f"version {self.version} cannot be sent: {reason}")
+        return {replica: PublishError(reason) for replica, reason in absent.items()}
+
+    def _raise_if_not_finite(self, error: Exception) -> None:
+        """Raise PublishError if the transfer's ``error`` is that the version has non-finite weights."""
+        cause = getattr(error, "exception", error)  # Monarch wraps it
+        if isinstance(cause, NotFinite):
+            if self.version == 0:
+                raise PublishError(
+                    f"the initial model has non-finite weights: {cause}. Check the checkpoint"
+                ) from error
+            raise PublishError(
+                f"version {self.version}, produced by step {self.version}, has non-finite weights and will not be "
+                f"served: {cause}. Lower --trainer.lr, clip gradients more tightly, or reduce the scale of your loss "
+                "or advantages"
+            ) from error
+
+    async def _raise_if_trainer_unresponsive(self, error: Exception) -> None:
+        """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""
+        reason = await self._group.unresponsive_rank()
+        if reason is not None:
+            raise PublishError(f"version {self.version} could not be sent: {reason} ({last_line(error)})") from error
+
+    async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
+        """Have replicas commit the version; returns those that failed. ``arrived``: bytes received by each replica."""
+        snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
+        commits = [
+            (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
+            for replica in arrived
+        ]
+        max_commit_delay_s = max((replica.max_commit_delay_s for replica in arrived), default=0.0)
+        reports = await self._group.collect(commits, max_commit_delay_s)
+        failed: Failures = {}
+        for replica, report in zip(arrived, reports, strict=True):
+            if isinstance(report, BaseException):
+                failed[replica] = report
+                if not isinstance(getattr(report, "exception", report), StillServing):  # Monarch wraps it
+                    replica.version = None
+                continue
+            replica.version = self.version
+            self.max_received_bytes = max(self.max_received_bytes, arrived[replica])
+            self.paused_s = max(self.paused_s, report.paused_seconds)
+            self.verify_share = max(self.verify_share, report.verification_share)
+        return failed
+
+    async def _handle_failures(self, failed: Failures, is_last: bool) -> None:
+        """Remove replicas that do not answer or failed at the last attempt; the others are sent the version again."""
+        present = [replica for replica in failed if replica in self._replicas]  # others were removed meanwhile
+        if not present:
+            return
+        gone = await unresponsive_replicas(present)
+        # An attempt counts only if all members answer: otherwise the unresponsive one is to blame for every failure.
+        if not gone and len(present) == len(failed):
+            self._attempts += 1
+        for replica in present:
+            if replica not in self._replicas:  # removed while it was asked
+                continue
+            error = last_line(failed[replica])
+            if replica in gone or (is_last and not gone):
+                reason = gone.get(replica) or (
+                    f"failed to load version {self.version} in {self._attempts} attempts (--weights.attempts)"
+                )
+                self._replicas.remove(replica.index, f"{reason}: {error}")
+            else:
+                logger.warning(
+                    "generator %d failed to load version %d (attempt %d of %d), retrying: %s",
+                    replica.index,
+                    self.version,
+                    max(self._attempts, 1),
+                    self._group.settings.attempts,
+                    error,
+                )
+        await self._replicas.update_dispatch()
+        self._group.connected = None
+
+
 # -- transfer calls: several actors answer together; once one is lost, the others abort -------------------------------
 # Members of a transfer wait for each other, so a lost one would block the rest until the transfer's deadline. On GPUs
 # only the controller is notified of a lost process.
@@ -571,268 +811,3 @@ class TransferGroup:
         """Why a trainer rank does not answer; None if all answer."""
         asked = [ping_failure(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)
-
-
-# -- the generator replicas of a run: which are alive, which version each serves, which are lost ----------------------
-
-ANSWER_DEADLINE_S = 20.0
-"""Seconds within which a live process answers, on a machine with all cores busy."""
-
-UpdateDispatch = Callable[[list[int], list[int]], Awaitable[None]]
-"""Notifies the rollout workers of the indices of replicas that are paused (no new requests), and of those lost."""
-
-
-@dataclass(eq=False)
-class Replica:
-    """One generator process. After a loss, another ``Replica`` takes its index."""
-
-    index: int
-    handle: Generator
-    max_commit_delay_s: float
-    """Seconds for which its running sequences may delay a commit."""
-    version: int | None = None
-    """The version it is known to serve; None if it serves nothing."""
-
-    @property
-    def name(self) -> str:
-        return f"generator {self.index}"
-
-
-class Replicas:
-    """The live replicas, by index, and the lost ones.
-
-    Args:
-        update_workers: called whenever the dispatch of requests should change; None calls nothing.
-    """
-
-    def __init__(self, update_workers: UpdateDispatch | None = None) -> None:
-        self.update_workers = update_workers
-        self.lost: dict[int, str] = {}
-        """Why each removed replica was removed, by index."""
-        self.on_lost: Callable[[int, str], None] | None = None
-        """Called with the index of a removed replica and the reason. While it is set, a run that has lost all replicas
-        waits for a new one; without it, that is an error."""
-        self._alive: dict[int, Replica] = {}
-
-    def __iter__(self) -> Iterator[Replica]:
-        return iter(list(self._alive.values()))
-
-    def __len__(self) -> int:
-        return len(self._alive)
-
-    def __contains__(self, replica: Replica) -> bool:
-        """Whether this very process is alive; another one may have taken its index."""
-        return self._alive.get(replica.index) is replica
-
-    @property
-    def handles(self) -> dict[int, Generator]:
-        """Handles of the live replicas, by index."""
-        return {replica.index: replica.handle for replica in self}
-
-    def behind(self, version: int) -> list[Replica]:
-        """The live replicas that do not serve ``version``."""
-        return [replica for replica in self if replica.version != version]
-
-    def add(self, replica: Replica) -> None:
-        """Add a replica; it replaces another one with its index."""
-        self._alive[replica.index] = replica
-
-    def remove(self, index: int, reason: str) -> Replica | None:
-        """Mark a replica as lost and return it; None if it was removed already."""
-        removed = self._alive.pop(index, None)
-        if removed is None:
-            return None
-        self.lost[index] = reason
-        others = ", ".join(f"generator {other}" for other in self._alive) or "none"
-        logger.error("generator %d is lost (%s); remaining generators: %s", index, reason, others)
-        if self.on_lost is not None:
-            self.on_lost(index, reason)
-        return removed
-
-    async def update_dispatch(self) -> None:
-        """Notify the rollout workers which replicas are paused and which are lost."""
-        if self.update_workers is not None:
-            # A replica that merely missed a transfer is not paused: it still serves the previous version, complete.
-            paused = [replica.index for replica in self if replica.version is None]
-            await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
-
-
-class Pingable(Protocol):
-    """An actor that can report whether it is alive."""
-
-    @concurrent_endpoint
-    async def ready(self) -> None:
-        """Raise the actor's error, if it cannot work."""
-
-
-async def ping(name: str, actor: Pingable) -> None:
-    """Raise if an actor does not answer within ``ANSWER_DEADLINE_S``."""
-    await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to report that it is alive", on=name)
-
-
-async def ping_failure(name: str, actor: Pingable) -> str | None:
-    """Why an actor does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
-    try:
-        await ping(name, actor)
-    except Exception as error:
-        return f"{name} does not answer: {last_line(error)}"
-    return None
-
-
-async def unresponsive_replicas(replicas: list[Replica]) -> dict[Replica, str]:
-    """Those of the given replicas that do not answer, each with the reason."""
-    reasons = await asyncio.gather(*(ping_failure(replica.name, replica.handle) for replica in replicas))
-    return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
-
-
-# -- the publication of one version to all replicas: readiness, transfer, commit, blame -------------------------------
-# A replica commits a version only when it has arrived completely, and serves it only when the checksums of the weights
-# in its engine equal the trainer's. A replica that answers but did not take the version is sent it again, and is
-# removed after ``attempts`` attempts. A replica that does not answer is removed immediately.
-
-Failures = dict[Replica, BaseException]
-"""Why each of some replicas did not take a version."""
-
-
-class Publication:
-    """The publication of one version to every replica that does not serve it yet.
-
-    Args:
-        version: a version of which the trainer holds a snapshot.
-        transfer_group: transfers the version.
-        replicas: receive the version; those that fail are removed.
-    """
-
-    def __init__(self, version: int, transfer_group: TransferGroup, replicas: Replicas) -> None:
-        self.version = version
-        self.transfer_s = 0.0
-        """Seconds of all transfers, which may be several attempts."""
-        self.paused_s = 0.0
-        """Longest decoding pause of a replica, in seconds."""
-        self.verify_share = 0.0
-        """Largest share of a replica's pause spent on checksums."""
-        self.max_received_bytes = 0
-        """Most bytes received by a replica."""
-        self._group, self._replicas = transfer_group, replicas
-        self._attempts = 0
-        """Attempts that failed although all members answered."""
-
-    async def run(self) -> None:
-        """Return when every live replica serves the version, or when none is left.
-
-        Raises:
-            PublishError: a trainer rank does not answer, or the version is not finite.
-        """
-        while behind := self._replicas.behind(self.version):
-            is_last = self._attempts + 1 == self._group.settings.attempts
-            failed: Failures = {}
-            # In a common transfer, one failing replica can fail the others, so the last attempt sends to each alone.
-            for together in [[replica] for replica in behind] if is_last and self._attempts else [behind]:
-                failed |= await self._attempt(together)
-            await self._handle_failures(failed, is_last)
-
-    async def _attempt(self, replicas: list[Replica]) -> Failures:
-        """Transfer the version to ``replicas`` and have them commit it; returns those that failed. Raises
-        PublishError."""
-        # A rank that enters a collective early blocks inside it, so every member must answer before the transfer.
-        failed = await self._ping_members(replicas)
-        replicas = [replica for replica in replicas if replica not in failed]
-        if not replicas:
-            return failed
-        started = now()
-        try:
-            if self._group.connected != replicas:
-                await self._group.connect(replicas)
-            checksums, received = await self._group.transfer(self.version, replicas)
-        except Exception as error:
-            self._raise_if_not_finite(error)
-            await self._raise_if_trainer_unresponsive(error)
-            return failed | {replica: error for replica in replicas}
-        self.transfer_s += now() - started
-        arrived: dict[Replica, int] = {}
-        for replica, nbytes in received.items():
-            if isinstance(nbytes, BaseException):
-                failed[replica] = nbytes
-            else:
-                arrived[replica] = nbytes
-        return failed | await self._commit(arrived, checksums)
-
-    async def _ping_members(self, replicas: list[Replica]) -> Failures:
-        """Check that every member answers; returns the replicas that do not. Raises PublishError for trainer ranks."""
-        asked = [replica for replica in replicas if replica in self._replicas]
-        absent, reason = await asyncio.gather(unresponsive_replicas(asked), self._group.unresponsive_rank())
-        if reason is not None:
-            raise PublishError(f"version {self.version} cannot be sent: {reason}")
-        return {replica: PublishError(reason) for replica, reason in absent.items()}
-
-    def _raise_if_not_finite(self, error: Exception) -> None:
-        """Raise PublishError if the transfer's ``error`` is that the version has non-finite weights."""
-        cause = getattr(error, "exception", error)  # Monarch wraps it
-        if isinstance(cause, NotFinite):
-            if self.version == 0:
-                raise PublishError(
-                    f"the initial model has non-finite weights: {cause}. Check the checkpoint"
-                ) from error
-            raise PublishError(
-                f"version {self.version}, produced by step {self.version}, has non-finite weights and will not be "
-                f"served: {cause}. Lower --trainer.lr, clip gradients more tightly, or reduce the scale of your loss "
-                "or advantages"
-            ) from error
-
-    async def _raise_if_trainer_unresponsive(self, error: Exception) -> None:
-        """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""
-        reason = await self._group.unresponsive_rank()
-        if reason is not None:
-            raise PublishError(f"version {self.version} could not be sent: {reason} ({last_line(error)})") from error
-
-    async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
-        """Have replicas commit the version; returns those that failed. ``arrived``: bytes received by each replica."""
-        snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
-        commits = [
-            (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
-            for replica in arrived
-        ]
-        max_commit_delay_s = max((replica.max_commit_delay_s for replica in arrived), default=0.0)
-        reports = await self._group.collect(commits, max_commit_delay_s)
-        failed: Failures = {}
-        for replica, report in zip(arrived, reports, strict=True):
-            if isinstance(report, BaseException):
-                failed[replica] = report
-                if not isinstance(getattr(report, "exception", report), StillServing):  # Monarch wraps it
-                    replica.version = None
-                continue
-            replica.version = self.version
-            self.max_received_bytes = max(self.max_received_bytes, arrived[replica])
-            self.paused_s = max(self.paused_s, report.paused_seconds)
-            self.verify_share = max(self.verify_share, report.verification_share)
-        return failed
-
-    async def _handle_failures(self, failed: Failures, is_last: bool) -> None:
-        """Remove replicas that do not answer or failed at the last attempt; the others are sent the version again."""
-        present = [replica for replica in failed if replica in self._replicas]  # others were removed meanwhile
-        if not present:
-            return
-        gone = await unresponsive_replicas(present)
-        # An attempt counts only if all members answer: otherwise the unresponsive one is to blame for every failure.
-        if not gone and len(present) == len(failed):
-            self._attempts += 1
-        for replica in present:
-            if replica not in self._replicas:  # removed while it was asked
-                continue
-            error = last_line(failed[replica])
-            if replica in gone or (is_last and not gone):
-                reason = gone.get(replica) or (
-                    f"failed to load version {self.version} in {self._attempts} attempts (--weights.attempts)"
-                )
-                self._replicas.remove(replica.index, f"{reason}: {error}")
-            else:
-                logger.warning(
-                    "generator %d failed to load version %d (attempt %d of %d), retrying: %s",
-                    replica.index,
-                    self.version,
-                    max(self._attempts, 1),
-                    self._group.settings.attempts,
-                    error,
-                )
-        await self._replicas.update_dispatch()
-        self._group.connected = None

@@ -35,9 +35,9 @@ from monarch_rl.errors import AllActorsLost, DeadlineExceeded
 from monarch_rl.generator.actor import Generator
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.lines import LineFile
-from monarch_rl.pipeline.actor_pool import ActorPool, last_line
+from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
 from monarch_rl.pipeline.frozen import FrozenPool
-from monarch_rl.pipeline.publishing import ANSWER_DEADLINE_S, Publisher
+from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint

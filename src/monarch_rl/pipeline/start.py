@@ -34,9 +34,9 @@ from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
-from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
-from monarch_rl.pipeline.publishing import UpdateDispatch, ping
+from monarch_rl.pipeline.publishing import UpdateDispatch
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
