@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -529,13 +529,20 @@ class Publication:
 
     async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
         """Have replicas commit the version; returns those that failed. ``arrived``: bytes received by each replica."""
-        snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
+        snapshot = snapshot_index(self.version)
+        # Running sequences may delay a commit.
+        deadline_s = self._group.call_deadline_s + max((replica.max_commit_delay_s for replica in arrived), default=0.0)
         commits = [
-            (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
+            within(
+                deadline_s,
+                replica.handle.commit.call_one(self.version, snapshot, checksums),
+                f"{replica.name} to commit version {self.version}",
+                on=replica.name,
+                flag="weights.deadline-s",
+            )
             for replica in arrived
         ]
-        max_commit_delay_s = max((replica.max_commit_delay_s for replica in arrived), default=0.0)
-        reports = await self._group.collect(commits, max_commit_delay_s)
+        reports = await asyncio.gather(*commits, return_exceptions=True)
         failed: Failures = {}
         for replica, report in zip(arrived, reports, strict=True):
             if isinstance(report, BaseException):
@@ -580,9 +587,14 @@ class Publication:
         self._group.connected = None
 
 
-# -- transfer calls: several actors answer together; once one is lost, the others abort -------------------------------
-# Members of a transfer wait for each other, so a lost one would block the rest until the transfer's deadline. On GPUs
-# only the controller is notified of a lost process.
+# -- the transfer group: trainer ranks and generator replicas are connected, and versions are transferred -------------
+#     connect            all members connect, whenever the set of replicas changes
+#     snapshot(v)        trainer ranks copy their weights; then training may continue
+#     transfer(v)        trainer ranks send, replicas receive; decoding continues
+#
+# Members of a transfer wait for each other, so a lost one would block the rest until the transfer's deadline, and on
+# GPUs only the controller is notified of a lost process. Therefore :class:`Publication` checks that every member
+# answers before a transfer, and once a call of a transfer fails, the members of the other calls abort.
 
 
 class Member(Protocol):
@@ -595,7 +607,7 @@ class Member(Protocol):
 
 @dataclass(eq=False)
 class TransferCall:
-    """One of several calls that are answered together."""
+    """One of the calls of a transfer, which are answered together."""
 
     name: str
     """Name of the called actors in messages."""
@@ -611,49 +623,6 @@ class TransferCall:
     """Resolves to the reason once the replica is lost."""
 
 
-class TransferCalls:
-    """The calls in progress of one transfer group."""
-
-    def __init__(self) -> None:
-        self._in_progress: list[TransferCall] = []
-
-    def lose(self, replica: Replica, reason: str) -> None:
-        """Stop waiting for this replica."""
-        for call in self._in_progress:
-            if call.replica is replica and not call.lost.done():
-                call.lost.set_result(reason)
-
-    async def run(self, calls: list[TransferCall], deadline_s: float) -> list[Any]:
-        """Await all calls, each within ``deadline_s``; once one has failed, have the other actors abort.
-
-        Returns:
-            The answer to each call, or the exception it raised.
-        """
-        self._in_progress = calls
-        waits = [asyncio.ensure_future(_answer_or_loss(call, deadline_s)) for call in calls]
-        try:
-            # waits: until each call's own deadline
-            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [error for wait in waits if wait.done() and (error := wait.exception())]
-            late = [call for call, wait in zip(calls, waits, strict=True) if not wait.done()]
-            aborts = [abort for call in late for abort in _aborts(call, last_line(failed[0]))]
-            # waits: until each call's own deadline
-            answers = await asyncio.gather(*waits, *aborts, return_exceptions=True)
-            return answers[: len(waits)]
-        finally:
-            self._in_progress = []
-            for wait in waits:
-                wait.cancel()
-
-
-def _aborts(call: TransferCall, reason: str) -> list[Awaitable[None]]:
-    """Have all members of a call abort their transfer."""
-    what = f"{call.name} to abort a transfer"
-    return [
-        within(CALL_DEADLINE_S, member.weights_abort.call_one(reason), what, on=call.name) for member in call.members
-    ]
-
-
 async def _answer_or_loss(call: TransferCall, deadline_s: float) -> Any:
     """The answer to a call. Raises RuntimeError if its replica is lost meanwhile: a hung replica never answers."""
     what = f"{call.name} {call.what}"
@@ -667,14 +636,6 @@ async def _answer_or_loss(call: TransferCall, deadline_s: float) -> Any:
     if late:
         raise RuntimeError(f"{call.name} is lost: {call.lost.result()}")
     return answer.result()
-
-
-# -- the transfer group: trainer ranks and generator replicas are connected, and versions are transferred -------------
-#     connect            all members connect, whenever the set of replicas changes
-#     snapshot(v)        trainer ranks copy their weights; then training may continue
-#     transfer(v)        trainer ranks send, replicas receive; decoding continues
-#
-# A lost member can block all others, so :class:`Publication` checks that every member answers before a transfer.
 
 
 def snapshot_index(version: int) -> int:
@@ -699,7 +660,8 @@ class TransferGroup:
         self.connected: list[Replica] | None = None
         """The replicas that the trainer ranks are connected with; None if they must be connected again."""
         self._trainer, self._ranks = trainer, ranks
-        self._calls = TransferCalls()
+        self._calls: list[TransferCall] = []
+        """The calls in progress."""
 
     async def set_up_trainer(self) -> None:
         """Allocate memory for snapshots on every trainer rank."""
@@ -726,7 +688,7 @@ class TransferGroup:
         for position, replica in enumerate(replicas):
             connecting = replica.handle.weights_connect.call_one(addresses, position, count)
             calls.append(TransferCall(replica.name, what, connecting, [replica.handle], replica))
-        for answer in await self._calls.run(calls, self._deadline_s):
+        for answer in await self._answers(calls):
             if isinstance(answer, BaseException):
                 raise answer
         self.connected = list(replicas)
@@ -758,7 +720,7 @@ class TransferGroup:
         for replica in replicas:
             receiving = replica.handle.receive.call_one(version, snapshot)
             calls.append(TransferCall(replica.name, what, receiving, [replica.handle], replica))
-        answers = await self._calls.run(calls, self._deadline_s)
+        answers = await self._answers(calls)
         received = answers[len(self._ranks) :]
         sums: list[np.ndarray] = []
         for answer in answers[: len(self._ranks)]:
@@ -769,10 +731,12 @@ class TransferGroup:
 
     def lose(self, replica: Replica, reason: str) -> None:
         """Stop waiting for a replica; a transfer that involves it is aborted immediately."""
-        self._calls.lose(replica, reason)
+        for call in self._calls:
+            if call.replica is replica and not call.lost.done():
+                call.lost.set_result(reason)
 
     @property
-    def _deadline_s(self) -> float:
+    def call_deadline_s(self) -> float:
         """Seconds for a call that is part of a transfer. Longer than the transfer's own deadline, which comes first."""
         return self.settings.deadline_s + CALL_DEADLINE_S
 
@@ -789,25 +753,34 @@ class TransferGroup:
             seconds.append(now() - started)
         return min(seconds)
 
-    async def collect(
-        self, calls: Iterable[tuple[str, str, Awaitable[T]]], max_commit_delay_s: float = 0.0
-    ) -> list[T | BaseException]:
-        """Await calls concurrently, each within the deadline of a transfer + ``max_commit_delay_s``.
-
-        Args:
-            calls: the called actor's name, the description of the call (see ``TransferCall.what``), and the call.
-            max_commit_delay_s: seconds for which running sequences may delay an answer.
-
-        Returns:
-            The answer to each call, or the exception it raised.
-        """
-        deadline = self._deadline_s + max_commit_delay_s
-        waits = [
-            within(deadline, call, f"{who} {what}", on=who, flag="weights.deadline-s") for who, what, call in calls
-        ]
-        return await asyncio.gather(*waits, return_exceptions=True)
-
     async def unresponsive_rank(self) -> str | None:
         """Why a trainer rank does not answer; None if all answer."""
         asked = [ping_failure(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)
+
+    async def _answers(self, calls: list[TransferCall]) -> list[Any]:
+        """The answer to each call, or the exception it raised. Once one has failed, the other members abort."""
+        self._calls = calls
+        waits = [asyncio.ensure_future(_answer_or_loss(call, self.call_deadline_s)) for call in calls]
+        try:
+            # waits: until each call's own deadline
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [error for wait in waits if wait.done() and (error := wait.exception())]
+            late = [call for call, wait in zip(calls, waits, strict=True) if not wait.done()]
+            aborts = [
+                within(
+                    CALL_DEADLINE_S,
+                    member.weights_abort.call_one(last_line(failed[0])),
+                    f"{call.name} to abort a transfer",
+                    on=call.name,
+                )
+                for call in late
+                for member in call.members
+            ]
+            # waits: until each call's own deadline
+            answers = await asyncio.gather(*waits, *aborts, return_exceptions=True)
+            return answers[: len(waits)]
+        finally:
+            self._calls = []
+            for wait in waits:
+                wait.cancel()
