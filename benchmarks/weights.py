@@ -109,7 +109,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
         figures[name] = await one_transport(training, generator, publisher, load, s.versions)
-    nbytes = publisher.manifest.nbytes
+    nbytes = publisher.transfer_group.manifest.nbytes
     copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
     await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
@@ -152,7 +152,7 @@ async def one_transport(
     seconds, undisturbed = median(version.transfer_s for version in alone), _rate(tokens, idle[1:])
     return {
         "transfer_ms": seconds * 1e3,
-        "gb_per_s": publisher.manifest.nbytes / seconds / 1e9,
+        "gb_per_s": publisher.transfer_group.manifest.nbytes / seconds / 1e9,
         "transfer_while_decoding_ms": median(version.transfer_s for version in decoding) * 1e3,
         "snapshot_ms": median(version.swap.snapshot_s for version in alone) * 1e3,
         "pause_ms": median(version.paused_s for version in alone) * 1e3,
@@ -200,7 +200,7 @@ async def one_version(training: Training, generator: GeneratorBeside, publisher:
     assert publisher.last is not None
     stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
     commit = CommitReport(**stats["last_commit"])
-    return Version(started, publisher.last, commit, publisher.settings.transport == "shared_memory")
+    return Version(started, publisher.last, commit, publisher.transfer_group.settings.transport == "shared_memory")
 
 
 def _rate(tokens: list[float], windows: list[tuple[float, float]]) -> float:

@@ -106,7 +106,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
         for _ in range(2 + s.versions):
             await one_version(watch, training, generator)
         figures[name] = {called: statistics.median(taken[2:]) for called, taken in watch.taken.items()}
-    nbytes = publisher.manifest.nbytes
+    nbytes = publisher.transfer_group.manifest.nbytes
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
     await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
     return {"bytes": nbytes, **figures}

@@ -35,7 +35,7 @@ def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Pat
         with pytest.raises(Exception, match=refusal):
             await System.start(cluster, other, generators, lr=1e-2, lora=LORA)
         system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)
-        names = system.publisher.manifest.names
+        names = system.publisher.transfer_group.manifest.names
         assert len(names) == 2 * 2 * 7
         assert all(".lora_A." in name or ".lora_B." in name for name in names)
         assert await system.mismatch(seed=1) < LOGPROB_BOUND

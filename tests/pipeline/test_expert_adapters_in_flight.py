@@ -44,7 +44,7 @@ def test_the_weights_with_adapters_travel_merged_and_no_others(
             await System.start(cluster, other, generators, lr=1e-2, lora=LORA, expert_parallel=degree)
         system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA, expert_parallel=degree)
         sent = {name for name in weights if name.split(".")[-2] in LORA.targets}
-        assert set(system.publisher.manifest.names) == sent
+        assert set(system.publisher.transfer_group.manifest.names) == sent
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
         before = await held_by_all(system, tmp_path)
         for transport in transports:

@@ -80,7 +80,7 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
         system = await System.start(
             cluster, model, [generator], lr=3e-3, version=served + 1, ranks=ranks, expert_parallel=degree
         )
-        by_rank = list(owners(system.publisher.manifest).values())
+        by_rank = list(owners(system.publisher.transfer_group.manifest).values())
         assert [by_rank.count(rank) for rank in range(ranks)] == [LAYERS * EXPERTS // ranks] * ranks
         before = await held_by_all(system, tmp_path)
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
@@ -90,7 +90,8 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
             report = system.publisher.last
             assert report is not None and report.version == system.version
             if not transfer.delta:
-                assert report.max_received_bytes == sum(spec.nbytes for spec in system.publisher.manifest.tensors)
+                tensors = system.publisher.transfer_group.manifest.tensors
+                assert report.max_received_bytes == sum(spec.nbytes for spec in tensors)
             assert await system.mismatch(seed=system.version) < LOGPROB_BOUND
             after = await held_by_all(system, tmp_path)
             assert not [name for name in after if same_bits(before[name], after[name])]
@@ -133,7 +134,7 @@ def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
         system = await System.start(cluster, model, [generator], lr=3e-3, version=served + 1, expert_parallel=2)
         await system.play(0)
         await update(system.trainer, system.buffer, system.version, Patience(60.0))
-        version, manifest = system.version + 1, system.publisher.manifest
+        version, manifest = system.version + 1, system.publisher.transfer_group.manifest
         snapshot = version % SNAPSHOTS
         await system.trainer.snapshot.call(version, snapshot)
         sums, _ = await asyncio.gather(

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from monarch_rl.errors import PublishError
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
@@ -80,7 +82,8 @@ class Harness:
     async def start(self) -> None:
         self.generators = list(await asyncio.gather(*(self.replica(index) for index in range(4))))
         self.system = await System.start(self.cluster, self.model, self.generators, 1e-3, transfer=TRANSFER)
-        self.system.publisher.replicas.update_workers = self.update_replicas
+        worker: Any = SimpleNamespace(update_replicas=SimpleNamespace(call_one=self.update_replicas))
+        self.system.publisher.replicas.workers = ActorPool("rollout worker", "rollout", {0: worker})
 
     async def replica(self, index: int, name: str = "doomed") -> Doomed:
         mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index, preload=ENGINE_PRELOAD)
@@ -95,7 +98,7 @@ class Harness:
     async def step(self) -> int:
         """Train on made-up episodes and publish; returns the version."""
         system = self.system
-        system.generators = [self.generators[index] for index in system.publisher.generators]
+        system.generators = [self.generators[index] for index in system.publisher.replicas.handles]
         await system.step(system.version)
         return system.version
 

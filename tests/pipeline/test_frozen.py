@@ -330,7 +330,7 @@ class Stage:
         self.workers = [Worker(), Worker()]
         workers: ActorPool[Any] = ActorPool("rollout worker", "rollout", dict(enumerate(self.workers)))
         generators: ActorPool[Any] = ActorPool("generator", "generator", {0: Engine()})
-        publisher: Any = SimpleNamespace(on_lost=None, lost={})
+        publisher: Any = SimpleNamespace(replicas=SimpleNamespace(on_lost=None, lost={}))
         settings = RecoverySettings(restarts=restarts)
         self.recovery = Recovery(generators, workers, publisher, SimpleNamespace(), settings, folder, [self.pool])  # type: ignore[arg-type]
         self.file = folder / "losses.jsonl"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import ActorError
 
-from monarch_rl.errors import NotFinite, PublishError, StillServing
+from monarch_rl.errors import DeadlineExceeded, NotFinite, PublishError, StillServing
+from monarch_rl.pipeline import publishing
+from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publication, Publisher, Replicas, TransferGroup
 from monarch_rl.weights.checksum import add_checksums, signed
 from monarch_rl.weights.endpoint import TransferSettings
@@ -123,20 +125,22 @@ class Harness:
         async def published(version: int) -> None:
             self.served.append(version)
 
-        async def update_workers(paused: list[int], lost: list[int]) -> None:
+        async def update_replicas(paused: list[int], lost: list[int]) -> None:
             self.dispatch.append((paused, lost))
 
         transfer_group = TransferGroup(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
         buffer: Any = Handle(published=published)
-        self.publisher = Publisher(transfer_group, buffer, Replicas(update_workers))
-        self.replicas = replicas
+        worker: Any = Handle(update_replicas=update_replicas)
+        self.replicas = Replicas(ActorPool("rollout worker", "rollout", {0: worker}))
+        self.publisher = Publisher(transfer_group, buffer, self.replicas)
+        self.handles = replicas
 
     async def set_up(self, index: int, replica: Any) -> None:
-        self.publisher.replicas.add(await self.publisher.transfer_group.set_up_replica(index, replica))
+        self.replicas.add(await self.publisher.transfer_group.set_up_replica(index, replica))
 
     async def publish(self, *versions: int) -> None:
-        if not self.publisher.generators:
-            for index, replica in enumerate(self.replicas):
+        if not self.replicas.handles:
+            for index, replica in enumerate(self.handles):
                 await self.set_up(index, replica)
         for version in versions:
             await self.publisher.publish(version)
@@ -149,8 +153,8 @@ def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
     async def go() -> None:
         behind, current = Replica(), Replica()
         harness = Harness(behind, current)
-        transfer_group, replicas = harness.publisher.transfer_group, harness.publisher.replicas
-        for index, handle in enumerate(harness.replicas):
+        transfer_group, replicas = harness.publisher.transfer_group, harness.replicas
+        for index, handle in enumerate(harness.handles):
             await harness.set_up(index, handle)
         next(replica for replica in replicas if replica.index == 1).version = 7
         publication = Publication(7, transfer_group, replicas)
@@ -175,8 +179,8 @@ def test_a_replica_that_never_receives_is_removed_alone() -> None:
 
     harness = Harness(Replica(), sick, Replica(), send=send)
     asyncio.run(harness.publish(1))
-    assert list(harness.publisher.lost) == [1] and "load version 1 in 3 attempts" in harness.publisher.lost[1]
-    assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
+    assert list(harness.replicas.lost) == [1] and "load version 1 in 3 attempts" in harness.replicas.lost[1]
+    assert list(harness.replicas.handles) == [0, 2] and len(together) == 2
     assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
 
@@ -188,13 +192,13 @@ def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
             raise error
 
     async def send(*_: Any) -> list[int]:
-        if len(harness.publisher.generators) > 1:
+        if len(harness.replicas.handles) > 1:
             raise RuntimeError("connection closed by peer")
         return []
 
     harness = Harness(Replica(), Replica(ready=ready), send=send, attempts=1)
     asyncio.run(harness.publish(1))
-    assert "Killed(sig=9)" in harness.publisher.lost[1] and list(harness.publisher.generators) == [0]
+    assert "Killed(sig=9)" in harness.replicas.lost[1] and list(harness.replicas.handles) == [0]
     assert harness.served == [1]
 
 
@@ -225,8 +229,8 @@ def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_b
         await harness.publish(1)
         with pytest.raises(PublishError, match=r"version 2, .*step 2, .*: norm\.weight .*\[3\]"):
             await harness.publish(2)
-        assert committed == [1, 1] and not harness.publisher.lost and harness.served == [1]
-        assert [replica.version for replica in harness.publisher.replicas] == [1, 1]
+        assert committed == [1, 1] and not harness.replicas.lost and harness.served == [1]
+        assert [replica.version for replica in harness.replicas] == [1, 1]
 
     asyncio.run(go())
 
@@ -245,7 +249,7 @@ def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> 
         await harness.publisher.remove_replica(1, "it is stopped")
         answer.set_exception(RuntimeError("Killed(sig=9)"))
         await publishing
-        assert list(harness.publisher.lost) == [1] and harness.served == [1]
+        assert list(harness.replicas.lost) == [1] and harness.served == [1]
 
     asyncio.run(go())
 
@@ -285,7 +289,7 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.handles[0])
         await harness.publisher.publish(1)
         await harness.publisher.publish(2)
         third = asyncio.create_task(harness.publisher.publish(3))
@@ -314,18 +318,18 @@ def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> No
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.handles[0])
         await harness.publisher.publish(1)
         settling = asyncio.create_task(harness.publisher.wait_until_served())
         while not under_way:
             await asyncio.sleep(0)
-        harness.publisher.lost[1] = "killed"
+        harness.replicas.lost[1] = "killed"
         new: Any = Replica(receive=receive)
         adding = asyncio.create_task(harness.publisher.add(1, new))
         await some_turns()
         gate.set()
         await asyncio.gather(settling, adding)
-        assert most_at_once == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
+        assert most_at_once == 1 and list(harness.replicas.handles) == [0, 1] and not harness.replicas.lost
 
     asyncio.run(go())
 
@@ -348,11 +352,11 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
         new: Any = Replica()
         await harness.publisher.remove_replica(1, "it is stopped")
         adding = asyncio.create_task(harness.publisher.add(1, new))
-        while 1 not in harness.publisher.generators:
+        while 1 not in harness.replicas.handles:
             await asyncio.sleep(0)
         silent.set_exception(RuntimeError("Killed(sig=9)"))
         await asyncio.gather(publishing, adding)
-        assert new.received and harness.publisher.generators[1] is new and not harness.publisher.lost
+        assert new.received and harness.replicas.handles[1] is new and not harness.replicas.lost
 
     asyncio.run(go())
 
@@ -397,8 +401,8 @@ def test_a_replica_lost_in_a_transfer_ends_it_at_once_and_the_others_are_sent_th
         await harness.publisher.remove_replica(1, "it is stopped")
         await patiently(publishing, "a version that is published")
         assert reasons == ["generator 1 is lost: it is stopped"]
-        assert harness.served == [1] and list(harness.publisher.generators) == [0]
-        assert list(harness.publisher.lost) == [1]
+        assert harness.served == [1] and list(harness.replicas.handles) == [0]
+        assert list(harness.replicas.lost) == [1]
 
     asyncio.run(go())
 
@@ -424,7 +428,7 @@ def test_a_member_that_fails_has_all_others_leave_the_transfer() -> None:
         harness = Harness(there, gone, send=send, weights_abort=abort_send)
         await patiently(harness.publish(1), "a version that is published")
         assert of_rank == of_replica == ["Killed(sig=9)"]
-        assert harness.served == [1] and list(harness.publisher.lost) == [1]
+        assert harness.served == [1] and list(harness.replicas.lost) == [1]
 
     asyncio.run(go())
 
@@ -447,3 +451,61 @@ def test_a_meeting_that_a_replica_is_lost_in_is_left_by_all() -> None:
         assert reasons == ["generator 1 is lost: it is stopped"] and harness.served == [1]
 
     asyncio.run(go())
+
+
+# -- what rollout workers are told of the replicas -------------------------------------------------------------------
+
+
+class Worker:
+    """Notes what it is told; fails to while it is ``deaf``."""
+
+    def __init__(self) -> None:
+        self.update_replicas = self
+        self.told: list[tuple[list[int], list[int]]] = []
+        self.deaf = False
+
+    async def call_one(self, paused: list[int], lost: list[int]) -> None:
+        if self.deaf:
+            raise DeadlineExceeded("a worker that does not answer")
+        self.told.append((paused, lost))
+
+
+def test_workers_are_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes a replica for lost because of an error of its own would never ask it again."""
+
+    async def test() -> None:
+        worker = Worker()
+        replicas = Replicas(ActorPool("rollout worker", "rollout", {0: cast(Any, worker)}))
+        await replicas.notify_workers()
+        await replicas.notify_workers()
+        assert worker.told == [([], [])]
+        monkeypatch.setattr(publishing, "REPEAT_S", 0.0)
+        await asyncio.sleep(0)
+        await replicas.notify_workers()
+        assert worker.told == [([], [])] * 2
+
+    asyncio.run(test())
+
+
+def test_workers_are_told_what_they_do_not_know() -> None:
+    """Once, but also a worker that did not answer the last time, and one that took another's place."""
+
+    async def test() -> None:
+        first, second, third = Worker(), Worker(), Worker()
+        workers: ActorPool[Any] = ActorPool("rollout worker", "rollout", {0: first, 1: second})
+        replicas = Replicas(workers)
+        second.deaf = True
+        await replicas.notify_workers()
+        second.deaf = False
+        await replicas.notify_workers()
+        await replicas.notify_workers()
+        assert first.told == second.told == [([], [])]
+        replicas.add(publishing.Replica(1, cast(Any, None), 0.0))
+        replicas.lost[2] = "killed"
+        await replicas.notify_workers()
+        workers.handles[1] = third
+        await replicas.notify_workers()
+        assert first.told == second.told == [([], []), ([1], [2])]
+        assert third.told == [([1], [2])]
+
+    asyncio.run(test())

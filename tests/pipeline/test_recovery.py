@@ -70,11 +70,11 @@ class Stage:
             return ActorPool(kind, kind.split()[0], workers, factory if replaceable else None)
 
         self.generators, self.workers = pool("generator"), pool("rollout worker")
-        publisher: Any = SimpleNamespace(on_lost=None, lost={}, remove_replica=self._recording("remove"))
-        publisher.add, publisher.update_dispatch = self._add, self._update_dispatch
+        replicas = SimpleNamespace(on_lost=None, lost={}, notify_workers=self._notify_workers)
+        publisher: Any = SimpleNamespace(replicas=replicas, add=self._add, remove_replica=self._recording("remove"))
         self.publisher_refuses = False
         self.hold: asyncio.Event | None = None
-        """If set, ``update_dispatch`` waits for it."""
+        """If set, ``notify_workers`` waits for it."""
         self.publisher = publisher
         buffer: Any = SimpleNamespace(
             requeue=SimpleNamespace(call_one=self._recording("requeue", [4, 5])),
@@ -108,9 +108,9 @@ class Stage:
         self.events.append(("add", index, generator))
         if self.publisher_refuses:
             raise RuntimeError("no version in 3 attempts")
-        self.publisher.lost.pop(index, None)
+        self.publisher.replicas.lost.pop(index, None)
 
-    async def _update_dispatch(self) -> None:
+    async def _notify_workers(self) -> None:
         if self.hold is not None:
             self.events.append(("dispatch waits",))
             await self.hold.wait()
@@ -187,10 +187,10 @@ def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> Non
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
-            stage.publisher.on_lost(0, "no version in 3 attempts")
+            stage.publisher.replicas.on_lost("generator 0", RuntimeError("no version in 3 attempts"))
             await until(stage.returns, "a return")
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
-        assert stage.publisher.on_lost is None
+        assert stage.publisher.replicas.on_lost is None
 
     run_on_stage(tmp_path, test)
 
@@ -300,7 +300,7 @@ def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> No
     """For example because it did not take the first version."""
 
     async def test(stage: Stage) -> None:
-        stage.publisher.lost[1] = "no version in 3 attempts"
+        stage.publisher.replicas.lost[1] = "no version in 3 attempts"
         async with stage.recovery.supervising():
             await until(stage.returns, "a return")
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"

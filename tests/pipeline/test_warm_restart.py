@@ -243,7 +243,7 @@ def test_one_that_does_not_start_again_is_left_out_as_long_as_another_one_is_the
 
 async def loses_its_last(pool: Any) -> None:
     none: ActorPool[Any] = ActorPool("rollout worker", "rollout")
-    publisher: Any = SimpleNamespace(on_lost=None, lost={})
+    publisher: Any = SimpleNamespace(replicas=SimpleNamespace(on_lost=None, lost={}))
     recovery = Recovery(pool, none, publisher, publisher, RecoverySettings())
     recovery._may_restart(pool, 0, LOST)
     recovery._remove(pool, 0, LOST)

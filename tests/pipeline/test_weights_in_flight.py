@@ -171,7 +171,7 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
             for replica in chosen:
                 stats = await replica.stats.call_one()
                 assert stats["last_commit"]["version"] == system.version
-                assert stats["last_commit"]["nbytes"] >= system.publisher.manifest.nbytes
+                assert stats["last_commit"]["nbytes"] >= system.publisher.transfer_group.manifest.nbytes
             after = await held_by_all(system, tmp_path)
             assert not [name for name in after if same_bits(before[name], after[name])]
             before = after
@@ -208,7 +208,8 @@ def test_other_dense_models_are_served_bit_for_bit_and_agree(
 async def received_shares(system: System[InspectedGenerator]) -> list[list[float]]:
     """By replica: what came since the last call, each as a share of a version's bytes."""
     received = [await generator.take_received.call_one() for generator in system.generators]
-    return [[nbytes / system.publisher.manifest.nbytes for nbytes in by_version] for by_version in received]
+    whole = system.publisher.transfer_group.manifest.nbytes
+    return [[nbytes / whole for nbytes in by_version] for by_version in received]
 
 
 def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
@@ -247,7 +248,7 @@ def test_a_version_that_arrives_wrong_is_not_served(
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)
         await update(system.trainer, system.buffer, 90, Patience(60.0))
-        wrong = np.zeros(len(system.publisher.manifest.tensors), np.int64)
+        wrong = np.zeros(len(system.publisher.transfer_group.manifest.tensors), np.int64)
         await system.trainer.snapshot.call(91, 1)
         await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))
         with pytest.raises(Exception, match=rf"version 91 .*{len(wrong)} of {len(wrong)} tensors"):

@@ -208,7 +208,7 @@ class Evaluations:
         measured = set[str]()
         for name in [held_out] if held_out else settings.sets or ("",):
             items = items_to_run(self._task, name, run.held_out)
-            replicas, workers = len(self._publisher.generators), len(self._workers.handles)
+            replicas, workers = len(self._publisher.replicas), len(self._workers.handles)
             max_concurrent = settings.max_concurrent(self._requests * replicas, workers) if concurrent else None
             evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), max_concurrent)
             # If publishing fails, no generator may be left to answer: that ends the evaluation.

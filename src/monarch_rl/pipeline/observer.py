@@ -60,7 +60,7 @@ class Observer:
                 return None
             return index, _Engine.of(stats)
 
-        asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
+        asked = [ask(index, generator) for index, generator in self._publisher.replicas.handles.items()]
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
 
     async def step(self, trained: list[dict[str, float]]) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Observer:
         return {
             "generator/idle_share": max(0.0, 1.0 - busy_s / (elapsed * max(len(since), 1))),
             "generator/running": sum(engine.request_s for engine in since) / busy_s if busy_s else 0.0,
-            "generator/replicas": float(len(self._publisher.generators)),
+            "generator/replicas": float(len(self._publisher.replicas)),
             "tokens_per_second": tokens / elapsed,
         } | _later_turns(since)
 

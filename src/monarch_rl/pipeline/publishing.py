@@ -1,18 +1,32 @@
 """Publishes new policy versions from the trainer mesh to all generator replicas: transfer, commit, serve.
 
-    trainer ranks --snapshot(v)--> copy --transport--> staging memory next to each engine    decoding continues
-    pause -> load -> verify checksums -> serve version v -> continue decoding                 decoding is paused
+A publication starts after a trainer step. It is repeated for replicas that fail, which are then removed:
 
-A run calls the :class:`Publisher`. :class:`Publication` publishes one version and finds the process to blame if that
-fails, :class:`TransferGroup` transfers it, and :class:`Replicas` tracks which replicas are alive and which are lost.
-``recovery.py`` replaces lost replicas while the run continues. A version counts as published only when every live
-replica serves it: the buffer's lag bound depends on this.
+    Run                 Publisher.publish(v)         trainer ranks copy their weights to a snapshot; training continues
+    Publisher           Publication(v).run()         once the version before v is served
+      Publication       TransferGroup.transfer(v)    snapshot --transport--> staging memory next to each engine;
+                                                     decoding continues
+                        Generator.commit(v)          pause decoding, load, verify checksums, serve v, continue
+      Publisher         Replicas.notify_workers()    as below
+                        Buffer.published(v)          releases slots
+
+The set of replicas changes when ``recovery.py`` detects a loss or has started a replacement, or when a replica fails:
+
+    Recovery            Publisher.remove_replica     Replicas.remove; a transfer that involves the replica is aborted
+                        Publisher.add                the newest version is published to the replica
+    Publication         Replicas.remove              on_lost: Recovery starts a replacement
+    each of them        Replicas.notify_workers      RolloutWorker.update_replicas calls Dispatcher.update_replicas:
+                                                     paused replicas take no new requests, requests of lost ones are
+                                                     sent to others
+
+A version counts as published only when every live replica serves it: the buffer's lag bound depends on this.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -23,7 +37,9 @@ import torch
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.errors import NotFinite, PublishError, StillServing
 from monarch_rl.generator.actor import Generator
-from monarch_rl.pipeline.actor_pool import last_line, ping_failure
+from monarch_rl.pipeline.actor_pool import ActorPool, last_line, ping_failure
+from monarch_rl.pipeline.frozen import FrozenPool
+from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
@@ -110,7 +126,8 @@ class Publisher:
         buffer: Buffer,
         settings: TransferSettings,
         dtype: str,
-        update_workers: UpdateDispatch | None = None,
+        workers: ActorPool[RolloutWorker] | None = None,
+        frozen: Sequence[FrozenPool] = (),
     ) -> Publisher:
         """Plan the tensors of a version, and connect the trainer ranks with the generators.
 
@@ -118,14 +135,15 @@ class Publisher:
             generators: the replicas, by index.
             settings: the transfer settings; with transport ``auto``, every transport is measured and the fastest used.
             dtype: dtype that generators serve.
-            update_workers: called when the replicas that rollout workers should send requests to change.
+            workers: rollout workers, which are notified of the replicas that take requests; None if there are none.
+            frozen: engines of frozen models; see :class:`Replicas`.
 
         Raises:
             WeightMismatch: a generator's base weights differ from the trainer's (wrapped by Monarch).
             PublishError: with ``auto``, no transport works.
         """
         group = TransferGroup(trainer, members(trainer), await _plan(trainer, dtype), settings)
-        replicas, base_weights = Replicas(update_workers), await _base_weights(trainer, dtype)
+        replicas, base_weights = Replicas(workers, frozen), await _base_weights(trainer, dtype)
         if base_weights is not None:
             for index, generator in generators.items():
                 await base_weights.verify(index, generator)
@@ -133,35 +151,6 @@ class Publisher:
             group.settings = await _fastest(group, replicas, generators)
         await _set_up_all(group, replicas, generators)
         return cls(group, buffer, replicas, base_weights)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The tensors of a version."""
-        return self.transfer_group.manifest
-
-    @property
-    def settings(self) -> TransferSettings:
-        """The transfer settings, with ``auto`` replaced by the chosen transport."""
-        return self.transfer_group.settings
-
-    @property
-    def generators(self) -> dict[int, Generator]:
-        """Live replicas, by index."""
-        return self.replicas.handles
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """Why each removed replica was removed, by index."""
-        return self.replicas.lost
-
-    @property
-    def on_lost(self) -> Callable[[int, str], None] | None:
-        """Callback for removed replicas, called with index and reason; see :class:`Replicas`."""
-        return self.replicas.on_lost
-
-    @on_lost.setter
-    def on_lost(self, call: Callable[[int, str], None] | None) -> None:
-        self.replicas.on_lost = call
 
     # -- called by the run -----------------------------------------------------------------------------------------
 
@@ -219,22 +208,17 @@ class Publisher:
         if self._base_weights is not None:
             await self._base_weights.verify(index, generator)
         self.replicas.add(await self.transfer_group.set_up_replica(index, generator))
-        self.lost.pop(index, None)
         publication = self._start(self._newest)
         await asyncio.shield(publication)  # waits: every wait of a publication has a deadline of its own
-        if index in self.lost:
-            raise PublishError(f"generator {index} is lost again: {self.lost[index]}")
+        if index in self.replicas.lost:
+            raise PublishError(f"generator {index} is lost again: {self.replicas.lost[index]}")
 
     async def remove_replica(self, index: int, reason: str) -> None:
         """Stop publishing to a replica, because it is lost."""
         removed = self.replicas.remove(index, reason)
         if removed is not None:
             self.transfer_group.lose(removed, reason)
-        await self.update_dispatch()
-
-    async def update_dispatch(self) -> None:
-        """Notify the rollout workers which replicas take requests."""
-        await self.replicas.update_dispatch()
+        await self.replicas.notify_workers()
 
     # -- publications in progress: each waits for the previous one -------------------------------------------------
 
@@ -255,22 +239,23 @@ class Publisher:
         publication = Publication(version, self.transfer_group, self.replicas)
         await publication.run()
         if not len(self.replicas):
-            if self.on_lost is None:
-                reasons = "; ".join(f"generator {index}: {reason}" for index, reason in self.lost.items())
+            if self.replicas.on_lost is None:
+                lost = self.replicas.lost.items()
+                reasons = "; ".join(f"generator {index}: {reason}" for index, reason in lost)
                 raise PublishError(f"version {version} is abandoned: no generator is left to serve it. {reasons}")
             return  # a replacement is sent the newest version when it is added
         if version in self._snapshot_s:  # otherwise it was already reported, and this sent it to a restarted replica
             self.last = PublishReport(
-                version,
-                self._snapshot_s[version],
-                publication.transfer_s,
-                publication.paused_s,
-                publication.verify_share,
-                self.manifest.nbytes,
-                publication.max_received_bytes,
+                version=version,
+                snapshot_s=self._snapshot_s[version],
+                transfer_s=publication.transfer_s,
+                paused_s=publication.paused_s,
+                verify_share=publication.verify_share,
+                nbytes=self.transfer_group.manifest.nbytes,
+                max_received_bytes=publication.max_received_bytes,
             )
             self._snapshot_s = {later: taken for later, taken in self._snapshot_s.items() if later > version}
-        await self.update_dispatch()
+        await self.replicas.notify_workers()
         if version > 0:
             call = self._buffer.published.call_one(version)
             await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
@@ -342,8 +327,8 @@ def _retrieve(publication: asyncio.Task[None]) -> None:
 
 # -- the generator replicas of a run: which are alive, which version each serves, which are lost ----------------------
 
-UpdateDispatch = Callable[[list[int], list[int]], Awaitable[None]]
-"""Notifies the rollout workers of the indices of replicas that are paused (no new requests), and of those lost."""
+REPEAT_S = 30.0
+"""Seconds after which workers are notified of the replicas' state again, even if it has not changed."""
 
 
 @dataclass(eq=False)
@@ -363,20 +348,25 @@ class Replica:
 
 
 class Replicas:
-    """The live replicas, by index, and the lost ones.
+    """The live replicas, by index, and the lost ones. The rollout workers are notified which replicas take requests.
 
     Args:
-        update_workers: called whenever the dispatch of requests should change; None calls nothing.
+        workers: the rollout workers of the run; None if there are none.
+        frozen: engines of frozen models, of whose losses the workers are reminded, too.
     """
 
-    def __init__(self, update_workers: UpdateDispatch | None = None) -> None:
-        self.update_workers = update_workers
+    def __init__(self, workers: ActorPool[RolloutWorker] | None = None, frozen: Sequence[FrozenPool] = ()) -> None:
+        self.workers = workers or ActorPool[RolloutWorker]("rollout worker", "rollout")
         self.lost: dict[int, str] = {}
         """Why each removed replica was removed, by index."""
-        self.on_lost: Callable[[int, str], None] | None = None
-        """Called with the index of a removed replica and the reason. While it is set, a run that has lost all replicas
+        self.on_lost: Callable[[str, Exception], None] | None = None
+        """Called with the name of a removed replica and the reason. While it is set, a run that has lost all replicas
         waits for a new one; without it, that is an error."""
+        self._frozen = frozen
         self._alive: dict[int, Replica] = {}
+        self._notified: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
+        """Each worker that has answered a notification, and the paused and lost replicas named in it, by index."""
+        self._all_notified_at = -math.inf
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._alive.values()))
@@ -398,8 +388,9 @@ class Replicas:
         return [replica for replica in self if replica.version != version]
 
     def add(self, replica: Replica) -> None:
-        """Add a replica; it replaces another one with its index."""
+        """Add a replica; it replaces another one with its index, which may be lost."""
         self._alive[replica.index] = replica
+        self.lost.pop(replica.index, None)
 
     def remove(self, index: int, reason: str) -> Replica | None:
         """Mark a replica as lost and return it; None if it was removed already."""
@@ -410,15 +401,37 @@ class Replicas:
         others = ", ".join(f"generator {other}" for other in self._alive) or "none"
         logger.error("generator %d is lost (%s); remaining generators: %s", index, reason, others)
         if self.on_lost is not None:
-            self.on_lost(index, reason)
+            self.on_lost(removed.name, RuntimeError(reason))
         return removed
 
-    async def update_dispatch(self) -> None:
-        """Notify the rollout workers which replicas are paused and which are lost."""
-        if self.update_workers is not None:
-            # A replica that merely missed a transfer is not paused: it still serves the previous version, complete.
-            paused = [replica.index for replica in self if replica.version is None]
-            await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
+    async def notify_workers(self) -> None:
+        """Notify the rollout workers which replicas are paused (they take no new requests), and which are lost.
+
+        Called for every version, but calls only workers whose last notification differs.
+        """
+        # A replica that merely missed a transfer is not paused: it still serves the previous version, complete.
+        paused = [replica.index for replica in self if replica.version is None]
+        lost = list(self.lost)
+        # All workers are notified every REPEAT_S: one may have marked a replica as lost because of an error of its own,
+        # and would never use it again. The same holds for frozen engines, of which they are otherwise notified on
+        # changes only.
+        if now() > self._all_notified_at + REPEAT_S:
+            self._notified.clear()
+            self._all_notified_at = now()
+            for pool in self._frozen:
+                await pool.note_lost_engine(self.workers)  # waits: it has a deadline
+        pending = {
+            index: worker
+            for index, worker in self.workers.handles.items()
+            if self._notified.get(index) != (worker, paused, lost)
+        }
+        answers = await self.workers.ask(
+            CALL_DEADLINE_S,
+            "to update its replicas",
+            lambda _, worker: worker.update_replicas.call_one(paused, lost),
+            pending,
+        )
+        self._notified.update({index: (pending[index], paused, lost) for index in answers})
 
 
 # -- the publication of one version to all replicas: readiness, transfer, commit, blame -------------------------------
@@ -583,7 +596,7 @@ class Publication:
                     self._group.settings.attempts,
                     error,
                 )
-        await self._replicas.update_dispatch()
+        await self._replicas.notify_workers()
         self._group.connected = None
 
 

@@ -116,7 +116,7 @@ class Recovery:
         Raises:
             AllActorsLost: no process of a kind is left.
         """
-        self._publisher.on_lost = self._report_replica
+        self._publisher.replicas.on_lost = self._report_loss
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 keeping = [self._keep(pool, index) for pool in self._pools for index in pool.handles]
@@ -127,7 +127,7 @@ class Recovery:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the others are its consequences
         finally:
-            self._publisher.on_lost = None
+            self._publisher.replicas.on_lost = None
             self._losses.close()
 
     @asynccontextmanager
@@ -213,8 +213,8 @@ class Recovery:
 
     async def _loss_of(self, pool: ActorPool[L], index: int) -> Exception:
         """Wait until a process is lost; returns why."""
-        if pool is self._generators and index in self._publisher.lost:  # lost before supervision began
-            return RuntimeError(self._publisher.lost[index])
+        if pool is self._generators and index in self._publisher.replicas.lost:  # lost before supervision began
+            return RuntimeError(self._publisher.replicas.lost[index])
         report = self._loss_reports[pool.name(index)] = asyncio.get_running_loop().create_future()
         end = asyncio.ensure_future(_end_of(pool.handles[index]))
         try:
@@ -228,10 +228,6 @@ class Recovery:
         report = self._loss_reports.get(name)
         if report is not None and not report.done():
             report.set_result(cause)
-
-    def _report_replica(self, index: int, why: str) -> None:
-        """Handle the publisher's removal of a replica."""
-        self._report_loss(self._generators.name(index), RuntimeError(why))
 
     def _may_restart(self, pool: ActorPool[L], index: int, cause: Exception) -> bool:
         """Count a loss; returns whether the process may be restarted."""
@@ -294,7 +290,7 @@ class Recovery:
             for other in [i for i, handle in pool.latest.items() if before[i] is not handle]:
                 self._lose_workers(await pool.note_new_engine(self._workers, other), pool.name(other))
             await pool.note_lost_engine(self._workers)
-        await self._publisher.update_dispatch()
+        await self._publisher.replicas.notify_workers()
         if self._running is not None and index not in self._running:  # rolling_out may have started it meanwhile
             self._begin_run(index)
 

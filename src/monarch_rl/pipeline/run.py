@@ -51,7 +51,6 @@ from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
     Actors,
-    replica_updates,
     save,
     schedule,
     served_dtype,
@@ -267,10 +266,11 @@ class Run:
             actors.buffer,
             s.transfers,
             "float32" if self._cluster is None else served_dtype(s.generator, self._cluster),
-            replica_updates(actors.workers, actors.frozen),
+            actors.workers,
+            actors.frozen,
         )
         self._lifetimes.callback(publisher.cancel)
-        publisher.lost.update({index: "it did not restart" for index in actors.generators.lost})
+        publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored = self.version
         outputs = metrics, rollouts, console = self._open_files(actors)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
-from monarch_rl.pipeline.publishing import UpdateDispatch
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
@@ -47,7 +45,7 @@ from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -79,8 +77,6 @@ PRELOADS = (
 )
 """Modules that the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it
 changes transformers."""
-REPEAT_S = 30.0
-"""Seconds after which workers are notified of the replicas' state again, even if it has not changed."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to set up workers or the buffer."""
 UPDATE_GRACE_S = 15.0
@@ -230,34 +226,6 @@ async def start_rollout(
     workers.factory = ActorFactory(cluster, spawn, set_up)
     await workers.start_all(settings.workers, join=set_up if survivors else None)
     return workers
-
-
-def replica_updates(workers: ActorPool[RolloutWorker], frozen: Sequence[FrozenPool] = ()) -> UpdateDispatch:
-    """A function that notifies all rollout workers which replicas take no new requests, and which are lost.
-
-    It is called for every version, but calls only workers whose last notification differs.
-    """
-    notified: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
-    all_notified_at = -math.inf
-
-    async def notify(paused: list[int], lost: list[int]) -> None:
-        nonlocal all_notified_at
-        # All workers are notified every REPEAT_S: one may have marked a replica as lost because of an error of its own,
-        # and would never use it again. The same holds for frozen engines, of which they are otherwise notified on
-        # changes only.
-        if now() > all_notified_at + REPEAT_S:
-            notified.clear()
-            all_notified_at = now()
-            for pool in frozen:
-                await pool.note_lost_engine(workers)
-        pending = {i: worker for i, worker in workers.handles.items() if notified.get(i) != (worker, paused, lost)}
-        what = "to update its replicas"
-        answers = await workers.ask(
-            CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost), pending
-        )
-        notified.update({i: (pending[i], list(paused), list(lost)) for i in answers})
-
-    return notify
 
 
 def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
