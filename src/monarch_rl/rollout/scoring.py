@@ -8,11 +8,6 @@ with the traceback of the exception, or with the stack of the killed process.
 A score whose process died is computed once more, because something else may have killed the process, such as the kernel
 when memory ran out. So is a score that exceeded its deadline while this process was stopped or the machine had no cores
 for the run; its second deadline is longer by the lost time, up to half of :data:`STUCK_S` (``runtime/deadlines.py``).
-
-A call of the pool costs about 0.2 ms, and most scores a tenth of that. Scores that are requested in one iteration of
-the event loop are therefore sent as one call, if recent scores were fast enough. If such a batch fails, for whatever
-reason, its scores are computed one by one. Its deadline is short (:data:`BATCH_DEADLINE_S`), so that a score that
-hangs costs its own deadline once and not twice.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -55,17 +49,10 @@ ScoreFunction = Callable[..., Any]
 Convert = Callable[[Any], Any]
 """Converts a function's return value to plain values, in the scoring process; raises TypeError or ValueError if it is
 invalid."""
-Computed = tuple[Any, float]
-"""A score, or :class:`Raised` if it raised; and the seconds it took."""
 Call = tuple["_Payload", "_Payload", Convert]
 """A function and its arguments, to be sent to a scoring process."""
 FUNCTIONS_KEPT = 64
 """Number of functions whose pickled bytes are cached: the newest ones that hold no state."""
-BATCH_S = 0.02
-"""Maximum estimated seconds of one batch, by the slowest of the last :data:`RECENT_SCORES` scores."""
-BATCH_DEADLINE_S, BATCH_DEADLINE_SHARE = 0.4, 0.1
-"""Deadline of a batch: this, or this share of the deadline of one score if that is more."""
-RECENT_SCORES = 64
 STUCK_S = 30.0
 """Seconds beyond a score's deadline after which the processes count as stuck, if neither it nor a score requested
 before it has ended by then. A new process needs seconds for its imports and its data."""
@@ -97,14 +84,8 @@ class Scorer:
     def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
-        self._queued: list[_QueuedScore] = []
-        """Scores requested in this iteration of the event loop, to be sent in batches."""
-        self._batches: set[asyncio.Task[None]] = set()
-        """Batches in progress."""
         self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
         """The newest functions and their pickled form, by identity."""
-        self._recent: deque[float] = deque(maxlen=RECENT_SCORES)
-        """Duration of recent scores in seconds."""
         self._output = ScorerOutput()
         self._make_pool = functools.partial(
             ProcessPool,
@@ -136,18 +117,18 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        call = self._call(function, args, as_outcome)
-        computed = await self._score_in_batch(call) if self._batch_size() > 1 else None
-        return self._result(computed or await self._score_alone(call))  # type: ignore[no-any-return]
+        return await self._score(function, args, as_outcome)  # type: ignore[no-any-return]
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
         """Like :meth:`score`, for a function that returns one reward per episode of a group."""
-        computed = await self._score_alone(self._call(function, args, as_outcomes))
-        return self._result(computed)  # type: ignore[no-any-return]
+        return await self._score(function, args, as_outcomes)  # type: ignore[no-any-return]
 
-    def _call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Call:
+    async def _score(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
-        return _Payload(self._by_value(function)), _Payload(pickled), convert
+        result = await self._compute((_Payload(self._by_value(function)), _Payload(pickled), convert))
+        if isinstance(result, Raised):
+            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
+        return result
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
         if not _is_stateless(function):  # its state may have changed since the last call
@@ -159,22 +140,14 @@ class Scorer:
                 del self._functions[next(iter(self._functions))]
         return cached[1]
 
-    def _result(self, computed: Computed) -> Any:
-        result, seconds = computed
-        self._recent.append(seconds)
-        if isinstance(result, Raised):
-            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
-        return result
-
-    async def _score_alone(self, call: Call) -> Computed:
-        """Compute one score, twice if necessary; raises as :meth:`score` does."""
+    async def _compute(self, call: Call) -> Any:
+        """A score, or :class:`Raised` if it raised; computed twice if necessary. Raises as :meth:`score` does."""
         error: Exception | None = None
         deadline_s = self.deadline_s
         for attempt in range(2):
             pool = self._pool
             try:
-                computed: Computed = await self._try(pool, _run, call, deadline_s)
-                return computed
+                return await self._try(pool, call, deadline_s)
             except _DeadlinePassed as late:
                 if attempt == 0 and late.lost_share >= LOST_SHARE:
                     self._output.take_stack()  # the second attempt may leave another stack
@@ -194,46 +167,8 @@ class Scorer:
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
         raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
 
-    def _batch_size(self) -> int:
-        """Maximum number of scores in one batch."""
-        if len(self._recent) < RECENT_SCORES // 8:
-            return 1
-        return int(BATCH_S / max(*self._recent, BATCH_S / RECENT_SCORES))
-
-    async def _score_in_batch(self, call: Call) -> Computed | None:
-        """The score, computed in a batch with other scores of this iteration; None if the batch failed."""
-        loop = asyncio.get_running_loop()
-        if not self._queued:
-            loop.call_soon(self._send_batches)
-        queued = _QueuedScore(call, loop.create_future())
-        self._queued.append(queued)
-        return await queued.computed  # waits: as long as _try, which has a deadline
-
-    def _send_batches(self) -> None:
-        queued, self._queued = self._queued, []
-        size = max(1, min(self._batch_size(), math.ceil(len(queued) / self._processes)))
-        for first in range(0, len(queued), size):
-            batch = asyncio.ensure_future(self._score_batch(queued[first : first + size]))
-            self._batches.add(batch)
-            batch.add_done_callback(self._batches.discard)
-
-    async def _score_batch(self, batch: list[_QueuedScore]) -> None:
-        all_computed: list[Computed] | list[None] = [None] * len(batch)
-        try:
-            limit_s = min(self.deadline_s, max(BATCH_DEADLINE_S, BATCH_DEADLINE_SHARE * self.deadline_s))
-            all_computed = await self._try(self._pool, _run_all, ([each.call for each in batch],), limit_s)
-        except Exception:  # the score that caused it raises it again when it is computed alone
-            self._recent.clear()
-            self._output.take_stack()  # that score then leaves another stack
-        finally:
-            for each, computed in zip(batch, all_computed, strict=True):
-                if not each.computed.done():
-                    each.computed.set_result(computed)
-
-    async def _try(
-        self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...], deadline_s: float
-    ) -> Any:
-        """Result of ``function`` in a process of the pool.
+    async def _try(self, pool: ProcessPool, call: Call, deadline_s: float) -> Any:
+        """Result of a call in a process of the pool.
 
         Raises:
             _DeadlinePassed: the call exceeded its deadline.
@@ -245,7 +180,7 @@ class Scorer:
             await self._wait_until_started(pool)
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
-        future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=deadline_s))
+        future = asyncio.wrap_future(pool.schedule(_run, args=call, timeout=deadline_s))
         clock = DeadlineClock(deadline_s, "a score")
         try:
             limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
@@ -339,14 +274,6 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[
     freeze_heap()
 
 
-@dataclass(eq=False, slots=True)
-class _QueuedScore:
-    """A score that is to be computed in a batch."""
-
-    call: Call
-    computed: asyncio.Future[Computed | None]
-
-
 @dataclass(frozen=True, slots=True)
 class Raised:
     """Description of an exception that a score raised; the exception itself cannot always be pickled."""
@@ -384,11 +311,9 @@ def _load_payload(content: ByValue[ScoreFunction] | bytes) -> Any:
         return _LoadFailed(error)
 
 
-def _run(
-    function: ScoreFunction | _LoadFailed, args: tuple[Any, ...] | _LoadFailed, convert: Convert = as_outcome
-) -> Computed:
-    """Compute a score. Any exception is returned: SystemExit, too, must not end the scoring process's event loop."""
-    started, process = time.perf_counter(), os.getpid()
+def _run(function: ScoreFunction | _LoadFailed, args: tuple[Any, ...] | _LoadFailed, convert: Convert) -> Any:
+    """Compute a score; :class:`Raised` if it raised."""
+    process = os.getpid()
     outcome: Any
     try:
         for part in (function, args):
@@ -396,16 +321,12 @@ def _run(
                 raise part.error
         # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
         outcome = convert(function(*args))  # type: ignore[operator, misc]
-    except BaseException as error:
+    except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
         place, report = describe(error)
         outcome = Raised(type(error).__name__, exception_message(error), place, report)
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
-    return outcome, time.perf_counter() - started
-
-
-def _run_all(calls: list[tuple[Any, Any, Convert]]) -> list[Computed]:
-    return [_run(*call) for call in calls]
+    return outcome
 
 
 # -- output of scoring processes, up to a limit, and their stacks when they are killed --------------------------------
