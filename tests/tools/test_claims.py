@@ -1,4 +1,4 @@
-"""docs/claims.md names tests that exist and says which claims only `./tools/test --all` proves."""
+"""tests/claims.md names tests that exist and says which claims only `./tools/test --all` proves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.plugin import TIER_OF
 from tests.tiers import Tier, function_of
 
 ROOT = Path(__file__).parents[2]
-CLAIMS = Path("docs", "claims.md")
+CLAIMS = Path("tests", "claims.md")
 TEST = re.compile(r"`([\w/]+/test_\w+\.py)::(\w+)`")
 FILE = re.compile(r"tests/[\w/]+\.py")
 ONLY_ALL = "`--all`: "
@@ -31,7 +31,7 @@ def wrong_claims(page: str, tiers: Mapping[str, set[Tier]]) -> Iterator[str]:
     """What is wrong with the page.
 
     Args:
-        page: the text of docs/claims.md.
+        page: the text of tests/claims.md.
         tiers: by name without parameters and ``tests/``, the tiers of a test's cases.
     """
     for line, claim, tests in claims(page):
