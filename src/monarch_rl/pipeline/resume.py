@@ -34,10 +34,20 @@ from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
-from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
+from monarch_rl.pipeline.run_folder import (
+    BEST,
+    SETTINGS,
+    STATE,
+    launcher,
+    new_folder,
+    newest_checkpoint,
+    read_state,
+    recipe_name,
+)
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
+from monarch_rl.runtime.restart import Ending, decide
 from monarch_rl.settings.ranges import to_plain
 
 logger = logging.getLogger("monarch_rl")
@@ -132,13 +142,22 @@ def _run_of_this_job(runs: Sequence[Path]) -> Path | None:
     if run is None:
         return None
     state = read_state(run)
-    finished, mistake = state["state"] == "finished", state["state"] == "failed" and not state["goes_on"]
+    ending = _ending_under_torchrun(state)
+    decision = decide(ending, checkpoint=newest_checkpoint(run), cause=state["cause"])
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # it may be another job with the same id
-        return run if not mistake and _unfinished(run) and folder_lock.take(run) else None
-    if finished or mistake:
-        ended = "has finished" if finished else f"would fail again: {state['cause']}"
-        raise SettingsError(f"torchrun has restarted the run in {run} although it {ended}")
-    return run if _unfinished(run) else None
+        return run if decision.restart and folder_lock.take(run) else None
+    if ending is not Ending.LOST:
+        raise SettingsError(f"torchrun has restarted the run in {run} although it {decision.reason}")
+    return run if decision.restart else None  # a run without a checkpoint starts over
+
+
+def _ending_under_torchrun(state: Mapping[str, Any]) -> Ending:
+    """How a run ended whose ``run.json`` is ``state``."""
+    if state["state"] == "finished":
+        return Ending.FINISHED
+    # An interrupted run may be restarted: torchrun itself interrupts the ranks that it is about to restart. One that is
+    # still "running" was killed.
+    return Ending.FAILED if state["state"] == "failed" and not state["goes_on"] else Ending.LOST
 
 
 def open_run(run: Path, settings: RunSettings) -> Resumed:

@@ -13,15 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ActorError
-
 from monarch_rl.checkpoint.folders import complete, write_whole
-from monarch_rl.errors import EpisodesFail, NotFinite
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.process import signal_name
+from monarch_rl.runtime.restart import Ending, decide, ending_of
 from monarch_rl.runtime.signals import Interrupts
 
 logger = logging.getLogger("monarch_rl")
@@ -29,9 +27,6 @@ logger = logging.getLogger("monarch_rl")
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
 NO_JOB = "none"
 """torchrun's id for jobs on several machines that were given none."""
-PERMANENT_ERRORS = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of a task, an objective or a setting, which another attempt would meet again. Any other error is attributed
-to a lost process: when one is lost, the others fail in many ways."""
 
 
 def recipe_name() -> str:
@@ -57,7 +52,7 @@ def recording_state(folder: Path, interrupts: Interrupts) -> Iterator[None]:
     except BaseException as error:
         reason = interrupts.reason or error
         interrupted = interrupts.received is not None and interrupts.reason is None
-        goes_on = not interrupted and may_resume(reason)
+        goes_on = not interrupted and ending_of(reason) is Ending.LOST
         cause = signal_name(interrupts.received or 0) if interrupted else _describe(reason)
         note_state(folder, "interrupted" if interrupted else "failed", cause, goes_on)
         raise
@@ -69,8 +64,9 @@ def recording_state(folder: Path, interrupts: Interrupts) -> Iterator[None]:
 
 @contextmanager
 def restarting_after_loss(restarts: int) -> Iterator[None]:
-    """If a run in the block fails, may resume and has a checkpoint, restart this program so that it resumes the run,
-    and exit with its exit code. Does nothing under a supervisor or torchrun, which restart the program themselves.
+    """If a run in the block fails and the policy (``runtime/restart.py``) allows it, restart this program so that it
+    resumes the run, and exit with its exit code. Does nothing under a supervisor or torchrun, which restart the program
+    themselves.
 
     Args:
         restarts: restarts without a newer checkpoint in between; 0 is never.
@@ -80,13 +76,9 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
     except Exception as error:
         run = _run_of_this_process
         restarted_by_others = supervisor.NOTES in os.environ or launched_by_torchrun()
-        if (
-            not restarts
-            or run is None
-            or restarted_by_others
-            or not may_resume(error)
-            or not complete(run / "checkpoints")
-        ):
+        if run is None or restarted_by_others:
+            raise
+        if not decide(ending_of(error), checkpoint=newest_checkpoint(run), limit=restarts).restart:
             raise
         traceback.print_exc()
         program = [sys.executable, *sys.orig_argv[1:]]
@@ -96,11 +88,9 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
 _run_of_this_process: Path | None = None
 
 
-def may_resume(error: BaseException) -> bool:
-    """Whether a run that ended with this error may be resumed automatically."""
-    while isinstance(error, ActorError):
-        error = error.exception
-    return isinstance(error, Exception) and not isinstance(error, PERMANENT_ERRORS)
+def newest_checkpoint(run: Path) -> str | None:
+    """The name of a run's newest complete checkpoint."""
+    return next((path.name for path in reversed(complete(run / "checkpoints").values())), None)
 
 
 def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) -> None:

@@ -22,11 +22,11 @@ from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
 from monarch_rl.pipeline.components import RunComponents
 from monarch_rl.pipeline.recovery import LOSSES, LostProcesses
 from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
-from monarch_rl.pipeline.run_folder import may_resume
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import disk_limit_s, now, on_disk
+from monarch_rl.runtime.restart import Ending, ending_of
 
 logger = logging.getLogger("monarch_rl")
 
@@ -69,9 +69,9 @@ async def find_survivors(
         previous: the state from which this run had resumed; None if it had not.
     """
     interrupts, checkpoints = cluster.interrupts, components.checkpoints
-    may = settings.checkpoint.restarts > 0 and may_resume(error) and not (interrupts.received or interrupts.reason)
+    lost = ending_of(error) is Ending.LOST and not (interrupts.received or interrupts.reason)
     since = 0 if previous is None else previous.version
-    if not may or checkpoints is None:
+    if not lost or settings.checkpoint.restarts == 0 or checkpoints is None:
         return None
     if not await _has_newer_checkpoint(checkpoints, folder, since) or not await _lost(checkpoints):
         return None

@@ -2,10 +2,9 @@
 
     python -m monarch_rl.runtime.supervisor recipes/grpo.py --steps 500 ...
 
-The recipe writes the folder of its run to a file, and when it ends, whether it may resume. It is restarted only if it
-may and has a checkpoint, and only a limited number of times without a newer checkpoint. An attempt that ends during its
-start-up counts, too. Signals are forwarded to the recipe. Under torchrun, use ``--max-restarts`` instead. Imports
-nothing heavy.
+The recipe writes the folder of its run to a file, and when it ends, whether it may resume; ``runtime/restart.py``
+decides whether it is restarted. An attempt that ends during its start-up counts as a loss. Signals are forwarded to the
+recipe. Under torchrun, use ``--max-restarts`` instead. Imports nothing heavy.
 
     --restarts N        maximum restarts without a newer checkpoint; default: the recipe's --checkpoint.restarts
     --stopped-s S       kill and restart a recipe whose process is stopped (SIGSTOP) for S seconds; default: 3600; 0
@@ -21,13 +20,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from monarch_rl.runtime.process import adopt_orphans, die_with_parent, signal_name
+from monarch_rl.runtime.restart import Ending, decide
 from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.runtime.signals import handled
 
@@ -66,12 +66,12 @@ class Supervisor:
 
     Args:
         command: command line of the recipe.
-        restarts: maximum restarts without a newer checkpoint; None means the number that the recipe reports.
+        limit: maximum restarts without a newer checkpoint; None means the number that the recipe reports.
         stopped_s: seconds for which the recipe's process may be stopped; 0 means any time.
     """
 
-    def __init__(self, command: Sequence[str], restarts: int | None = None, stopped_s: float = STOPPED_S) -> None:
-        self._command, self._restarts, self._stopped_s = list(command), restarts, stopped_s
+    def __init__(self, command: Sequence[str], limit: int | None = None, stopped_s: float = STOPPED_S) -> None:
+        self._command, self._limit, self._stopped_s = list(command), limit, stopped_s
         self._child: subprocess.Popen[bytes] | None = None
         self._interrupted = False
         self._stopped = False
@@ -82,39 +82,58 @@ class Supervisor:
         signal that killed it.
 
         Args:
-            resumed: folder of a run to resume, which has already ended.
+            resumed: folder of a run that has already ended, and is to be restarted.
             cause: why that run ended.
         """
         for number in handled():
             signal.signal(number, self._pass_on)
         adopt_orphans()
-        first_cause, attempts, restarts = cause, 0, RESTARTS if self._restarts is None else self._restarts
-        latest = None if resumed is None else _latest(resumed)
+        limit = RESTARTS if self._limit is None else self._limit
+        restarts, latest = (0, None) if resumed is None else (1, _latest(resumed))
+        first_cause = cause
         with ScratchFolder() as scratch:
             notes = scratch.path / "state"
             while True:
                 if resumed is not None:
-                    attempts += 1
-                    print(f"resuming {resumed} from {latest} (restart {attempts} of {restarts}): {cause}")
+                    print(f"resuming {resumed} from {latest} (restart {restarts} of {limit}): {cause}")
                 code = self._attempt(notes, resumed)
                 _wait_for_orphans()
                 state = _read(notes)
-                if not state and resumed is not None:  # it ended during its start-up
-                    state = {"run": str(resumed), "goes_on": True}
-                if code == 0 or self._interrupted:
+                ending = self._ending(code, state, resumed)
+                if ending in (Ending.FINISHED, Ending.INTERRUPTED):
                     return code
-                restarts = state.get("restarts", restarts) if self._restarts is None else restarts
                 cause = state.get("cause") or self._how(code)
-                first_cause, again = first_cause or cause, resumed is not None
-                if state.get("goes_on"):
-                    resumed, before = Path(state["run"]), latest
-                    latest = _latest(resumed)
-                    attempts = attempts if latest == before else 0
-                    if latest is not None and attempts < restarts:
-                        continue
-                if state.get("goes_on") or again:
-                    print(f"not restarted. First cause of the run's end: {first_cause}", file=sys.stderr)
-                return code
+                first_cause = first_cause or cause
+                if self._limit is None:
+                    limit = state.get("restarts", limit)
+                run = Path(state["run"]) if state else resumed
+                checkpoint = None if run is None else _latest(run)
+                decision = decide(
+                    ending, checkpoint=checkpoint, previous=latest, restarts=restarts, limit=limit, cause=cause
+                )
+                if not decision.restart:
+                    if ending is Ending.LOST or resumed is not None:
+                        print(
+                            f"not restarted: the run {decision.reason}. First cause of the run's end: {first_cause}",
+                            file=sys.stderr,
+                        )
+                    return code
+                resumed, latest, restarts = run, checkpoint, decision.restarts
+
+    def _ending(self, code: int, state: Mapping[str, Any], resumed: Path | None) -> Ending:
+        """How an attempt ended that resumed a run, or began one if ``resumed`` is None.
+
+        Args:
+            state: what the attempt noted; empty if it ended during its start-up.
+        """
+        if code == 0:
+            return Ending.FINISHED
+        if self._interrupted:
+            return Ending.INTERRUPTED
+        if not state:
+            # The settings of a restarted run were accepted before, so what ends its start-up is taken for a loss.
+            return Ending.REFUSED if resumed is None else Ending.LOST
+        return Ending.LOST if state.get("goes_on") else Ending.FAILED
 
     def _attempt(self, notes: Path, resumed: Path | None) -> int:
         notes.unlink(missing_ok=True)
@@ -198,8 +217,8 @@ def main() -> None:
             "usage: python -m monarch_rl.runtime.supervisor [--restarts N] [--stopped-s S] RECIPE.py [its flags]\n"
             + (__doc__ or "")
         )
-    restarts = int(values["--restarts"]) if "--restarts" in values else None
-    sys.exit(Supervisor([sys.executable, *arguments], restarts, values.get("--stopped-s", STOPPED_S)).run())
+    limit = int(values["--restarts"]) if "--restarts" in values else None
+    sys.exit(Supervisor([sys.executable, *arguments], limit, values.get("--stopped-s", STOPPED_S)).run())
 
 
 if __name__ == "__main__":
