@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from referencing.exceptions import Unresolvable
 
 from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
@@ -230,6 +231,99 @@ def test_tools_stand_in_the_opening_alone(qwen3: ChatTemplate) -> None:
         conversation.add(user("2+2?"), tools=[add, SEARCH])
     conversation.add(user("2+2?"), tools=[add])
     assert qwen3.decode(conversation.ids).count('"description": "Add numbers."') == 1
+
+
+def book(
+    seats: int | list[str] | None = None,
+    at: tuple[int, int] | None = None,
+    of: dict[str, int] | None = None,
+    who: Literal["me", None] = None,
+) -> None:
+    """Book seats.
+
+    Args:
+        seats: How many, or which.
+        at: Hour and minute.
+        of: Numbers by kind.
+        who: Who.
+    """
+
+
+PLAN = {
+    "name": "plan",
+    "parameters": {
+        "properties": {
+            "steps": {"type": "array", "items": {"$ref": "#/$defs/step"}, "maxItems": 2},
+            "budget": {"type": "float"},
+            "level": {"type": "integer", "minimum": 1, "nullable": True},
+            "kind": {"const": "fast"},
+            "tree": {"$ref": "#/$defs/tree"},
+        },
+        "$defs": {
+            "step": {
+                "type": "object",
+                "properties": {"do": {"type": "string", "pattern": "^[a-z]+$"}},
+                "required": ["do"],
+            },
+            "tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+        },
+        "additionalProperties": {"type": "string"},
+    },
+}
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("book", {"seats": 2}, ""),
+        ("book", {"seats": ["4a"]}, ""),
+        ("book", {"seats": None, "at": None, "of": None, "who": None}, ""),
+        ("book", {"seats": [4]}, "seats must be integer, not [4]"),
+        ("book", {"seats": 2.0}, "seats must be integer, not 2.0"),
+        ("book", {"at": [7, "30"]}, "at[1] must be integer, not '30'"),
+        ("book", {"of": {"child": "one"}}, "of.child must be integer, not 'one'"),
+        ("book", {"who": "you"}, "who must be one of 'me', None, not 'you'"),
+        ("plan", {"steps": [{"do": "go"}], "budget": "any", "level": None, "kind": "fast", "more": "x"}, ""),
+        ("plan", {"steps": [{"do": "go"}, {}]}, "steps[1].do is missing"),
+        ("plan", {"steps": [{"do": "Go"}]}, "steps[0].do: 'Go' does not match '^[a-z]+$'"),
+        ("plan", {"steps": [{"do": "go"}] * 3}, "steps: [{'do': 'go'}, {'do': 'go'}, {'do': 'go'}] is too long"),
+        ("plan", {"level": 0}, "level: 0 is less than the minimum of 1"),
+        ("plan", {"kind": "slow"}, "kind: 'fast' was expected"),
+        ("plan", {"more": 3}, "more must be string, not 3"),
+        ("plan", {"tree": nested(20)}, ""),
+        ("plan", {"tree": nested(900)}, "the arguments cannot be checked"),
+    ],
+)
+def test_all_of_json_schema_is_checked(name: str, arguments: dict[str, Any], said: str) -> None:
+    """Also what a model nests too deeply to be checked is an answer for it, and no error of the episode."""
+    problem = as_tools([book, PLAN]).problem(name, arguments)
+    assert (f"does not match its schema: {said}" in problem) if said else not problem
+
+
+def test_a_reference_is_not_fetched_from_the_network() -> None:
+    parameters = {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}}
+    with pytest.raises(Unresolvable):
+        as_tools([{"name": "fetch", "parameters": parameters}]).problem("fetch", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "where"),
+    [
+        ({"properties": {"a": {"minimum": "0"}}}, r"plan .*\$\.properties\.a\.minimum: '0'"),
+        ({"properties": {"a": "string"}}, r"\$\.properties\.a: 'string'"),
+        ({"required": True}, r"\$\.required: True"),
+    ],
+)
+def test_what_is_no_schema_is_refused(parameters: dict[str, Any], where: str) -> None:
+    with pytest.raises(ChatError, match=where):
+        as_tools([{"name": "plan", "parameters": parameters}])
 
 
 def test_what_cannot_be_described_to_a_model_is_refused() -> None:

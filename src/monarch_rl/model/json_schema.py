@@ -1,0 +1,107 @@
+"""JSON Schema of tools' arguments, by the ``jsonschema`` package: how a call differs from it, in words for a model.
+
+Draft 2020-12, with three differences. ``nullable`` of OpenAPI, which transformers writes for ``None``, is known. Types
+that JSON does not have, such as ``float`` in the schemas of some data sets, accept any value. An integer is one in
+Python, too, so that a function that takes an ``int`` gets no ``1.0``.
+
+Importing jsonschema takes a tenth of a second, so this module is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
+from referencing import Registry
+
+TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+Check = Callable[[Any, Any, Any, Mapping[str, Any]], Iterator[ValidationError]]
+"""A keyword's check: of (validator, the keyword's value, value, schema)."""
+
+
+def fault(parameters: Mapping[str, Any]) -> str:
+    """What is wrong with the schema of a tool's arguments, and where; "" if nothing is."""
+    errors = _META_VALIDATOR.iter_errors(parameters)
+    error = next((each for each in errors if not _is_unknown_type(each)), None)
+    return f"{error.json_path}: {error.message:.200}" if error is not None else ""
+
+
+def mismatch(arguments: dict[str, Any], parameters: Mapping[str, Any]) -> str:
+    """How a call's arguments differ from their schema, as part of a sentence; "" if they match.
+
+    Arguments that the schema does not name are a mismatch, unless its ``additionalProperties`` allows them.
+    """
+    try:
+        error = next(_validator(json.dumps(parameters)).iter_errors(arguments), None)
+    except (RecursionError, OverflowError) as limit:  # by what the model wrote: depth, or an integer of 400 digits
+        return f"the arguments cannot be checked: {limit}"
+    if error is None:
+        return ""
+    while error.validator == "anyOf" and error.context:  # say what is wrong with the first option
+        error = error.context[0]
+    return _in_words(error)
+
+
+def _in_words(error: ValidationError) -> str:
+    path = error.json_path.removeprefix("$").removeprefix(".")
+    where, prefix = path or "the arguments", f"{path}." if path else ""
+    value, expected = error.instance, error.validator_value
+    match error.validator:
+        case "type":
+            kinds = [expected] if isinstance(expected, str) else expected
+            return f"{where} must be {' or '.join(kinds)}, not {value!r:.60}"
+        case "enum":
+            return f"{where} must be one of {', '.join(map(repr, expected))}, not {value!r:.60}"
+        case "required":
+            return f"{prefix}{next(name for name in expected if name not in value)} is missing"
+        case "additionalProperties" if "patternProperties" not in error.schema:
+            names = error.schema.get("properties", {})
+            unknown = next(name for name in value if name not in names)
+            return f"there is no argument {prefix + unknown!r}; it takes {', '.join(names) or 'none'}"
+    return f"{where}: {error.message:.200}"
+
+
+@lru_cache(maxsize=1024)  # as many as a task may have sets of tools for its items
+def _validator(parameters: str) -> Validator:
+    # The order is that in which mismatches are reported. An empty registry fetches no reference from the network.
+    defaults: dict[str, Any] = {"type": "object", "required": [], "additionalProperties": False}
+    validator: Validator = _ToolValidator(defaults | json.loads(parameters), registry=Registry())
+    return validator
+
+
+def _is_unknown_type(error: ValidationError) -> bool:
+    return error.validator == "anyOf" and bool(error.path) and error.path[-1] == "type"
+
+
+def _unless_null(check: Check) -> Check:
+    def checked(validator: Any, expected: Any, value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        if not (value is None and schema.get("nullable")):
+            yield from check(validator, expected, value, schema)
+
+    return checked
+
+
+def _type(validator: Any, expected: Any, value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    if TYPES.issuperset([expected] if isinstance(expected, str) else expected):
+        yield from Draft202012Validator.VALIDATORS["type"](validator, expected, value, schema) or ()
+
+
+def _is_integer(checker: Any, value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_META_VALIDATOR = Draft202012Validator(Draft202012Validator.META_SCHEMA)
+_ToolValidator = extend(
+    Draft202012Validator,
+    {
+        "type": _unless_null(_type),
+        "enum": _unless_null(Draft202012Validator.VALIDATORS["enum"]),
+        "anyOf": _unless_null(Draft202012Validator.VALIDATORS["anyOf"]),
+    },
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
+)
