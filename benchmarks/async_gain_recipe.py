@@ -72,12 +72,12 @@ class SlowGenerator(Generator):
             async with places:
                 now = asyncio.get_running_loop().time
                 due = now() + latencies.token_s * tokens_of(latencies.length, sampling.seed)
-                engine.clock.enter()
+                engine.requests.clock.enter()
                 try:
                     completion = await draw(prompt_ids, sampling, on_part)
                     await asyncio.sleep(due - now())
                 finally:
-                    engine.clock.leave()
+                    engine.requests.clock.leave()
                 return completion
 
         engine.generate = generate  # type: ignore[method-assign]

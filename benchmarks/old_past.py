@@ -145,10 +145,10 @@ async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, unt
 
 async def half_way(engine: Engine, tokens: int) -> None:
     """Wait until answers have about this many tokens: the engine counts a longer sequence's only when it ends."""
-    before = engine.generated_tokens
+    before = engine.requests.generated_tokens
 
     async def drawn() -> None:
-        while engine.generated_tokens < before + tokens:
+        while engine.requests.generated_tokens < before + tokens:
             await asyncio.sleep(0.005)
 
     await within(DEADLINE_S, drawn(), f"{tokens} tokens of answers")

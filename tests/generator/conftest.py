@@ -97,7 +97,7 @@ class EngineKeeper:
             self._engine, self._started = self._run(Engine.start(str(model), settings, **options)), started
         commits = self._engine._commits
         commits._in_flight, commits._drain_deadline_s = settings.in_flight, settings.drain_deadline_s
-        self._engine._requests._scheduler.keeps_conversations = settings.in_flight == "continue"
+        self._engine.requests.keeps_conversations = settings.in_flight == "continue"
         return self._engine
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ def engines(run: LoopThread) -> Iterator[EngineKeeper]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    """A dense Qwen3. Tests that commit say so by their own versions, ever higher; see ``engine.version``."""
+    """A dense Qwen3. Tests that commit say so by their own versions, ever higher; see ``engine.requests.version``."""
     engine = run(Engine.start(str(models["qwen3"]), SETTINGS))
     yield engine
     run(engine.shutdown())

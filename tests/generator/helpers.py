@@ -287,7 +287,7 @@ class Drawing:
 
     async def goes_on(self) -> None:
         """Wait until ``2 * PART_TOKENS`` more tokens of each have arrived, the last one of the served version."""
-        version, goals = self.engine.version, [count + 2 * PART_TOKENS for count in self.counts()]
+        version, goals = self.engine.requests.version, [count + 2 * PART_TOKENS for count in self.counts()]
 
         def drawn() -> bool:
             short = [
@@ -324,7 +324,7 @@ async def check_nothing_is_served(engine: Engine, *drawings: Drawing) -> None:
     for _ in range(2 * PART_TOKENS):
         await state()
     assert [drawing.counts() for drawing in drawings] == before
-    assert [wait.what for wait in engine.waits()][-1:] == ["a commit to end"], engine.waits()
+    assert [wait.what for wait in engine.requests.waits()][-1:] == ["a commit to end"], engine.requests.waits()
 
 
 def check_parts(parts: list[Completion], completion: Completion) -> None:

@@ -19,8 +19,9 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import CommitError, EngineStopped, GenerationError, WeightMismatch
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.requests import BusyClock, RequestFormat, read_reason, sampling_params
+from monarch_rl.generator.requests import BusyClock
 from monarch_rl.generator.sglang_engine import io_structs
+from monarch_rl.generator.sglang_format import RequestFormat, read_reason, sampling_params
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
@@ -61,7 +62,7 @@ def prompts(completions: list[Completion]) -> list[tuple[list[int], Completion]]
 async def commit_seed(engine: Engine, staging: Staging, folder: Path, seed: int) -> dict[str, object]:
     """Commit the next version, made from ``seed``; returns its weights."""
     weights = next_version(weights_in(folder), seed)
-    version = engine.version + 1
+    version = engine.requests.version + 1
     staging.fill(version, weights)
     await staging.commit(engine, version, checksums_of(weights))
     return weights  # type: ignore[return-value]
@@ -94,7 +95,7 @@ def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopT
 def test_what_a_request_draws_comes_in_parts_and_short_answers_do_not(engine: Engine, run: LoopThread) -> None:
     size = PART_TOKENS
     lengths = (3 * size + 5, 2 * size, 10 * size, size, size - 1, 1)
-    before = engine.generated_tokens, engine.finished_requests
+    before = engine.requests.generated_tokens, engine.requests.finished_requests
 
     async def play() -> tuple[list[list[Completion]], list[Completion]]:
         drawing = Drawing.start(engine, [[5] for _ in lengths], *[Sampling(max_new_tokens=n) for n in lengths])
@@ -104,7 +105,7 @@ def test_what_a_request_draws_comes_in_parts_and_short_answers_do_not(engine: En
     for parts, completion in zip(arrived, played, strict=True):
         check_parts(parts, completion)
     assert [[len(part.token_ids) for part in parts] for parts in arrived] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
-    counted = engine.generated_tokens - before[0], engine.finished_requests - before[1]
+    counted = engine.requests.generated_tokens - before[0], engine.requests.finished_requests - before[1]
     assert counted == (sum(lengths), len(lengths)), "parts are counted with their answer"
 
 
@@ -145,7 +146,7 @@ def test_refused_requests_say_why(engine: Engine, run: LoopThread) -> None:
 def test_logprobs_agree_with_transformers(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
     """In float32, within LOGPROB_BOUND; after five updates in flight: the next test's end."""
     drawn = run(draw(engine, 8, 40))
-    if engine.version:
+    if engine.requests.version:
         pytest.skip("the engine serves other weights than the folder's by now")
     for completion, reference in zip(drawn, reference_logprobs(models["qwen3"], prompts(drawn)), strict=True):
         assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
@@ -155,7 +156,7 @@ def test_sequences_go_on_across_commits(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     """8 sequences decode across five commits: none is lost or cut, and each token has the version that drew it."""
-    folder, before = models["qwen3"], engine.version
+    folder, before = models["qwen3"], engine.requests.version
 
     async def play() -> list[Completion]:
         drawing = start(engine, 8, 700)
@@ -214,7 +215,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_served(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     weights = next_version(weights_in(models["qwen3"]), 50)
-    version = engine.version + 1
+    version = engine.requests.version + 1
     staging.fill(version, weights)
     name = "model.layers.1.self_attn.k_proj.weight"
     place = staging.byte(version, name, 77)
@@ -248,7 +249,7 @@ def test_a_version_that_cannot_be_loaded_stays_unserved(
     partial = Staging(fewer)
 
     async def refused() -> None:
-        version = engine.version + 1
+        version = engine.requests.version + 1
         partial.fill(version, fewer)
         with pytest.raises(CommitError, match="q_norm"):
             await partial.commit(engine, version, checksums_of(fewer))
@@ -259,9 +260,9 @@ def test_a_version_that_cannot_be_loaded_stays_unserved(
 
 
 def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: Staging) -> None:
-    if not engine.version:
+    if not engine.requests.version:
         pytest.skip("no version has been committed yet")
-    served = engine.version
+    served = engine.requests.version
     with pytest.raises(ValueError, match=rf"\b{served - 1}\b.*\b{served}\b"):
         run(staging.commit(engine, served - 1, {}))
 
@@ -277,14 +278,14 @@ def test_an_engine_goes_back_to_a_version_of_another_trainer(
         await commit_seed(engine, staging, models["qwen3"], 62)
         places = engine._sglang.running_requests
         drawing = Drawing.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
-        await until(lambda: engine.clock.requests >= places, "requests in all places")
-        version = engine.version - 1
-        engine.reset_versions()
+        await until(lambda: engine.requests.clock.requests >= places, "requests in all places")
+        version = engine.requests.version - 1
+        engine.requests.reset_versions()
         failed = await asyncio.gather(*drawing.tasks, return_exceptions=True)
         assert {str(error) for error in failed} == {"the trainer whose policy was asked is lost"}
         staging.fill(version, weights)
         await staging.commit(engine, version, checksums_of(weights))
-        assert engine.version == version and not engine.clock.requests
+        assert engine.requests.version == version and not engine.requests.clock.requests
         assert (await draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
 
     run(back())
@@ -294,7 +295,7 @@ def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     checksums = checksums_of(weights_in(models["qwen3"])) | {"lm_head.bias": 0}
-    version = engine.version
+    version = engine.requests.version
     tensors = len(staging.manifest.tensors)
     with pytest.raises(ValueError, match=rf"\b{tensors + 1}\b.*\b{tensors}\b"):
         run(staging.commit(engine, version + 1, checksums))
@@ -309,8 +310,8 @@ def test_a_commit_says_what_it_cost(engine: Engine, run: LoopThread, models: dic
         playing = asyncio.ensure_future(draw(engine, 8, 300))
         reports = []
         for _ in range(10):
-            staging.fill(engine.version + 1, weights)
-            reports.append(await staging.commit(engine, engine.version + 1, checksums_of(weights)))
+            staging.fill(engine.requests.version + 1, weights)
+            reports.append(await staging.commit(engine, engine.requests.version + 1, checksums_of(weights)))
         await playing
         return reports
 
@@ -328,12 +329,12 @@ def test_a_cancelled_request_is_ended_and_waits_are_named(
         reasons = watched(engine, "finished_reasons", monkeypatch)
         drawing = Drawing.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
         await drawing.goes_on()
-        waits = [(wait.what, wait.on) for wait in engine.waits()]
+        waits = [(wait.what, wait.on) for wait in engine.requests.waits()]
         assert waits == [(f"new tokens after {n} prompt tokens", "the engine of generator 0") for n in (1, 2)]
         for task in drawing.tasks:
             task.cancel()
         await asyncio.wait(drawing.tasks)
-        assert not engine.waits() and not engine.clock.requests
+        assert not engine.requests.waits() and not engine.requests.clock.requests
 
         def both_ended() -> bool:
             return sum(reason is not None and reason["type"] == "abort" for reason in reasons) == 2

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from monarch_rl.errors import GenerationError
-from monarch_rl.generator.requests import read_reason
 from monarch_rl.generator.settings import GPU_FLAGS, recipe_flags, rename_in, rename_in_log
+from monarch_rl.generator.sglang_format import read_reason
 from monarch_rl.pipeline.settings import RunSettings
 from tests.recipe.flags import flags
 

@@ -137,7 +137,7 @@ def engine(
     settings = replace(SETTINGS, in_flight=case.policy, drain_deadline_s=600)
     options = {"lora": case.lora, "disable_overlap_schedule": not case.overlap}
     engine, weights = engines.under(settings, versions.folder, **options), versions.first()
-    version = engine.version + 1
+    version = engine.requests.version + 1
     staging.fill(version, weights)
     run(staging.commit(engine, version, checksums_of(weights)))
     return engine
@@ -155,7 +155,7 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
         drawing = Drawing.start(engine, PROMPTS[:1], seeded)
         for _ in range(1 if policy == "drain" else 3):
             await drawing.goes_on()
-            version = engine.version + 1
+            version = engine.requests.version + 1
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
         (across,) = await drawing.completions()
@@ -175,7 +175,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
 
     The parts that arrive while they run say the same.
     """
-    first = engine.version + 1  # of the test's own: an earlier one may have left other weights
+    first = engine.requests.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
     sampling = Sampling(max_new_tokens=300)
 
@@ -244,7 +244,7 @@ def test_a_later_turn_keeps_what_older_weights_have_read_under_continue_alone(
     """Turns before and after a commit, and conversations that begin after it with the same prompts."""
     if versions.lora.rank:
         pytest.skip("the cache is the same, and adapters under each rule are tested above")
-    first = engine.version + 1
+    first = engine.requests.version + 1
     weights = {first: versions.first(), first + 1: versions.later(1)}
     prompts = [list(range(5, 85)) + [90 + i] for i in range(3)]
     said, sampling = [7, 8, 9, 10, 11], Sampling(max_new_tokens=60)
@@ -255,9 +255,9 @@ def test_a_later_turn_keeps_what_older_weights_have_read_under_continue_alone(
 
     async def turns(asked: list[list[int]], began: int | None) -> tuple[list[Completion], float, int]:
         """What is drawn, the share of prompt tokens that the cache had, and how many were read again."""
-        before = replace(engine.turn_reads)
+        before = replace(engine.requests.turn_reads)
         drawn = [engine.generate(prompt, replace(sampling, conversation_version=began)) for prompt in asked]
-        completions, after = await asyncio.gather(*drawn), engine.turn_reads
+        completions, after = await asyncio.gather(*drawn), engine.requests.turn_reads
         tokens = after.prompt_tokens - before.prompt_tokens
         assert tokens == (0 if began is None else sum(map(len, asked)))
         cached = (after.cached_tokens - before.cached_tokens) / tokens if tokens else 0.0
@@ -320,7 +320,7 @@ def test_under_continue_a_version_that_leaves_keys_and_values_gives_what_it_alon
     """Bit for bit the same past: then nothing is left of the version before. With other keys and values much is."""
     if policy != "continue" or versions.lora.rank:
         pytest.skip("the policy is another, or the adapter's is in test_load_lora")
-    first = engine.version + 1
+    first = engine.requests.version + 1
     old = versions.later(first)
     names = KEYS_AND_VALUES if past_changes else tuple(filter(feeds_no_key_or_value, old))
     assert len(names) == (2 if past_changes else 9)
@@ -360,7 +360,7 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
     weights = versions.first()
 
     async def play() -> tuple[list[list[Completion]], list[Completion], list[Completion]]:
-        version = engine.version + 1
+        version = engine.requests.version + 1
         staging.fill(version, weights)
         await staging.commit(engine, version, checksums_of(weights))
         whole = await engine.generate(PROMPTS[0], Sampling(max_new_tokens=60, seed=3))
@@ -370,7 +370,7 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
         alone = [await engine.generate(PROMPTS[0], sampling) for sampling in wanted]
         drawing = Drawing.start(engine, [PROMPTS[0]] * len(wanted), *wanted)
         while not all(task.done() for task in drawing.tasks):
-            version = engine.version + 1
+            version = engine.requests.version + 1
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
             await asyncio.sleep(0.01)  # the next one comes a few steps later
@@ -391,13 +391,13 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
     weights = versions.first()
 
     async def play() -> tuple[list[Completion], int]:
-        served = engine.version
+        served = engine.requests.version
         drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=400))
         await drawing.goes_on()
         staging.fill(served + 1, weights)
         with pytest.raises(StillRunning, match=rf"version {served} is: {len(PROMPTS)} requests"):
             await staging.commit(engine, served + 1, checksums_of(weights))
-        assert engine.version == served
+        assert engine.requests.version == served
         return [*await drawing.completions(), await engine.generate([4], Sampling(max_new_tokens=3))], served
 
     played, served = run(play())

@@ -21,7 +21,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
-from monarch_rl.generator.requests import sampling_params
+from monarch_rl.generator.sglang_format import sampling_params
 from monarch_rl.model.lora import LoraSettings, Target
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
@@ -76,7 +76,7 @@ def check_logprobs(folder: Path, drawn: list[Completion], weights: Weights | Non
 
 
 async def commit(engine: Engine, staging: Staging, tensors: Weights) -> None:
-    version = engine.version + 1
+    version = engine.requests.version + 1
     staging.fill(version, tensors)
     await staging.commit(engine, version, checksums_of(tensors))
 
@@ -100,7 +100,7 @@ def staging(folder: Path) -> Staging:
 
 
 def test_version_0_is_the_model_as_it_is(adapted: Engine, run: LoopThread, folder: Path) -> None:
-    if adapted.version:
+    if adapted.requests.version:
         pytest.skip("another version has been committed by now")
     check_logprobs(folder, run(draw(adapted, 4, 20)), None)
 
@@ -137,7 +137,7 @@ def test_sequences_go_on_across_commits_of_adapters(
 
     Requests for the model itself run beside them in the same batches and draw from it.
     """
-    before = adapted.version
+    before = adapted.requests.version
 
     async def play() -> tuple[list[Completion], list[Completion]]:
         drawing = start(adapted, 8, 400)
@@ -182,7 +182,7 @@ def test_tokens_after_a_commit_are_drawn_from_the_new_adapter_on_the_old_keys_an
     under = {0: reference_logprobs(folder, completions)}
     under[1] = reference_logprobs(folder, completions, merged(folder, LORA, loud))
     for i, completion in enumerate(drawn):
-        new = completion.policy_versions - (adapted.version - 1)
+        new = completion.policy_versions - (adapted.requests.version - 1)
         assert set(new.tolist()) == {0, 1}
         expected = np.where(new == 0, under[0][i], under[1][i])
         assert np.abs(completion.logprobs - expected).max() < LOGPROB_BOUND
@@ -190,7 +190,7 @@ def test_tokens_after_a_commit_are_drawn_from_the_new_adapter_on_the_old_keys_an
 
 
 def test_a_flipped_bit_of_an_adapter_is_found(adapted: Engine, run: LoopThread, folder: Path, staging: Staging) -> None:
-    tensors, version = adapter(folder, LORA, 7), adapted.version + 1
+    tensors, version = adapter(folder, LORA, 7), adapted.requests.version + 1
     staging.fill(version, tensors)
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     spoilt = staging.byte(version, name, 5)

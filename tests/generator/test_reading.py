@@ -117,7 +117,7 @@ def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) ->
         with pytest.raises(GenerationError, match=said):
             run(asked)
     assert len(run(engine.readings.logprobs([5, 6, 7]))) == 3
-    assert engine.clock.requests == 0
+    assert engine.requests.clock.requests == 0
 
 
 def test_an_engine_holds_what_its_folder_holds(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
@@ -149,7 +149,7 @@ def test_an_engine_serves_another_folder_of_the_same_shapes(
     before = run(engine.readings.logprobs(ids))
     for source, held in ((other, weights), (folder, weights_in(folder))):
         manifest, area, checksums = file_version(source, "float32")
-        run(engine.commit(engine.version + 1, manifest, area.handle, checksums))
+        run(engine.commit(engine.requests.version + 1, manifest, area.handle, checksums))
         (reading,) = reference_reading(folder, [(ids, [0] * len(ids))], {0: held})
         values = run(engine.readings.logprobs(ids))
         assert np.abs(values - expected(reading, ids, 0, 1.0)).max() < LOGPROB_BOUND

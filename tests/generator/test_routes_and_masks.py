@@ -19,8 +19,8 @@ from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.errors import GenerationError, SamplingMaskMissing
 from monarch_rl.generator import requests as requests_module
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.requests import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
 from monarch_rl.generator.settings import InFlight
+from monarch_rl.generator.sglang_format import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
 from tests.generator.conftest import SETTINGS, EngineKeeper
 from tests.generator.helpers import (
     LAYERS,
@@ -74,7 +74,7 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     """Of all tokens, of some, of a prompt that the cache knows, and of the turn after a turn."""
     sampling = Sampling(max_new_tokens=40, top_k=20, top_p=0.1, expert_routes_from=0)
     base = weights_in(models["moe"])
-    version = engine.version + 1
+    version = engine.requests.version + 1
     staging.fill(version, base)
     run(staging.commit(engine, version, checksums_of(base)))
     first = run(engine.generate(PROMPT, sampling))
@@ -105,7 +105,7 @@ def test_routes_and_kept_sets_across_commits(
 ) -> None:
     """A sequence over three versions keeps a route for each token that was read, and a set for each that was drawn."""
     base, sampling = weights_in(models["moe"]), Sampling(max_new_tokens=400, top_k=20, top_p=0.9, expert_routes_from=0)
-    first_version = engine.version + 1
+    first_version = engine.requests.version + 1
     weights = {first_version + i: next_version(base, 10 + i) for i in range(3)}
 
     async def play() -> tuple[list[Completion], Completion]:
@@ -156,7 +156,7 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a part of an answer, which SGLang handles where an error would end this process."""
-    take, victims = requests_module.take_side_channel, list[str]()
+    take, victims = take_side_channel, list[str]()
 
     def forge(output: Any) -> list[SideChannel]:
         sides = take(output)

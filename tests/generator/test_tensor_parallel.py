@@ -79,7 +79,7 @@ def test_ranks_agree_however_soon_the_next_commit_comes(
 
     async def play() -> Completion:
         for _ in range(30):
-            report = await staging.commit(engine, engine.version + 1, checksums_of(weights))
+            report = await staging.commit(engine, engine.requests.version + 1, checksums_of(weights))
             assert report.paused_seconds < report.seconds
         return await engine.generate(PROMPT, Sampling(max_new_tokens=5))
 
@@ -120,7 +120,7 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
     bytes_of_rank: tuple[int, int],
 ) -> None:
     """That rank is given another area, in which only a part that it holds is spoilt; then all is mended."""
-    version = engine.version + 1
+    version = engine.requests.version + 1
     weights = next_version(weights_in(models["qwen3"]), version)
     spoilt = Staging(weights)
     for each in (staging, spoilt):

@@ -67,7 +67,7 @@ class InspectedGenerator(Generator):
     @concurrent_endpoint
     async def engine_waits(self) -> list[str]:
         """What its requests wait for."""
-        return [wait.what for wait in self._running.waits()]
+        return [wait.what for wait in self._running.requests.waits()]
 
     @concurrent_endpoint
     async def save_ranks(self, folder: str) -> None:

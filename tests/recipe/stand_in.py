@@ -30,20 +30,30 @@ from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.weights.manifest import Manifest
 
 
-class SpellingEngine:
-    """Has the part of an :class:`~monarch_rl.generator.engine.Engine` that a generator asks for."""
+class SpellingRequests:
+    """Has the part of :class:`~monarch_rl.generator.requests.Requests` that a generator asks for."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         self.version = 0
         self.clock = BusyClock()
         self.generated_tokens = self.finished_requests = 0
         self.turn_reads = TurnReads()
-        self.child_pids: list[int] = []
-        self.max_commit_delay_s = 0.0
-        self._random = random.Random(seed)
 
     def waits(self) -> list[Wait]:
         return []
+
+    def reset_versions(self) -> None:
+        """Nothing of the versions before is kept."""
+
+
+class SpellingEngine:
+    """Has the part of an :class:`~monarch_rl.generator.engine.Engine` that a generator asks for."""
+
+    def __init__(self, seed: int) -> None:
+        self.requests = SpellingRequests()
+        self.child_pids: list[int] = []
+        self.max_commit_delay_s = 0.0
+        self._random = random.Random(seed)
 
     def check(self) -> None:
         """It lives as long as its process."""
@@ -54,20 +64,17 @@ class SpellingEngine:
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
         drawn = self._random.choices(prompt_ids, k=self._random.randint(1, sampling.max_new_tokens))
-        self.generated_tokens += len(drawn)
-        self.finished_requests += 1
-        versions = np.full(len(drawn), self.version, np.int32)
+        self.requests.generated_tokens += len(drawn)
+        self.requests.finished_requests += 1
+        versions = np.full(len(drawn), self.requests.version, np.int32)
         return Completion(np.asarray(drawn, np.int32), np.full(len(drawn), -2.0, np.float32), versions, "length")
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
-        self.version = version
+        self.requests.version = version
         return CommitReport(version, manifest.nbytes, 0.0, 0.0, 0.0, 0.0)
 
     async def verify_base_weights(self, manifest: Manifest, expected: np.ndarray) -> None:
         """It holds no weights."""
-
-    def reset_versions(self) -> None:
-        """Nothing of the versions before is kept."""
 
     async def shutdown(self) -> None:
         """It has no process of its own."""
@@ -80,7 +87,7 @@ class SpellingGenerator(Generator):
         self._name, self._devices = name, settings.tp
         made: Any = SpellingEngine(index)
         self._engine = made
-        wait_registry.register(name, made.waits)
+        wait_registry.register(name, made.requests.waits)
         return 0.0
 
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ class _Engine:
     """Answers at once."""
 
     def __init__(self) -> None:
-        self.clock = BusyClock()
+        self.requests = SimpleNamespace(clock=BusyClock())
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: Any = None) -> list[int]:
         return prompt_ids

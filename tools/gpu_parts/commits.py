@@ -51,7 +51,7 @@ class Versions:
 
     async def commit(self, engine: Engine) -> CommitReport:
         """Serve the other set of weights as the next version."""
-        version = engine.version + 1
+        version = engine.requests.version + 1
         commit = engine.commit(version, self.manifest, self.areas[version % 2].handle, self.expected[version % 2])
         return await asyncio.wait_for(commit, COMMIT_S)
 

@@ -70,7 +70,7 @@ class Replica(ResilientActor):
             on="the start of an engine",  # its processes are registered only once it has started
             flag="generator.start-deadline-s",
         )
-        wait_registry.register(name, self._engine.waits)
+        wait_registry.register(name, self._engine.requests.waits)
         freeze_heap()
         return time.perf_counter() - started
 
@@ -235,7 +235,7 @@ class Generator(Replica):
             self._weights = _Weights(manifest, receiver, settings.deadline_s)
             self._verified.clear()
             if self._engine is not None:
-                self._engine.reset_versions()
+                self._engine.requests.reset_versions()
         return self._engine.max_commit_delay_s if self._engine is not None else 0.0
 
     @concurrent_endpoint
@@ -309,18 +309,19 @@ class Generator(Replica):
     async def stats(self) -> GeneratorStats:
         """Counters since the start."""
         engine = self._running
+        requests = engine.requests
         return {
             "replica": self._replica,
             "devices": self._devices,
-            "version": engine.version,
-            "generated_tokens": engine.generated_tokens,
-            "finished_requests": engine.finished_requests,
-            "turn_prompt_tokens": engine.turn_reads.prompt_tokens,
-            "turn_cached_tokens": engine.turn_reads.cached_tokens,
-            "turn_reread_tokens": engine.turn_reads.reread_tokens,
-            "requests_in_flight": engine.clock.requests,
-            "busy_seconds": engine.clock.seconds,
-            "request_seconds": engine.clock.request_seconds,
+            "version": requests.version,
+            "generated_tokens": requests.generated_tokens,
+            "finished_requests": requests.finished_requests,
+            "turn_prompt_tokens": requests.turn_reads.prompt_tokens,
+            "turn_cached_tokens": requests.turn_reads.cached_tokens,
+            "turn_reread_tokens": requests.turn_reads.reread_tokens,
+            "requests_in_flight": requests.clock.requests,
+            "busy_seconds": requests.clock.seconds,
+            "request_seconds": requests.clock.request_seconds,
             "last_commit": asdict(self._last_commit) if self._last_commit else {},
             "pid": os.getpid(),
             "child_pids": engine.child_pids,

@@ -27,7 +27,7 @@ import torch
 from monarch_rl.errors import CommitError, DeadlineExceeded, StillRunning, WeightMismatch
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
-from monarch_rl.generator.requests import EngineRequests
+from monarch_rl.generator.requests import Requests
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
@@ -78,7 +78,7 @@ class Commits:
     """
 
     def __init__(
-        self, sglang: SglangEngine, requests: EngineRequests, kind: VersionKind, settings: GeneratorSettings
+        self, sglang: SglangEngine, requests: Requests, kind: VersionKind, settings: GeneratorSettings
     ) -> None:
         self._sglang = sglang
         self._requests = requests
@@ -170,7 +170,7 @@ class Commits:
             remedy = "The engine was told to end them and did not"
         what = f"requests to end before version {version}"
         try:
-            idle = within(deadline, self._requests.wait_until_idle(), what, on=self._sglang.name)
+            idle = within(deadline, self._requests.idle.wait(), what, on=self._sglang.name)
             await self._sglang.or_stopped(idle, what)
         except DeadlineExceeded as error:
             self._requests.serve()

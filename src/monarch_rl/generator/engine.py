@@ -21,7 +21,7 @@ from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.reading import Readings
 from monarch_rl.generator.replica_memory import check_memory
-from monarch_rl.generator.requests import BusyClock, EngineRequests, ExpertRouteFormat, TurnReads
+from monarch_rl.generator.requests import Requests
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_served,
@@ -29,11 +29,11 @@ from monarch_rl.generator.settings import (
     engine_arguments,
 )
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
+from monarch_rl.generator.sglang_format import ExpertRouteFormat
 from monarch_rl.generator.version_kind import VersionKind
 from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import find_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
-from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.weights.manifest import Manifest
 
 
@@ -42,10 +42,11 @@ class Engine:
 
     _in_this_process: ClassVar[Engine | None] = None
 
-    def __init__(self, sglang: SglangEngine, requests: EngineRequests, commits: Commits) -> None:
+    def __init__(self, sglang: SglangEngine, requests: Requests, commits: Commits) -> None:
         self._sglang = sglang
-        self._requests = requests
         self._commits = commits
+        self.requests = requests
+        """Requests that generate tokens; holds the served version, the counters and the clock of busy time."""
         self.readings = Readings(sglang, requests.clock)
         """Requests that read given tokens and generate none."""
 
@@ -105,9 +106,14 @@ class Engine:
         sglang = await SglangEngine.launch(arguments, name or f"generator {replica}", settings.tp)
         # In SGLang's deterministic mode all requests without a seed would share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        continues = settings.in_flight == "continue"
-        requests = EngineRequests(sglang, settings.max_running_requests, continues, route_format, seeds)
-        requests.version = version
+        requests = Requests(
+            sglang,
+            version,
+            slots=settings.max_running_requests,
+            keeps_conversations=settings.in_flight == "continue",
+            route_format=route_format,
+            seeds=seeds,
+        )
         Engine._in_this_process = started = cls(sglang, requests, Commits(sglang, requests, kind, settings))
         if kind.lora_name:
             await started._add_lora(kind.lora_name, lora, model_path)
@@ -130,13 +136,7 @@ class Engine:
             raise RuntimeError(f"{self._sglang.replica}: SGLang refused the adapter: {answer.error_message}")
         # The adapter is pinned and in use as long as the engine lives, so requests need not acquire it.
         acquire = self._sglang.manager.lora_registry.acquire(name)
-        self._requests.use_lora(name, await self._sglang.or_stopped(acquire, "the adapter's id"))
-
-    @property
-    def version(self) -> int:
-        """Version of the last commit that began to load; before any, the one given to :meth:`start`. If loading failed,
-        the engine is paused and serves nothing."""
-        return self._requests.version
+        self.requests.format.lora = name, await self._sglang.or_stopped(acquire, "the adapter's id")
 
     @property
     def child_pids(self) -> list[int]:
@@ -144,39 +144,10 @@ class Engine:
         return self._sglang.child_pids
 
     @property
-    def clock(self) -> BusyClock:
-        """Busy time of the engine."""
-        return self._requests.clock
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens generated since the start."""
-        return self._requests.generated_tokens
-
-    @property
-    def finished_requests(self) -> int:
-        """Number of requests answered since the start."""
-        return self._requests.finished_requests
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of the answered requests."""
-        return self._requests.prompt_tokens
-
-    @property
-    def turn_reads(self) -> TurnReads:
-        """Prompt tokens of turns that continue a conversation, since the start."""
-        return self._requests.turn_reads
-
-    @property
     def max_commit_delay_s(self) -> float:
         """Longest time in seconds that a commit may wait for running sequences: the drain deadline under ``drain``, 60
         under ``resume``, otherwise 0."""
         return self._commits.max_commit_delay_s
-
-    def waits(self) -> list[Wait]:
-        """What the requests wait for; may be called on any thread."""
-        return self._requests.waits()
 
     def check(self) -> None:
         """Raise EngineStopped if the engine is gone."""
@@ -204,20 +175,13 @@ class Engine:
 
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if the engine is gone.
         """
-        return await self._requests.generate(prompt_ids, sampling, on_part)
-
-    def reset_versions(self) -> None:
-        """Prepare for versions of another trainer: fail all requests, and never reuse cached prefixes of older weights.
-
-        The other trainer may have resumed from an earlier version, so version numbers may repeat with other weights.
-        """
-        self._requests.reset_versions()
+        return await self.requests.generate(prompt_ids, sampling, on_part)
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         """Replace the weights by those in an area, and serve them as ``version``.
 
         Args:
-            version: not lower than any version served since :meth:`reset_versions`.
+            version: not lower than ``requests.version``.
             manifest: layout of the version in the area.
             area: handle of an :class:`~monarch_rl.weights.area.Area` on this machine that holds the whole version.
             expected: int64[tensors], the trainer's checksums, in the manifest's order.

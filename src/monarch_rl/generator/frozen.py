@@ -150,7 +150,7 @@ class FrozenEngine(Replica):
     async def _load(self, folder: Path) -> np.ndarray:
         manifest, area, checksums = await asyncio.to_thread(file_version, folder, self._dtype)
         engine = self._running
-        await engine.commit(engine.version + 1, manifest, area.handle, checksums)
+        await engine.commit(engine.requests.version + 1, manifest, area.handle, checksums)
         return checksums
 
     @persistent_endpoint
@@ -173,10 +173,10 @@ class FrozenEngine(Replica):
         """Counters since the start."""
         engine = self._running
         return {
-            "requests": engine.finished_requests + engine.readings.requests,
-            "read_tokens": engine.prompt_tokens + engine.readings.tokens,
-            "drawn_tokens": engine.generated_tokens,
-            "busy_seconds": engine.clock.seconds,
+            "requests": engine.requests.finished_requests + engine.readings.requests,
+            "read_tokens": engine.requests.prompt_tokens + engine.readings.tokens,
+            "drawn_tokens": engine.requests.generated_tokens,
+            "busy_seconds": engine.requests.clock.seconds,
             "devices": self._devices,
             "pid": os.getpid(),
             "child_pids": engine.child_pids,
