@@ -198,9 +198,9 @@ def whole_manifest(layers: int) -> Manifest:
 def messages(layers: int) -> dict[str, int]:
     """Of a version from two trainer ranks, each with half of the experts and half of the rows of all else."""
     from monarch_rl.weights.collective import ALONE_BYTES
-    from monarch_rl.weights.endpoint import TransferSettings
     from monarch_rl.weights.manifest import plan_buckets
     from monarch_rl.weights.rdma import plan_snapshot
+    from monarch_rl.weights.transport import TransferSettings
 
     shapes, owned = shapes_of(layers), list[list[tuple[str, int, int]]]([[], []])
     for name, shape in shapes.items():
@@ -239,8 +239,8 @@ def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
     from monarch_rl.trainer.settings import TrainerSettings
     from monarch_rl.weights.checksum import ShardChecksums
     from monarch_rl.weights.collective import ALONE_BYTES
-    from monarch_rl.weights.endpoint import TransferSettings
     from monarch_rl.weights.manifest import plan_buckets, shard_bytes
+    from monarch_rl.weights.transport import TransferSettings
 
     policy = Policy(folder.resolve(), TrainerSettings(ranks=1), total_steps=1)
     published = policy.published
@@ -318,7 +318,7 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
     from monarch_rl.pipeline.publishing import Publisher
     from monarch_rl.runtime.deadlines import within
     from monarch_rl.trainer.settings import TrainerSettings
-    from monarch_rl.weights.endpoint import TransferSettings
+    from monarch_rl.weights.transport import TransferSettings
 
     steps = len(s.transports) * (1 + s.versions) + 1
     settings = GeneratorSettings(replicas=1, max_total_tokens=8192, start_deadline_s=weights.DEADLINE_S)

@@ -16,7 +16,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 DEADLINE_S = 300.0
 WARM_UP = 1

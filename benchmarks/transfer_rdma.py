@@ -26,9 +26,9 @@ from monarch.rdma import RDMABuffer
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.rdma import RdmaReceiver, RdmaSender
+from monarch_rl.weights.transport import TransferSettings
 
 CPU = torch.device("cpu")
 CASES = (("long", 1, 1), ("long", 2, 1), ("long", 1, 2), ("short", 2, 1))

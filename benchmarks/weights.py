@@ -37,7 +37,7 @@ from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import TransferSettings, TransportName
+from monarch_rl.weights.transport import TransferSettings, TransportName
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))

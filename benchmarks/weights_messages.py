@@ -37,7 +37,7 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import members
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import add_checksums
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.settings import TrainerSettings, check_trained
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 GIB = 2**30
 GPUS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
@@ -130,7 +130,7 @@ def check(config: dict[str, Any], sides: Sides) -> None:
     check_served(config, sides.generator, on_gpu=True)
     check_context(config, sides.generator)
     if sides.colocate:
-        check_shared(sides.weights.resolved_transport, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
+        check_shared(sides.weights, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
 
 
 def named(model: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ if TYPE_CHECKING:  # for mypy and "go to definition"; a test compares it with th
     from monarch_rl.trainer.objective import supervised as supervised
     from monarch_rl.trainer.settings import TrainerSettings as TrainerSettings
     from monarch_rl.trainer.token_logprobs import TokenLogprobs as TokenLogprobs
-    from monarch_rl.weights.endpoint import TransferSettings as TransferSettings
+    from monarch_rl.weights.transport import TransferSettings as TransferSettings
 
 _NAMES = {
     "monarch_rl.algorithms.advantages": "BySeat SeatBaselines dr_grpo gae grpo max_rl overlong_penalty reinforce_pp "
@@ -122,7 +122,7 @@ _NAMES = {
     "monarch_rl.trainer.objective": "distillation reinforcement supervised",
     "monarch_rl.trainer.settings": "TrainerSettings",
     "monarch_rl.trainer.token_logprobs": "TokenLogprobs",
-    "monarch_rl.weights.endpoint": "TransferSettings",
+    "monarch_rl.weights.transport": "TransferSettings",
 }
 """By module: the public names that it defines."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -125,6 +125,7 @@ MOVED = {
     "monarch_rl.trainer.value_columns": "monarch_rl.trainer.step",
     "monarch_rl.trainer.vocabulary": "monarch_rl.trainer.token_logprobs",
     "monarch_rl.weights.changes": "monarch_rl.weights.delta",
+    "monarch_rl.weights.endpoint": "monarch_rl.weights.transport",
     "monarch_rl.weights.finite": "monarch_rl.weights.checksum",
     "monarch_rl.weights.runs": "monarch_rl.weights.blocks",
     "monarch_rl.weights.transfers": "monarch_rl.weights.broadcast_group",

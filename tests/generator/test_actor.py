@@ -30,7 +30,7 @@ from monarch_rl.runtime.cluster import configure_monarch
 from monarch_rl.runtime.forking import fork_client
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.weights.collective import CollectiveSender
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,

@@ -22,7 +22,7 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.runtime.devices import GPU_CONTEXT
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import LoopThread, Staging, checksums_of
 
 TOLERANCE = 0.1

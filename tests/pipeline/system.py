@@ -33,7 +33,7 @@ from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 PRELOADS = [preload for preload in OF_A_RUN if preload.name != SCORING_PRELOAD]
 """What the host imports once, as that of a run: most of a start is imports."""

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.weights.endpoint import TransportName
+from monarch_rl.weights.transport import TransportName
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
 from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, System, start_inspected

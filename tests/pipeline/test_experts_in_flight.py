@@ -13,9 +13,8 @@ from monarch_rl.pipeline.start import update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.checksum import add_checksums
-from monarch_rl.weights.endpoint import SNAPSHOTS
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import TRANSPORTS
+from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS
 from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, InspectedGenerator, System, start_inspected

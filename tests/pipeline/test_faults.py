@@ -27,7 +27,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import make_model
 from tests.patience import patiently
 from tests.pipeline.conftest import SharedCluster

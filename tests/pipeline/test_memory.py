@@ -22,8 +22,8 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import make_manifest, shard_bytes
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName
 
 MIB = 1 << 20
 BUCKET_MIB = 32

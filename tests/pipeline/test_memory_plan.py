@@ -20,7 +20,7 @@ from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, chec
 from monarch_rl.pipeline.settings import RunSettings, engine_sides, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import TransferSettings, TransportName
+from monarch_rl.weights.transport import TransferSettings, TransportName
 from recipes.grpo import Settings
 from tools.memory import GPUS, MODELS, device_bytes
 

@@ -20,8 +20,8 @@ from monarch_rl.pipeline import publishing
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publication, Publisher, Replicas, TransferGroup
 from monarch_rl.weights.checksum import add_checksums, signed
-from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import TransferSettings
 from tests.patience import patiently
 
 

@@ -22,8 +22,8 @@ from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
-from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import TransferSettings
 from tests.recipe.running import random_model
 
 GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)

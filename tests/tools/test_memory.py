@@ -11,7 +11,7 @@ import pytest
 
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 from tools.memory import MODELS, Options, device_bytes, fewest, main, sizes_of, table
 
 ROOT = Path(__file__).parents[2]

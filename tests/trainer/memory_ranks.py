@@ -30,9 +30,8 @@ from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.objective import Sums, reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
-from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import make_manifest
-from monarch_rl.weights.transport import make_sender
+from monarch_rl.weights.transport import TransferSettings, make_sender
 from tests.trainer.memory_cases import CASES, Case, folder_of
 
 EPISODES, PROMPT = 4, 8

@@ -12,7 +12,7 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.memory import checkpoint_bytes, snapshot_bytes, trainer_memory
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 from tests.trainer.memory_cases import CASES, RANKS, folder_of, make_model
 from tests.trainer.programs import run_program
 

@@ -22,9 +22,9 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.weights import rdma
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
 from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_snapshot, usable
+from monarch_rl.weights.transport import TransferSettings
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -24,9 +24,8 @@ from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.collective import CollectiveReceiver, CollectiveSender
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import make_receiver, make_sender
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName, make_receiver, make_sender
 from tests.patience import happened, item_of, join, patiently, until
 from tests.recorded_streams import DEFAULT, Record, RecordedDevice
 

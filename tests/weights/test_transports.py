@@ -14,9 +14,8 @@ import torch.multiprocessing as multiprocessing
 from monarch_rl.errors import TransferError
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import make_receiver, make_sender
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName, make_receiver, make_sender
 from tests.patience import wait_until
 
 CPU = torch.device("cpu")

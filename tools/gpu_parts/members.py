@@ -20,9 +20,8 @@ from monarch_rl.runtime.network import nccl_environment
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
-from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import make_receiver, make_sender
+from monarch_rl.weights.transport import Sender, TransferSettings, make_receiver, make_sender
 from tools.gpu_parts.common import Bench, Findings, Skipped
 from tools.gpu_parts.weights import SPAWN_S, send_beside_training
 

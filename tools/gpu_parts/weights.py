@@ -22,9 +22,8 @@ from monarch_rl.generator.load_staged import CopyPlan, Placement, plan_copies
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.checksum import tensor_checksum
-from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import TensorSpec, make_manifest
-from monarch_rl.weights.transport import make_sender
+from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 from tools.gpu_parts.common import GIB, Bench, Findings
 
 SPAWN_S = 600.0

@@ -30,9 +30,8 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import ResilientActor
 from monarch_rl.runtime.process import freeze_heap
-from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import make_receiver
+from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
 
 # -- base class of all actors that host an SGLang engine --------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from monarch_rl.generator.settings import CPU_KV_TOKENS, ENGINE_RESERVE, Generat
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
 from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 WEIGHTS, ADAPTERS, CACHE, VERSIONS = "weights", "adapters", "KV cache", "versions that arrive"
 STATIC = (WEIGHTS, ADAPTERS, CACHE)
@@ -31,10 +31,6 @@ LOGIT_ARRAYS = 4
 sort them for truncated sampling."""
 LORA_ENTRIES = 2
 """Entries of SGLang's adapter pool: the policy's, and one without an adapter."""
-BUCKETS = {"collective": (1, 2), "shared_memory": (0, 0), "rdma": (SNAPSHOTS, 4), "auto": (SNAPSHOTS, 4)}
-"""By transport: how many versions and buckets a replica holds. ``auto`` tries all transports."""
-DELTA_BUCKET = 4 << 20
-"""Maximum bytes of a bucket with ``weights.delta``."""
 
 
 def replica_memory(
@@ -55,7 +51,7 @@ def replica_memory(
         weights: settings of the transport.
         on_gpu: whether the engine has GPUs.
         tokens: tokens in the KV cache.
-        senders: number of trainer ranks; under ``collective`` the actor has a communicator with each.
+        senders: number of trainer ranks; with a transport that uses NCCL the actor has a communicator with each.
         device_bytes: memory of a GPU, on which the size of prompt batches depends.
     """
     sizes, item, tp = model.sizes, item_bytes(settings, on_gpu), settings.tp
@@ -78,7 +74,7 @@ def replica_memory(
         needed["CUDA graphs"] = requests * DECODE_GRAPH + PREFILL_GRAPHS
         # Contexts of the engine rank, of the actor, and of the other engine ranks, which read versions on this GPU.
         needed["CUDA contexts"] = (1 + tp) * GPU_CONTEXT
-        groups = senders * NARROW_COMMUNICATOR if weights.resolved_transport in ("collective", "auto") else 0
+        groups = senders * NARROW_COMMUNICATOR if any(t.nccl for t in weights.candidates) else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (tp > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
@@ -142,11 +138,12 @@ def version_bytes(version: int, weights: TransferSettings) -> int:
         version: bytes of one version.
         weights: settings of the transport.
     """
-    bucket = min(weights.bucket_bytes, DELTA_BUCKET) if weights.delta else weights.bucket_bytes
-    areas, buckets = BUCKETS[weights.resolved_transport]
-    if weights.delta:
-        areas += 2
-    return areas * version + min(buckets * bucket, version)
+    arriving = max(
+        t.received_versions * version + min(t.received_buckets * weights.bucket_bytes, version)
+        for t in weights.candidates
+    )
+    # With delta also the version that updates are applied to, and the area into which it is then copied.
+    return arriving + (2 * version if weights.delta else 0)
 
 
 def _weight_elements(sizes: ModelSizes, tp: int) -> int:

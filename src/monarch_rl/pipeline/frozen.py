@@ -41,7 +41,7 @@ from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 NAME = re.compile(r"[a-z][a-z_]*")
 LOGPROB_ROWS, LOGPROB_ARRAYS = 2048, 3

@@ -27,7 +27,7 @@ from monarch_rl.model.sizes import TrainedModel, trained_model
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.memory import trainer_memory
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, Transport
 
 USABLE = 0.95
 """Share of a GPU's memory that plans may use. The rest is for allocator fragmentation and for the driver."""
@@ -216,7 +216,7 @@ def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list
         [_of_trainer(f"trainer.ranks {n}", ranks=n) for n in ranks],
         [_of_trainer(f"trainer.tokens-per-microbatch {n}", tokens_per_microbatch=n) for n in tokens],
         [_of_trainer(f"trainer.logprob-chunk {n}", logprob_chunk=n) for n in chunks],
-        *_weights_ladders(s, {"shared_memory", "auto"}),
+        *_weights_ladders(s, lambda transport: transport.sends_from_rank_0),
         _lora_ladder(s),
     ]
     return [ladder for ladder in ladders if ladder]
@@ -228,14 +228,20 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: b
     longest = _halves(g.max_total_tokens or g.context_length or config["max_position_embeddings"], FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
-    shared = [_of_weights("weights.transport shared_memory", transport="shared_memory")]
+    leanest = [  # transports for which a replica holds no versions
+        name
+        for name, t in TRANSPORTS.items()
+        if not t.received_versions
+        and name != s.weights.resolved_transport
+        and (offered.num_hosts == 1 or not t.one_host)
+    ]
     others = 0 if s.colocate or not s.trained else s.trainer.ranks
     most = min(MOST_TP, (offered.total - others) // g.replicas)
     divided = [n for n in _doubles(g.tp, most) if _accepted(check_served, config, replace(g, tp=n), True)]
     ladders = [
-        *_weights_ladders(s, {"rdma", "auto"}),
+        *_weights_ladders(s, lambda transport: transport.received_versions),
         [_of_generator(f"generator.tp {n}", tp=n) for n in divided],
-        shared if offered.num_hosts == 1 and s.weights.resolved_transport != "shared_memory" else [],
+        [_of_weights(f"weights.transport {name}", transport=name) for name in leanest],
         [_of_generator(f"generator.max-running-requests {n}", max_running_requests=n) for n in requests],
         [_of_generator(f"generator.{flag} {n}", **{flag.replace("-", "_"): n}) for n in longest],
         _lora_ladder(s) if lora else [],
@@ -243,13 +249,12 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: b
     return [ladder for ladder in ladders if ladder]
 
 
-def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
-    """Changes of the weight transfer. ``costly``: transports that keep more versions on this side than
-    ``collective``."""
+def _weights_ladders(s: Sides, held: Callable[[Transport], int]) -> list[_Ladder]:
+    """Changes of the weight transfer. ``held`` compares the versions that a transport holds on this side."""
     ladders = []
     if s.weights.delta:
         ladders.append([_of_weights("weights.delta False", delta=False)])
-    if s.weights.resolved_transport in costly and not s.colocate:
+    if max(map(held, s.weights.candidates)) > held(TRANSPORTS["collective"]) and not s.colocate:
         ladders.append([_of_weights("weights.transport collective", transport="collective")])
     return ladders
 

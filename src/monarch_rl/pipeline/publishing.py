@@ -46,9 +46,8 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import add_checksums
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
-from monarch_rl.weights.transport import TRANSPORTS
+from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, TransferSettings, TransportName
 
 logger = logging.getLogger("monarch_rl")
 

@@ -43,7 +43,7 @@ from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
 from monarch_rl.watch.watch import STALL_S
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TRANSPORTS, TransferSettings
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        check_shared(s.transfers.resolved_transport, offered)
+        check_shared(s.transfers, offered)
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
@@ -300,21 +300,19 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     check_hosts(s.trainer, offered.per_host)
 
 
-def check_shared(transport: str, offered: Devices) -> None:
-    """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError.
-
-    Args:
-        transport: value of ``TransferSettings.resolved_transport``.
-    """
-    if offered.kind == "cuda" and transport in ("collective", "auto"):
+def check_shared(weights: TransferSettings, offered: Devices) -> None:
+    """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError."""
+    chosen = weights.resolved_transport
+    working = " or ".join(name for name, t in TRANSPORTS.items() if not t.nccl and not t.one_host)
+    if offered.kind == "cuda" and any(t.nccl for t in weights.candidates):
         raise SettingsError(
-            f"weights.transport {transport} cannot be used with colocate: NCCL does not support two ranks on one GPU. "
-            "Omit it, which selects shared_memory, or give rdma"
+            f"weights.transport {chosen} cannot be used with colocate: NCCL does not support two ranks on one GPU. "
+            f"Omit it, which selects shared_memory, or give {working}"
         )
-    if offered.num_hosts > 1 and transport == "shared_memory":
+    if offered.num_hosts > 1 and all(t.one_host for t in weights.candidates):
         raise SettingsError(
-            f"colocate on {offered.num_hosts} hosts: its default weights.transport, shared_memory, works on one host "
-            "only. Give weights.transport rdma"
+            f"colocate on {offered.num_hosts} hosts: weights.transport {chosen} works on one host only (with colocate, "
+            f"shared_memory is the default). Give weights.transport {working}"
         )
 
 

@@ -58,7 +58,7 @@ PRELOADS = (
     Preload("torch", ("torch", "torch.distributed.tensor")),
     Preload(
         "trainer",
-        ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"),
+        ("monarch_rl.trainer.policy", "monarch_rl.weights.delta"),
         after="torch",
         asks_for_accelerators=True,
     ),

@@ -35,7 +35,7 @@ from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import SimulatedReplica
 from monarch_rl.tasks.task import Outcome, Policy, Task
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.transport import TransferSettings
 
 FOREVER_S = 1e9
 """A deadline that no simulated wait reaches: long waits show in the metrics and are not errors."""

@@ -29,9 +29,8 @@ from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.trainer.journal_reports import JournalBatch, StepReplay
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.snapshots import Snapshots
-from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import make_sender
+from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
     import torch
@@ -270,7 +269,7 @@ class Trainer(ResilientActor):
                     logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
         return logprobs
 
-    # -- publishing: weights/endpoint.py has the order of calls -------------------------------------------------------
+    # -- publishing: weights/transport.py has the order of calls ------------------------------------------------------
 
     @concurrent_endpoint
     async def owned_spans(self) -> tuple[int, list[NamedShape], list[Span]]:

@@ -9,7 +9,7 @@ from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.model.sizes import ModelSizes, TrainedModel
 from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 
 MASTER = 4
 """Bytes of a float32 master weight, of its gradient, and of each of its optimiser states."""
@@ -62,7 +62,7 @@ def trainer_memory(
         needed |= {"activations": saved + recomputed} | in_a_block
     if on_gpu:
         needed["CUDA context"] = GPU_CONTEXT
-        groups = NARROW_COMMUNICATOR if weights.resolved_transport in ("collective", "auto") else 0
+        groups = NARROW_COMMUNICATOR if any(t.nccl for t in weights.candidates) else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (ranks > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
@@ -87,13 +87,9 @@ def snapshot_bytes(shards: int, version: int, weights: TransferSettings) -> int:
     Args:
         shards: bytes of a rank's part of a version.
         version: bytes of a whole version.
-        weights: settings of the weight transfer. With ``shared_memory`` rank 0 keeps whole versions, which engines
-            read.
+        weights: settings of the weight transfer.
     """
-    sent = version if weights.resolved_transport == "shared_memory" else shards
-    if weights.resolved_transport == "auto":
-        sent = max(shards, version)  # the transports are measured first, shared_memory among them
-    kept = SNAPSHOTS * sent
+    kept = SNAPSHOTS * max(version if t.sends_from_rank_0 else shards for t in weights.candidates)
     return kept + (SNAPSHOTS + 1) * shards if weights.delta else kept
 
 

@@ -9,8 +9,8 @@ import torch
 
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.checksum import ShardChecksums
-from monarch_rl.weights.endpoint import Sender
 from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import Sender
 
 
 class Snapshots:

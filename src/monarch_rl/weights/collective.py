@@ -17,8 +17,8 @@ from monarch_rl.errors import TransferError
 from monarch_rl.runtime.network import serve_store
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.broadcast_group import BroadcastGroup, Transfers
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 
 ALONE_BYTES = 1 << 20
 """A shard of at least this many bytes has its own broadcast and is received in place, without a copy. A broadcast costs
@@ -28,7 +28,7 @@ _HEADER = 2
 
 
 class CollectiveSender:
-    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`."""
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.transport.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -114,7 +114,7 @@ def _send(group: BroadcastGroup, until: float, header: torch.Tensor, *buckets: t
 
 
 class CollectiveReceiver:
-    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`."""
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.transport.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._manifest = manifest

@@ -25,8 +25,8 @@ import torch
 from monarch_rl.errors import DeltaError, TransferError
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender
 from monarch_rl.weights.manifest import INT_OF_SIZE, Manifest, make_manifest, plan_buckets, shard_bytes
+from monarch_rl.weights.transport import SNAPSHOTS, Receiver, Sender
 
 _MAGIC = 0x3161746C6564
 """`delta1`, read as a little-endian number."""
@@ -343,7 +343,7 @@ def updates_manifest(manifest: Manifest) -> Manifest:
 
 
 class DeltaSender:
-    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`. ``transport`` moves the updates."""
+    """A trainer rank's sender of updates, which ``transport`` moves."""
 
     def __init__(self, transport: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self._transport = transport
@@ -396,7 +396,7 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """The replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`. ``transport`` moves the updates."""
+    """A replica's receiver of updates, which ``transport`` moves."""
 
     def __init__(self, transport: Receiver, manifest: Manifest, device: torch.device) -> None:
         self._transport = transport

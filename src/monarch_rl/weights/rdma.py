@@ -27,8 +27,8 @@ from monarch_rl.errors import TransferError
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
@@ -150,7 +150,7 @@ class _SnapshotBuffers:
 
 
 class RdmaSender:
-    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`.
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.transport.Sender`.
 
     Must be used inside an actor, whose process then owns the memory.
     """
@@ -215,7 +215,7 @@ class RdmaSender:
 
 
 class RdmaReceiver:
-    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`. Must be used inside an
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.transport.Receiver`. Must be used inside an
     actor."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:

@@ -19,8 +19,8 @@ import torch
 from monarch_rl.errors import TransferError
 from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import Manifest, shard_bytes
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 
 POLL_S = 0.0005
 """Seconds between two checks whether a trainer rank has sent. Short, because the rank's ``send`` runs concurrently."""
@@ -54,7 +54,7 @@ class _Areas:
 
 
 class SharedMemorySender:
-    """The trainer rank's endpoint: see :class:`monarch_rl.weights.endpoint.Sender`."""
+    """The trainer rank's endpoint: see :class:`monarch_rl.weights.transport.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -122,7 +122,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """The generator replica's endpoint: see :class:`monarch_rl.weights.endpoint.Receiver`."""
+    """The generator replica's endpoint: see :class:`monarch_rl.weights.transport.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
