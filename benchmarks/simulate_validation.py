@@ -103,7 +103,7 @@ class SleepingGenerator(Actor):
         self._busy_s = self._request_s = 0.0
 
     @concurrent_endpoint
-    async def answer(self, connection: str, port: Port[bytes]) -> None:
+    async def answer(self, connection: str, port: Port[Any]) -> None:
         """Like ``Generator.answer``."""
         await self._answering.answer(connection, port)
 

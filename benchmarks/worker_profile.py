@@ -30,7 +30,7 @@ AREAS = {
         "monarch_rl/runtime/starvation.py",
     ),
     "scores": ("monarch_rl/rollout/scor", "monarch_rl/rollout/process_limits.py", "monarch_rl/runtime/by_value.py"),
-    "requests and answers": ("monarch_rl/generator/", "monarch_rl/runtime/persistent_calls.py"),
+    "requests and answers": ("monarch_rl/generator/", "monarch_rl/runtime/persistent_c"),
     "packing of groups": ("monarch_rl/episode/",),
     "episodes and the worker": ("monarch_rl/rollout/", "monarch_rl/tasks/"),
 }

@@ -22,7 +22,7 @@ from monarch.actor import ActorError
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import GenerationError
-from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
+from monarch_rl.generator.connection import PACE_S, ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.runtime import actor_process
@@ -249,15 +249,31 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
 def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
     """They wait for the pace of messages, and would be sent to a replica that is given up."""
 
+    class Silent:
+        """A replica that never answers."""
+
+        def __init__(self) -> None:
+            self.messages = 0
+            self.answer = self.generate = self
+
+        async def call_one(self, channel: str, port: Any) -> None:
+            await asyncio.Event().wait()
+
+        def broadcast(self, channel: str, requests: bytes) -> None:
+            self.messages += 1
+
     async def cancel() -> None:
-        never = ReplicaConnection(cast(Any, None))
-        never._next_at = asyncio.get_running_loop().time() + 1.0
-        request = never.ask([5], LONG)
-        never.cancel_requests("enough")
-        with pytest.raises(ReplicaLost, match="enough"):
-            await request
-        await asyncio.sleep(2.0)  # past the moment at which it would have been sent
-        assert not never._name, "the connection was opened"
+        silent = Silent()
+        connection = ReplicaConnection(cast(Any, silent))
+        requests = [connection.ask([5], LONG)]
+        await asyncio.sleep(PACE_S / 2)
+        requests.append(connection.ask([5], LONG))
+        connection.cancel_requests("enough")
+        for request in requests:
+            with pytest.raises(ReplicaLost, match="enough"):
+                await request
+        await asyncio.sleep(2 * PACE_S)  # past the moment at which it would have been sent
+        assert silent.messages == 1
 
     run_virtual(cancel())
 

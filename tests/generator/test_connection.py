@@ -136,7 +136,7 @@ def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> N
 
     async def play() -> None:
         replica: Any = Replica()
-        senders = replica.answering._senders
+        senders = replica.answering._callers.senders
         names = ["worker 0/11/a", "worker 0/11/b", "worker 1/12/a", "/13/a", "/14/a"]
         opened = {name: asyncio.ensure_future(replica.call_one(name, None)) for name in names}
         await asyncio.sleep(0)

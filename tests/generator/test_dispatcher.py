@@ -43,7 +43,7 @@ class Replica:
         self.error: Exception | None = None
         self.sent = 0
         """Messages that answers took."""
-        self.ports: list[Port[bytes]] = []
+        self.ports: list[Port[Any]] = []
         """One for each time that a connection was opened."""
         self.answering = Answering(lambda *asked: self.draw(*asked), ValueError)
 
@@ -55,11 +55,11 @@ class Replica:
     def generate(self) -> Any:
         return self
 
-    def send(self, obj: bytes, /) -> None:
+    def send(self, obj: Any, /) -> None:
         self.sent += 1
         self.ports[-1].send(obj)
 
-    async def call_one(self, connection: str, port: Port[bytes]) -> None:
+    async def call_one(self, connection: str, port: Port[Any]) -> None:
         self.ports.append(port)
         await self.answering.answer(connection, self)
 
@@ -424,7 +424,7 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
     """Not an entry in the log of the replica, while the request waits for its deadline."""
 
     class Mute(Replica):
-        def send(self, obj: bytes, /) -> None:
+        def send(self, obj: Any, /) -> None:
             raise BrokenPipeError("no such port")
 
     async def play() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 from monarch_rl.errors import GenerationError
-from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, AnswerSender, pack_answers, unpack_answers
+from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED
+from monarch_rl.runtime.persistent_channel import AnswerSender
 from monarch_rl.simulate.clock import run_virtual
 
 IDS = st.integers(0, 2**31 - 1)
@@ -64,8 +65,8 @@ class Received:
     def __init__(self) -> None:
         self.messages: list[tuple[float, list[int]]] = []
 
-    def send(self, obj: bytes, /) -> None:
-        answers = [index for index, _ in unpack_answers(obj)]
+    def send(self, obj: tuple[str, bytes], /) -> None:
+        answers = [index for index, _ in unpack_answers(obj[1])]
         self.messages.append((asyncio.get_running_loop().time(), answers))
 
 
@@ -75,12 +76,12 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
 
     async def play() -> tuple[list[float], list[tuple[float, list[int]]]]:
         port, added = Received(), list[float]()
-        sender = AnswerSender()
-        sender.use(port)
+        sender = AnswerSender("here", pack_answers, ANSWER_PACE_S)
+        sender.open(port)
         for index, pause in enumerate(pauses):
             await asyncio.sleep(pause)
             added.append(asyncio.get_running_loop().time())
-            sender.add(index, nothing)
+            sender.add((index, nothing))
         await asyncio.sleep(2 * ANSWER_PACE_S)
         return added, port.messages
 

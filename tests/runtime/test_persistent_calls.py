@@ -23,11 +23,12 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError, Channel, context, this_host
 
 from monarch_rl.errors import DeadlineExceeded
-from monarch_rl.runtime import persistent_calls, wait_registry
+from monarch_rl.runtime import persistent_channel, wait_registry
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import ResilientActor
+from monarch_rl.runtime.persistent_channel import caller_of
 from tests.patience import patiently, result_of, until
 
 LOST_S = STATE_DEADLINE_S + 60
@@ -107,12 +108,12 @@ class Answerer(ResilientActor):
 
     @concurrent_endpoint
     async def callers(self) -> list[str]:
-        return [answers.name for answers in vars(self)["_callers"].values()]
+        return [caller_of(channel)[0] for channel in vars(self)["_callers"].senders]
 
     @concurrent_endpoint
     async def break_ports(self) -> None:
-        for answers in vars(self)["_callers"].values():
-            answers._port = BrokenPort()
+        for sender in vars(self)["_callers"].senders.values():
+            sender._port = BrokenPort()
 
     @persistent_endpoint
     async def hang_with_file(self, path: str) -> None:
@@ -298,11 +299,11 @@ def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
     async def test() -> None:
         async with answerers() as actor:
             await actor.echo.call_one(0)
-            before = len(persistent_calls._reply_ports)
+            before = len(persistent_channel._reply_ports)
             for _ in range(3):
                 await asyncio.to_thread(call_on_a_loop_of_its_own, actor)
             gc.collect()
-            assert (len(persistent_calls._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
+            assert (len(persistent_channel._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
             assert await actor.callers.call_one() == ["", "the watch"], "the last one is forgotten when another comes"
 
     run(test)
@@ -316,10 +317,10 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
             hanging = asyncio.ensure_future(actor.hang.call_one())
             assert await actor.echo.call_one(1) == 1
             line = vars(actor)["_channels"][asyncio.get_running_loop()]
-            answer_calls, line._answer_calls = line._answer_calls, Unsendable()
+            send, line._send_messages = line._send_messages, nothing_can_be_sent
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(actor.echo.call_one(2))
-            line._answer_calls = answer_calls
+            line._send_messages = send
             assert await actor.echo.call_one(3) == 3 and not hanging.done()
             await actor.break_ports.call_one()
             for call in (actor.echo.call_one(4), hanging):
@@ -330,11 +331,8 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
     run(test)
 
 
-class Unsendable:
-    """An endpoint to which nothing can be sent."""
-
-    def broadcast(self, *_: object) -> None:
-        raise OSError("nothing can be sent")
+def nothing_can_be_sent(*_: object) -> None:
+    raise OSError("nothing can be sent")
 
 
 def test_calls_under_way_end_before_the_clean_up_of_their_actor(tmp_path: Path) -> None:

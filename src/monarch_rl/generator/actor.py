@@ -74,7 +74,7 @@ class Replica(ResilientActor):
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def answer(self, connection: str, port: Port[bytes]) -> None:
+    async def answer(self, connection: str, port: Port[Any]) -> None:
         """Send the answers of a connection to ``port``. Never returns; raises the error that ends the connection.
 
         Use it through a :class:`~monarch_rl.generator.dispatcher.Dispatcher`.
