@@ -165,7 +165,7 @@ def main(s: Settings) -> None:
     if "RANK" not in os.environ:  # not under torchrun: a world of one
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         os.environ.update({name: str(value) for name, value in place.items()})
-    model = resolve_model(s.model)
+    model = resolve_model(s.model).folder
     text = read_tokens(s, model)
     figures = {f"{lr:g}": measure(s, model, text, lr) for lr in s.lrs}
     if dist.get_rank() == 0:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.parts import ignore_part
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_plain_scheduler
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.folder import resolve_model
 
 START_DEADLINE_S = 360.0
 ROUND_DEADLINE_S = 300.0
@@ -192,8 +191,8 @@ def main(s: Settings) -> None:
     """Measure both loads."""
     if torch.accelerator.is_available():
         raise ValueError("this machine has an accelerator: the engine would run there")
-    model = Path(resolve_model(s.model))
-    vocabulary = int(read_config(model)["vocab_size"])
+    config = resolve_model(s.model)
+    model, vocabulary = config.folder, config.vocab_size
     shortest = max(1, s.max_new_tokens - 3)
     lengths = (s.long_new_tokens, s.long_new_tokens)
     loads = {

@@ -30,7 +30,8 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.serialization import pack_group
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.model.config import ModelConfig, read_config
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
@@ -105,7 +106,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     steps: dict[str, list[float]] = {way: [] for way in ways(s)}
     drawn: dict[str, list[Group]] = {}
     for turn in range(s.rounds + 1):
-        prompts = [sampler.integers(2, config["vocab_size"], s.prompt_tokens).tolist() for _ in range(s.groups)]
+        prompts = [sampler.integers(2, config.vocab_size, s.prompt_tokens).tolist() for _ in range(s.groups)]
         for way, sampling in ways(s).items() if turn % 2 else reversed(ways(s).items()):
             rate, drawn[way] = await draw(dispatchers[sampling.expert_routes_from is not None], prompts, s, sampling)
             rates[way] += [rate] if turn else []
@@ -126,7 +127,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
 
 def summary(
     s: Settings,
-    config: dict[str, Any],
+    config: ModelConfig,
     rates: dict[str, list[float]],
     steps: dict[str, list[float]],
     drawn: dict[str, list[Group]],
@@ -140,9 +141,9 @@ def summary(
     counts = np.concatenate([one.counts[one.counts > 0] for one in sampling_masks if one is not None])
     return {
         "benchmark": "keep",
-        "layers_with_experts": len(sparse_layers(config)),
-        "experts": num_experts(config),
-        "experts_of_a_token": config["num_experts_per_tok"],
+        "layers_with_experts": len(config.sparse_layers),
+        "experts": config.num_experts,
+        "experts_of_a_token": config.num_experts_per_tok,
         "ids_in_a_kept_set": float(counts.mean()),
         "bytes_a_token": nbytes,
         "engine_rate_ratio": {way: median(rates[way], rates[NEITHER]) for way in rates},
@@ -152,8 +153,9 @@ def summary(
 
 
 def main(s: Settings) -> None:
-    model = resolve_model(s.model)
-    if not sparse_layers(read_config(model)):
+    config = resolve_model(s.model)
+    model = config.folder
+    if not config.sparse_layers:
         raise ValueError(f"{model} has no experts, so there are no routes to measure")
     RolloutSettings(top_k=s.top_k, top_p=s.top_p, keep_sampling_mask=True)
     with launch_cluster() as cluster:

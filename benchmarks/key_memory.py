@@ -24,6 +24,7 @@ from monarch_rl.trainer import platform
 platform.prepare()
 
 from monarch_rl.algorithms.packing import KEYS_PER_TOKEN  # noqa: E402
+from monarch_rl.model.config import parse_config  # noqa: E402
 from monarch_rl.trainer import attention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
@@ -115,7 +116,7 @@ def layouts(s: Settings) -> dict[str, AttentionLayout]:
 def kept_bytes(hf: dict[str, Any], layout: AttentionLayout, tokens: int) -> int:
     """Bytes that one layer keeps for its backward pass, parameters left out; each storage once."""
     with torch.device("meta"):
-        config = model_config(hf, logprob_chunk=16, longest=tokens, half_on_gpu=True)
+        config = model_config(parse_config(hf), logprob_chunk=16, longest=tokens, half_on_gpu=True)
         layer = config.layers[0].build().to(torch.bfloat16)
     parameters = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}

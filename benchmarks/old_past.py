@@ -213,7 +213,7 @@ def compare(pool: ProcessPoolExecutor, folders: list[Path], around: list[Drawn])
 
 
 def main(s: Settings) -> None:
-    model = resolve_model(s.model).resolve()
+    model = resolve_model(s.model).folder.resolve()
     quiet_imports()
     with tempfile.TemporaryDirectory() as scratch:
         with launch_cluster() as cluster:

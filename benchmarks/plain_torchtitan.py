@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from monarch_rl.model.architecture import architecture_of
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import read_config
 from monarch_rl.trainer.attention_layout import AttentionLayout
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.families import FAMILIES
@@ -117,7 +116,7 @@ def _parallelism() -> ParallelismConfig:
 def _load(folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device, fuse_qkv: bool) -> Any:
     """The model with its weights, sharded."""
     hf = read_config(folder)
-    family = FAMILIES[architecture_of(hf)]
+    family = FAMILIES[hf.architecture]
     on_gpu = device.type == "cuda"
     dtype = settings.computes_in(on_gpu)
     config: Any = model_config(

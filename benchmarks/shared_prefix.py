@@ -67,7 +67,7 @@ def main(s: Settings) -> None:
     from monarch_rl.trainer.batch import pack
     from monarch_rl.trainer.objective import supervised
 
-    made = episodes(s, policy.model.hf_config["vocab_size"])
+    made = episodes(s, policy.model.hf_config.vocab_size)
     advantages, weights = torch.ones(len(made)), torch.full((len(made),), 1.0 / len(made))
     kinds = {"separate": None, "shared": [index // s.group_size for index in range(len(made))]}
     tokens: dict[str, int] = {}

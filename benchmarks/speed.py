@@ -31,7 +31,8 @@ from speed_trainer import Training
 
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.config import read_config
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
@@ -100,7 +101,7 @@ Measure = Callable[[str, Awaitable[dict[str, Any]]], Awaitable[None]]
 
 async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     """Measure trainer, generator and swap, one after the other; the parts that are not measured are idle."""
-    vocabulary = int(read_config(model)["vocab_size"])
+    vocabulary = read_config(model).vocab_size
     groups = speed_trainer.make_groups(vocabulary, s.groups, s.group_size, s.prompt_tokens, s.new_tokens)
     load = speed_generator.Load(s.requests, s.prompt_tokens, s.new_tokens, vocabulary)
     steps = 1 + s.rounds + speed_swap.WARM_UP + s.swaps
@@ -151,7 +152,7 @@ def show(name: str, found: dict[str, Any], seconds: float) -> None:
 
 
 def main(s: Settings) -> None:
-    model = resolve_model(s.model)
+    model = resolve_model(s.model).folder
     ranks = s.trainer.ranks + 1
     devices().check(ranks, f"{s.trainer.ranks} trainer ranks + 1 generator")
     figures: dict[str, Any] = {

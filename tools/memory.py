@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import ModelConfig, parse_config, read_config
 from monarch_rl.model.sizes import sizes_of, trained_model
 from monarch_rl.offline.program import run_program
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
@@ -36,8 +36,8 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 TP = (1, 2, 4, 8)
 
 
-def _shape(width: int, hidden: int, layers: int, heads: int, kv_heads: int, **other: Any) -> dict[str, Any]:
-    return {
+def _shape(width: int, hidden: int, layers: int, heads: int, kv_heads: int, **other: Any) -> ModelConfig:
+    values = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 151_936,
         "hidden_size": width,
@@ -47,11 +47,13 @@ def _shape(width: int, hidden: int, layers: int, heads: int, kv_heads: int, **ot
         "num_key_value_heads": kv_heads,
         "head_dim": 128,
         "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-    } | other
+    }
+    return parse_config(values | other)
 
 
-def _moe(width: int, layers: int, heads: int, expert: int, **other: Any) -> dict[str, Any]:
+def _moe(width: int, layers: int, heads: int, expert: int, **other: Any) -> ModelConfig:
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
     return _shape(width, 3 * width, layers, heads, 4, architectures=["Qwen3MoeForCausalLM"], **experts, **other)
 
@@ -101,7 +103,7 @@ def device_bytes(gigabytes: int) -> int:
     return int(GPUS.get(gigabytes, gigabytes) * GIB)
 
 
-def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]:
+def fewest(config: ModelConfig, sides: Sides, memory: int) -> tuple[str, str]:
     """The fewest trainer ranks that fit, with GiB per rank; and the fewest engine ranks that fit, with the KV cache's
     tokens and ``memory_fraction``."""
     trainer = replica = "-"
@@ -124,7 +126,7 @@ def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]
     return trainer, replica
 
 
-def check(config: dict[str, Any], sides: Sides) -> None:
+def check(config: ModelConfig, sides: Sides) -> None:
     """Raise ValueError for settings that a run would refuse with any amount of memory."""
     check_trained(config, sides.trainer)
     check_served(config, sides.generator, on_gpu=True)
@@ -133,7 +135,7 @@ def check(config: dict[str, Any], sides: Sides) -> None:
         check_shared(sides.weights, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
 
 
-def named(model: str) -> dict[str, Any]:
+def named(model: str) -> ModelConfig:
     """The config of a model of the table, or of a folder."""
     if model in MODELS:
         return MODELS[model]

@@ -28,7 +28,8 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, check_served, resolve_dtype
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.model.config import ModelConfig
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.messages import user
 from monarch_rl.model.tensors import check_folder
 from monarch_rl.offline.parity import TOP, PromptSet, Reading, compare
@@ -145,7 +146,7 @@ class Job:
 
     engine_model: Path
     trainer_model: Path
-    config: dict[str, Any]
+    config: ModelConfig
     prompt_sets: list[PromptSet]
     engine_dtype: str
     trainer_dtype: str
@@ -158,20 +159,19 @@ class Job:
 
 def prepare(s: Settings) -> Job:
     """Check models and settings. Raises ValueError if they cannot be compared."""
-    folder = resolve_model(s.model, tokenizer=s.prompts == "task")
-    config = read_config(folder)
-    check_folder(folder, config)
+    config = resolve_model(s.model, tokenizer=s.prompts == "task")
+    check_folder(config)
     check_served(config, s.generator, on_gpu := torch.cuda.is_available())
     check_attention(s.generator, on_gpu)
     if on_gpu:
         check_environment()
     check_experts(config, s.trainer)
     check_tensor_parallel(config, s.trainer.tp)
-    other = folder
+    other = config
     if s.trainer_model is not None:
         other = resolve_model(s.trainer_model, tokenizer=False)
-        check_folder(other, other_config := read_config(other))
-        check_same_shape(config, other_config)
+        check_folder(other)
+        check_same_shape(config, other)
     devices = torch.cuda.device_count()
     if devices and max(s.trainer.ranks, s.generator.tp) > devices:
         raise ValueError(
@@ -180,10 +180,10 @@ def prepare(s: Settings) -> Job:
         )
     if s.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs matplotlib: pip install -e ".[dev]"')
-    prompts = random_prompts(s, config) if s.prompts == "random" else task_prompts(s, folder)
+    prompts = random_prompts(s, config) if s.prompts == "random" else task_prompts(s, config.folder)
     longest = max(map(len, prompts)) + s.rollout.max_new_tokens
     for name, limit in (
-        ("the model's max_position_embeddings", config.get("max_position_embeddings", longest)),
+        ("the model's max_position_embeddings", config.max_position_embeddings),
         ("generator.context-length", s.generator.context_length or longest),
         ("trainer.tokens-per-microbatch", s.trainer.tokens_per_microbatch),
     ):
@@ -193,13 +193,13 @@ def prepare(s: Settings) -> Job:
                 "or raise the limit"
             )
     dtypes = [resolve_dtype(dtype, devices > 0) for dtype in (s.generator.dtype, s.trainer.compute_dtype)]
-    return Job(folder, other, config, make_prompt_sets(s.rollout, prompts), *dtypes)
+    return Job(config.folder, other.folder, config, make_prompt_sets(s.rollout, prompts), *dtypes)
 
 
-def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
+def check_same_shape(config: ModelConfig, other: ModelConfig) -> None:
     """Raise ValueError if tokens or routes of one model are meaningless to the other."""
     shapes = [
-        (c["architectures"][0], c["vocab_size"], num_experts(c), c.get("num_experts_per_tok"), sparse_layers(c))
+        (c.architecture.name, c.vocab_size, c.num_experts, c.num_experts_per_tok, list(c.sparse_layers))
         for c in (config, other)
     ]
     if shapes[0] != shapes[1]:
@@ -209,9 +209,9 @@ def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
         )
 
 
-def random_prompts(s: Settings, config: dict[str, Any]) -> list[list[int]]:
+def random_prompts(s: Settings, config: ModelConfig) -> list[list[int]]:
     rng = np.random.default_rng(s.seed)
-    return rng.integers(0, config["vocab_size"], (s.sequences, s.prompt_tokens)).tolist()  # type: ignore[no-any-return]
+    return rng.integers(0, config.vocab_size, (s.sequences, s.prompt_tokens)).tolist()  # type: ignore[no-any-return]
 
 
 def task_prompts(s: Settings, folder: Path) -> list[list[int]]:
@@ -321,7 +321,7 @@ def show(s: Settings, job: Job, differences: Differences) -> None:
     for name, share in differences.top_differs.items():
         print(f"greedy tokens that are the trainer's most likely ({name} experts): {1 - share:.4%}")
     if differences.routes_differ:
-        layers = zip(sparse_layers(job.config), differences.routes_differ, strict=True)
+        layers = zip(job.config.sparse_layers, differences.routes_differ, strict=True)
         print("experts that the trainer would not choose: " + ", ".join(f"layer {i}: {x:.3%}" for i, x in layers))
         print(f"tokens for which that is so in any layer: {differences.tokens_rerouted:.3%}")
     for name, value in differences.costs.items():
@@ -355,7 +355,7 @@ def draw_plot(path: Path, job: Job, differences: Differences, readings: dict[str
     panels[1].axline((0, 0), slope=1, color="grey", linewidth=0.5)
     panels[1].set(xlabel="engine's log-prob, sampled tokens", ylabel="trainer's")
     if differences.routes_differ:
-        panels[2].bar([str(layer) for layer in sparse_layers(job.config)], differences.routes_differ)
+        panels[2].bar([str(layer) for layer in job.config.sparse_layers], differences.routes_differ)
         panels[2].set(xlabel="layer", ylabel="share of experts not the trainer's")
         panels[2].set_ylim(bottom=0)
     for panel in panels:
@@ -383,7 +383,7 @@ def main(s: Settings) -> int:
         s.generator,
         s.trainer,
         job.prompt_sets,
-        experts=bool(sparse_layers(job.config)),
+        experts=bool(job.config.sparse_layers),
         deadline_s=s.deadline_s,
     )
     differences = measure(s, readings)

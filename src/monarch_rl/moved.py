@@ -51,6 +51,8 @@ MOVED = {
     "monarch_rl.generator.scheduler_requests": "monarch_rl.generator.requests",
     "monarch_rl.generator.trace_copies": "monarch_rl.generator.load_staged",
     "monarch_rl.model.check": "monarch_rl.model.tensors",
+    "monarch_rl.model.features": "monarch_rl.model.config",
+    "monarch_rl.model.reward_head": "monarch_rl.model.config",
     "monarch_rl.model.same_tokenizer": "monarch_rl.model.tokens",
     "monarch_rl.model.tool_calls": "monarch_rl.model.reply_reader",
     "monarch_rl.pipeline.actors": "monarch_rl.pipeline.start",

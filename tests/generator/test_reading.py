@@ -16,7 +16,8 @@ from monarch_rl.errors import GenerationError, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.frozen import file_checksums, file_version
 from monarch_rl.generator.tempered import row_divisors
-from monarch_rl.model.reward_head import read_frozen, resolve_frozen, reward_labels
+from monarch_rl.model.config import read_frozen
+from monarch_rl.model.folder import resolve_frozen
 from monarch_rl.model.tensors import check_folder
 from tests.generator.conftest import SETTINGS, EngineKeeper
 from tests.generator.helpers import (
@@ -188,8 +189,8 @@ def test_a_reward_head_rates_the_last_token_as_transformers_does(
 ) -> None:
     folder = with_head(models[kind], models[kind].with_name(f"{kind}-reward"), architecture, labels)
     config = read_frozen(folder)
-    assert reward_labels(config) == labels and resolve_frozen(str(folder)) == (folder, config)
-    check_folder(folder, config)
+    assert config.reward_labels == labels and resolve_frozen(str(folder)) == config
+    check_folder(config)
     engine = engines.under(SETTINGS, folder)
     run(engine.verify_base_weights(*file_checksums(folder, "float32")))
 

@@ -18,6 +18,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.replica_memory import CACHE, CPU_CHUNK, VERSIONS, WEIGHTS, replica_memory, version_bytes
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.config import parse_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import expected_tensors
@@ -26,24 +27,26 @@ from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import LoopThread, Staging, checksums_of
 
 TOLERANCE = 0.1
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 4000,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "torch_dtype": "float32",
-    "tie_word_embeddings": False,
-}
+CONFIG = parse_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 4000,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    }
+)
 SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192)
 ARRIVING = TransferSettings(bucket_mib=1)
 """The area is mapped into the engine; buckets are the actor's: next to none here."""
@@ -71,7 +74,7 @@ class MeasuredTarget(SchedulerTarget):
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG.raw))
     tensors = {name: torch.randn(shape) * 0.02 for name, shape in expected_tensors(CONFIG).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

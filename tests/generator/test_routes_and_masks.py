@@ -37,6 +37,7 @@ from tests.generator.helpers import (
     watched,
     weights_in,
 )
+from tests.model.configs import qwen3, qwen3_moe
 
 PROMPT = [5, 6, 7, 8]
 POLICIES: list[InFlight] = ["continue", "recompute", "resume"]
@@ -196,13 +197,7 @@ def test_what_the_engine_cannot_report_is_refused(engine: Engine, run: LoopThrea
 
 def test_routes_of_another_sequence_are_refused() -> None:
     """Fewer rows than tokens, or experts that there are not, would be those of another sequence or model."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 300,
-        "num_hidden_layers": 4,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-    }
+    config = qwen3_moe(num_experts=300, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     form = ExpertRouteFormat(config)
     reported = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
     sparse = form.read(reported, 3)
@@ -214,4 +209,4 @@ def test_routes_of_another_sequence_are_refused() -> None:
     with pytest.raises(GenerationError, match="the same expert twice"):
         form.read(np.zeros((3, 4, 2), np.int32), 3)
     with pytest.raises(ValueError, match="has no experts"):
-        ExpertRouteFormat(config | {"architectures": ["Qwen3ForCausalLM"]})
+        ExpertRouteFormat(qwen3())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from monarch_rl.generator.settings import (
     engine_arguments,
     engine_limits,
 )
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from tests.model.configs import deepseek, qwen3, qwen3_moe
 
 
 @pytest.mark.parametrize(
@@ -68,25 +71,25 @@ def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it
 @pytest.mark.parametrize(
     ("tp", "config", "culprit"),
     [
-        (2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, "num_attention_heads"),
-        (3, {"num_attention_heads": 9, "num_key_value_heads": 2, "intermediate_size": 1536}, "num_key_value_heads"),
-        (2, {"num_attention_heads": 4, "intermediate_size": 15}, "intermediate_size"),
-        (4, {"num_attention_heads": 8, "intermediate_size": 16, "moe_intermediate_size": 6}, "moe_intermediate_size"),
+        (2, qwen3(num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536), "num_attention_heads"),
+        (3, qwen3(num_attention_heads=12, num_key_value_heads=2, intermediate_size=1536), "num_key_value_heads"),
+        (2, qwen3(intermediate_size=15), "intermediate_size"),
+        (4, qwen3_moe(num_attention_heads=8, intermediate_size=16, moe_intermediate_size=6), "moe_intermediate_size"),
     ],
 )
-def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int], culprit: str) -> None:
+def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: ModelConfig, culprit: str) -> None:
     with pytest.raises(ValueError, match=rf"tp {tp} .*\b{culprit}\b"):
         check_served(config, GeneratorSettings(tp=tp), on_gpu=False)
 
 
 def test_a_tp_that_divides_is_taken_and_kv_heads_may_be_repeated() -> None:
     check_served(
-        {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16},
+        qwen3(num_attention_heads=8, num_key_value_heads=2, intermediate_size=16),
         GeneratorSettings(tp=4),
         on_gpu=False,
     )
     check_served(
-        {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536},
+        qwen3(num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536),
         GeneratorSettings(tp=3),
         on_gpu=False,
     )
@@ -99,15 +102,13 @@ def test_ranks_of_replicas_take_cores_in_turn() -> None:
 
 def test_a_tied_mixture_of_experts_is_refused() -> None:
     """SGLang would draw from a head of random numbers."""
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4, "tie_word_embeddings": True}
     with pytest.raises(ValueError, match="LM head"):
-        check_served(config, GeneratorSettings(tp=1), on_gpu=False)
-    check_served(config | {"tie_word_embeddings": False}, GeneratorSettings(tp=1), on_gpu=False)
+        check_served(qwen3_moe(tie_word_embeddings=True), GeneratorSettings(tp=1), on_gpu=False)
+    check_served(qwen3_moe(tie_word_embeddings=False), GeneratorSettings(tp=1), on_gpu=False)
 
 
 def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
-    config: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4}
-    yarn = config | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    yarn = deepseek(rope_scaling={"type": "yarn", "factor": 4.0})
     check_served(yarn, GeneratorSettings(), on_gpu=False)
     with pytest.raises(ValueError, match="float32"):
         check_served(yarn, GeneratorSettings(dtype="bfloat16"), on_gpu=False)
@@ -115,7 +116,7 @@ def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
         with pytest.raises(ValueError, match="DeepSeek-V3 .*GPU"):
             check_served(yarn, GeneratorSettings(dtype=dtype), on_gpu=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="YaRN"):
-        check_served(config, GeneratorSettings(), on_gpu=False)
+        check_served(deepseek(), GeneratorSettings(), on_gpu=False)
 
 
 def test_the_attention_backends_are_those_that_sglang_knows() -> None:
@@ -133,28 +134,23 @@ def test_an_attention_backend_that_cannot_be_used_is_refused() -> None:
         check_attention(GeneratorSettings(attention_backend="flash"), on_gpu=True)
 
 
-SMALL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 512,
-}
+def small(config_of: Callable[..., ModelConfig] = qwen3, **change: Any) -> ModelConfig:
+    sizes = {"vocab_size": 100, "intermediate_size": 128, "num_hidden_layers": 3, "tie_word_embeddings": True}
+    return config_of(**sizes | change)
 
 
 def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> None:
     token_bytes = 3 * 2 * 2 * 16 * 4
     settings = GeneratorSettings(replicas=2, max_total_tokens=1000)
-    check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes)
+    check_cache(small(), settings, memory_bytes=2 * 1000 * token_bytes)
     with pytest.raises(ValueError, match=r"generator\.max-total-tokens 1000\b.*\b999\b"):
-        check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes - 1)
+        check_cache(small(), settings, memory_bytes=2 * 1000 * token_bytes - 1)
 
 
 def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
     """Weights and the versions that arrive, float32: with LoRA adapters, or with LoRA on experts what has some, merged;
     a KV cache of keys and values."""
-    config = {**SMALL, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+    config = small()
     layer = 64 + 64 + 64 * (4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64 + 16 + 16 + 3 * 64 * 128
     weights = 4 * (100 * 64 + 64 + 3 * layer)
     settings, cache = GeneratorSettings(max_total_tokens=1000), 1000 * 3 * 2 * 2 * 16 * 4
@@ -165,8 +161,7 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
     check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache)
     with pytest.raises(RuntimeError, match="free"):
         check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache - 1)
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
-    sparse = config | experts | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1}
+    sparse = small(qwen3_moe, num_experts=8)
     own = weights + 4 * 3 * (8 * 3 * 64 * 32 + 8 * 64 - 3 * 64 * 128)
     merged, lora = 4 * 3 * 8 * 64 * 32, LoraSettings(rank=4, targets=("up_proj",))
     check_memory(sparse, settings, lora, own + merged + cache)
@@ -178,7 +173,7 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
 
 
 def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:
-    limits = engine_limits(SMALL, GeneratorSettings(max_total_tokens=100), on_gpu=True)
+    limits = engine_limits(small(), GeneratorSettings(max_total_tokens=100), on_gpu=True)
     assert sorted(limits.values()) == [100 - ENGINE_RESERVE, 512 - ENGINE_RESERVE]
     assert all("generator." in name for name in limits)
-    assert len(engine_limits(SMALL, GeneratorSettings(), on_gpu=True)) == 1
+    assert len(engine_limits(small(), GeneratorSettings(), on_gpu=True)) == 1

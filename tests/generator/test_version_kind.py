@@ -1,22 +1,16 @@
 from __future__ import annotations
 
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.generator.version_kind import ALL_WEIGHTS, LOADERS, LORA_ADAPTER, MERGED_WEIGHTS, VersionKind
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, Target
+from tests.model.configs import qwen3, qwen3_moe
 
-DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
-SPARSE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
-    "num_experts": 4,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+DENSE, SPARSE = qwen3(), qwen3_moe()
 
 
 @pytest.mark.parametrize(
@@ -31,7 +25,7 @@ SPARSE: dict[str, Any] = {
     ],
 )
 def test_adapters_on_experts_are_merged_and_others_are_served(
-    config: dict[str, Any] | None, targets: tuple[Target, ...] | None, kind: VersionKind
+    config: ModelConfig | None, targets: tuple[Target, ...] | None, kind: VersionKind
 ) -> None:
     lora = FULL_TRAINING if targets is None else LoraSettings(rank=2, targets=targets)
     assert VersionKind.of(config, lora) is kind

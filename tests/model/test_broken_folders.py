@@ -25,7 +25,8 @@ from monarch_rl.generator.settings import (
     check_served,
     engine_limits,
 )
-from monarch_rl.model.folder import find_config, read_config, resolve_model
+from monarch_rl.model.config import ModelConfig, find_config, parse_config, read_config
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import check_folder
 from monarch_rl.model.tokens import FolderTokenizer
@@ -64,12 +65,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_model(folder: Path) -> None:
     """What a run checks of a model folder before anything is spawned."""
-    config = read_config(resolve_model(str(folder)))
-    check_folder(folder, config)
-    FolderTokenizer(folder, config)
+    config = resolve_model(str(folder))
+    check_folder(config)
+    FolderTokenizer(config)
 
 
-def check_use(values: dict[str, Any]) -> None:
+def check_use(values: ModelConfig) -> None:
     """What a run checks of a model whose folder is good."""
     settings = GeneratorSettings()
     check_served(values, settings, on_gpu=False)
@@ -286,9 +287,9 @@ def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Pa
     if value is not None:
         text = (tmp_path / "config.json").read_text()
         (tmp_path / "config.json").write_text(text.replace("{", '{"num_key_value_heads": null, ', 1))
-    found = read_config(resolve_model(str(tmp_path)))
-    assert found["num_key_value_heads"] == 4
-    check_folder(tmp_path, found)
+    found = resolve_model(str(tmp_path))
+    assert found.num_key_value_heads == 4
+    check_folder(found)
     assert (served := find_config(str(tmp_path))) == found  # what an engine reads
     check_memory(served, GeneratorSettings(), FULL_TRAINING, free_bytes=2**60)
 
@@ -296,7 +297,23 @@ def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Pa
 def test_a_config_is_found_of_any_architecture_in_a_folder(tmp_path: Path) -> None:
     assert find_config("some/hub-name") is None and find_config(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    assert find_config(str(tmp_path)) == {"architectures": ["GPT2LMHeadModel"]}
+    other = find_config(str(tmp_path))
+    assert other is not None and not other.supported and other.sparse_layers == ()
+    check_served(other, GeneratorSettings(tp=4), on_gpu=False)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel .*Qwen3ForCausalLM"):
+        read_config(tmp_path)
+    shape = {"architectures": ["GPT2LMHeadModel"], "num_attention_heads": 9, "vocab_size": "unknown"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    other = find_config(str(tmp_path))
+    assert other is not None and (other.num_attention_heads, other.vocab_size) == (9, 0)
+    with pytest.raises(ValueError, match=r"tp 4 .*\bnum_attention_heads\b"):
+        check_served(other, GeneratorSettings(tp=4), on_gpu=False)
+
+
+@pytest.mark.parametrize("values", [{"architectures": ["GPT2LMHeadModel"]}, {}], ids=["another", "none"])
+def test_a_config_of_another_architecture_is_not_parsed(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"architecture (GPT2LMHeadModel|none) .*Qwen3ForCausalLM"):
+        parse_config(values)
 
 
 def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path: Path) -> None:
@@ -461,7 +478,7 @@ def test_what_mistral_adds_to_a_repository_is_not_downloaded(monkeypatch: pytest
         return str(good)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3") == good
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3").folder == good
     assert taken == files[:2]
 
 

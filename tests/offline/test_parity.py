@@ -58,7 +58,7 @@ def test_an_engine_has_20_s_more_to_start_for_each_gb_of_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the process that starts it, and until the process is killed; or what the user gives."""
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-8B"] | {"dtype": "bfloat16"}))
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["Qwen3-8B"].raw, "dtype": "bfloat16"}))
     drawn: list[tuple[float, float | None]] = []
 
     def run(work: object, arguments: tuple[Any, ...], ranks: int, limit_s: float, *_: str) -> None:

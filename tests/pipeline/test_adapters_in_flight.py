@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from monarch_rl.model.config import read_config
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline.start import save, start_generators
 from monarch_rl.runtime.cluster import Cluster
@@ -29,7 +30,7 @@ def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Pat
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
 
     async def go() -> None:
-        pool = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
+        pool = await start_generators(cluster, read_config(model), ENGINES, first_device=2, lora=LORA)
         generators = list(pool.handles.values())
         refusal = rf"generator 0 .* 1 of \d+ tensors .*: {CHANGED}"
         with pytest.raises(Exception, match=refusal):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import replace
@@ -150,11 +149,6 @@ def test_the_automatic_share_leaves_room_for_all_that_is_planned(
     assert plan.cache_tokens >= least and plan.replica[CACHE] > 0
 
 
-def model_folder(folder: Path, name: str) -> Path:
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    return folder
-
-
 @pytest.mark.parametrize("gigabytes", GPUS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_that_a_plan_has_found_are_taken_as_a_setting(name: str, gigabytes: int, tmp_path: Path) -> None:
@@ -165,11 +159,11 @@ def test_the_tokens_that_a_plan_has_found_are_taken_as_a_setting(name: str, giga
         return
     s = replace(s, generator=replace(s.generator, max_total_tokens=plan.cache_tokens))
     check_gpu_memory(MODELS[name], memory_sides(s), offered)
-    check_gpu_memory(MODELS[name], memory_sides(resolve(s, offered, model_folder(tmp_path, name))), offered)
+    check_gpu_memory(MODELS[name], memory_sides(resolve(s, offered, MODELS[name])), offered)
 
 
 def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) -> None:
-    model = model_folder(tmp_path, "Qwen3-8B")
+    model = MODELS["Qwen3-8B"]
     settings = RunSettings(trainer=TrainerSettings(ranks=8))
     found = resolve(settings, gpus(80), model)
     plan = plan_memory(MODELS["Qwen3-8B"], Sides(found.trainer, settings.generator, found.weights), device_bytes(80))
@@ -180,7 +174,7 @@ def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) ->
 
 def test_an_engine_by_itself_has_the_room_of_trainer_and_versions(tmp_path: Path) -> None:
     """A recipe whose trainer needs eight GPUs is played on one, and so is one that shares its GPUs."""
-    model, one = model_folder(tmp_path, "Qwen3-8B"), Devices("cuda", 1, 1, device_bytes(80))
+    model, one = MODELS["Qwen3-8B"], Devices("cuda", 1, 1, device_bytes(80))
     for settings in (
         RunSettings(trainer=TrainerSettings(ranks=1), weights=TransferSettings("rdma")),
         RunSettings(trainer=TrainerSettings(ranks=1), colocate=True),
@@ -211,7 +205,7 @@ def test_what_shares_a_gpu_is_planned_together() -> None:
 
 
 def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> None:
-    model = model_folder(tmp_path, "Qwen3-0.6B")
+    model = MODELS["Qwen3-0.6B"]
     settings = RunSettings(
         colocate=True,
         trainer=TrainerSettings(ranks=1, activation_checkpoint="full"),

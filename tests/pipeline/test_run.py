@@ -9,7 +9,6 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
 from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
 from monarch_rl.trainer.objective import supervised
+from tests.model.configs import qwen3
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
 
@@ -141,7 +141,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
 
         task = ReasoningGym(TaskSettings()).with_episode(episode)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="chain_sum"):
-            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
             await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 ": RunSettings(held_out=201), "'spel_backward'": RunSettings()}
     for said, settings in wrong.items():
@@ -151,7 +151,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     wrong_filter = RunSettings(buffer=BufferSettings(drop_equal_rewards=True))
     async with Run.open(wrong_filter, cluster) as run:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised .*rewards"):
-            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
             await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
 
 
@@ -165,7 +165,7 @@ async def test_a_filter_that_drops_what_teaches_warns_before_anything_is_spawned
         for advantage, warns in (("reinforce_pp", True), ("grpo", False)):
             said = io.StringIO()
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-                patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
+                patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
                 patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
                 with pytest.raises(RuntimeError, match="spawned"):
                     await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective="reinforcement")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,7 @@ from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import TransferSettings
+from tests.model.configs import qwen3
 from tests.recipe.running import random_model
 
 GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
@@ -69,8 +69,8 @@ def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
     for devices in (CPUS, Devices("cuda", 1, 1, 80 << 30)):
         with pytest.raises(TooFewDevices):
             check(settings, devices)
-        generator, folder = prepare_engine(settings, devices)
-        assert (folder, generator.replicas, generator.max_total_tokens) == (model, 1, 4096)
+        generator, config = prepare_engine(settings, devices)
+        assert (config.folder, generator.replicas, generator.max_total_tokens) == (model, 1, 4096)
         assert generator.start_deadline_s is not None and (generator.memory_fraction > 0) == (devices.kind == "cuda")
     assert not settings.output.exists()
     for wrong, said in (
@@ -94,25 +94,24 @@ def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
     assert resolve(together, CPUS).weights.transport == "shared_memory"
 
 
-def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode(tmp_path: Path) -> None:
+def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode() -> None:
     """Nobody has to raise them for a large model or long answers; what a user sets is kept."""
     large = {"vocab_size": 150_000, "hidden_size": 8192, "intermediate_size": 25_000, "num_hidden_layers": 64}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **large, **heads}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = qwen3(dtype="bfloat16", **large, **heads)
     attention = 2 * 8192 * 128 * (64 + 8) + 2 * 128
     parameters = 2 * 150_000 * 8192 + 8192 + 64 * (attention + 3 * 8192 * 25_000 + 2 * 8192)
-    assert model_bytes(tmp_path) == 2 * parameters
-    written = whole_checkpoint_bytes(tmp_path, TrainerSettings())
+    assert model_bytes(config) == 2 * parameters
+    written = whole_checkpoint_bytes(config, TrainerSettings())
     assert 0 <= written - 12 * parameters < 24, "in float32, whatever dtype the folder has"
     critic = TrainerSettings(critic=CriticSettings(lr=1e-4))
-    assert 1.8 < whole_checkpoint_bytes(tmp_path, critic) / written < 2
-    assert whole_checkpoint_bytes(tmp_path, TrainerSettings(lora=LoraSettings(16))) < 0.01 * written
+    assert 1.8 < whole_checkpoint_bytes(config, critic) / written < 2
+    assert whole_checkpoint_bytes(config, TrainerSettings(lora=LoraSettings(16))) < 0.01 * written
     seconds = 2 * parameters / 1e9 * 20
     assert disk_limit_s(2 * parameters) == pytest.approx(600 + seconds)
-    assert resolve(RunSettings(), GPUS, tmp_path).generator.start_deadline_s == pytest.approx(1200 + seconds)
+    assert resolve(RunSettings(), GPUS, config).generator.start_deadline_s == pytest.approx(1200 + seconds)
     own = RunSettings(generator=GeneratorSettings(max_running_requests=9, start_deadline_s=99))
-    assert resolve(own, GPUS, tmp_path) == own
+    assert resolve(own, GPUS, config) == own
     group = TransferGroup(cast(Any, None), [], Manifest((), 3 * 10**9, ()), TransferSettings(deadline_s=50))
     assert group.settings.deadline_s == pytest.approx(50 + 60)
 
@@ -143,7 +142,7 @@ def test_engines_on_gpus_are_refused_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_is_given() -> None:
-    config = {"max_position_embeddings": 4096}
+    config = qwen3(max_position_embeddings=4096)
     for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
         settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
         limits = episode_limits(settings, config, on_gpu=False)

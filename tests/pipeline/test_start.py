@@ -10,10 +10,12 @@ import pytest
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.config import read_config
 from monarch_rl.pipeline import start
 from monarch_rl.pipeline.start import start_generators
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.forking.preloading import ForkServer
+from tests.model.configs import qwen3
 from tests.recipe.running import random_model
 
 
@@ -21,7 +23,8 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each for itself would find enough, because all ask before any has taken its own."""
-    model, settings = random_model(tmp_path / "model"), GeneratorSettings(replicas=4, max_total_tokens=1000)
+    model = read_config(random_model(tmp_path / "model"))
+    settings = GeneratorSettings(replicas=4, max_total_tokens=1000)
     free: list[int] = []
     monkeypatch.setattr(start, "free_memory", lambda: free[-1])
 
@@ -59,7 +62,7 @@ def test_engines_that_share_devices_do_not_ask_whether_as_much_is_free_on_each(s
     cluster = SimpleNamespace(devices=Devices("cuda", 1, 4), num_hosts=1, spawn=spawn, fork_server=Importing())
     settings = GeneratorSettings(replicas=1, tp=2)
     with pytest.raises(InterruptedError, match="spawned"):
-        asyncio.run(start_generators(cast(Any, cluster), tmp_path, settings, first_device=0, shared=shared))
+        asyncio.run(start_generators(cast(Any, cluster), qwen3(), settings, first_device=0, shared=shared))
     assert spawned == [ON_SHARED_DEVICES if shared else None]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import pytest
 
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.runtime.by_value import ByValue
@@ -125,8 +126,10 @@ def accept(settings: RunSettings) -> Path:
     async def begun() -> None:
         await recipe["train"](Run(settings, AsyncExitStack(), cluster), settings)
 
-    async def spawn(_: Cluster, settings: RunSettings, task: ByValue[Task], model: Path, *__: Any, **___: Any) -> None:
-        raise Spawning(model)
+    async def spawn(
+        _: Cluster, settings: RunSettings, task: ByValue[Task], model: ModelConfig, *__: Any, **___: Any
+    ) -> None:
+        raise Spawning(model.folder)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Spawning) as reached:
         patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)

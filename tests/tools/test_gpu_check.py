@@ -16,7 +16,7 @@ import torch
 
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.generator.settings import GeneratorSettings, check_served
-from monarch_rl.model.features import sparse_layers
+from monarch_rl.model.config import parse_config
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tests import patience
 from tools import gpu_check
@@ -137,10 +137,11 @@ def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_models_can_be_trained_and_served_where_they_are_for(device: str, tmp_path: Path) -> None:
     bench = Bench(torch.device(device), tmp_path)
-    for config in (model_shape(bench), expert_shape(bench)):
+    dense, sparse = parse_config(model_shape(bench)), parse_config(expert_shape(bench))
+    for config in (dense, sparse):
         check_experts(config, TrainerSettings(ranks=1))
         check_served(config, GeneratorSettings(), bench.on_gpu)
-    assert sparse_layers(expert_shape(bench)) and not sparse_layers(model_shape(bench))
+    assert sparse.sparse_layers and not dense.sparse_layers
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

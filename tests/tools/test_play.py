@@ -171,16 +171,16 @@ def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
         tasks["failing"] = replace(own.task.with_episode(failing), name="failing")
         shown: dict[str, str] = {}
         large = replace(recipes["grpo"].settings, trainer=TrainerSettings(ranks=64))
-        async with engine_of(large, CPU) as (engine, folder):
+        async with engine_of(large, CPU) as (engine, model):
             for name, task in tasks.items():
                 text = io.StringIO()
                 settings = recipes[name].settings if name in recipes else own.settings
-                async with table(settings, task, folder, engine, CPU) as opened:
+                async with table(settings, task, model, engine, CPU) as opened:
                     failed = await play_at(opened, range(2), Console(file=text, width=200))
                 assert failed == (2 if name == "failing" else 0)
                 shown[name] = text.getvalue()
-            await serve_frozen(cluster, game.frozen, game.settings, folder)
-            async with table(game.settings, game.task, folder, engine, CPU) as opened:
+            await serve_frozen(cluster, game.frozen, game.settings, model)
+            async with table(game.settings, game.task, model, engine, CPU) as opened:
                 against_start = await evaluate_at(opened, game, "", 4)
         assert not against_start.failed and against_start.rewards.shape == (4, 1)
         assert set(against_start.rewards.ravel().tolist()) <= {-1.0, 0.0, 1.0}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from monarch_rl.model.config import parse_config
 from monarch_rl.model.tensors import expected_tensors
 
 QWEN3: dict[str, Any] = {
@@ -49,6 +50,6 @@ def make_folder(folder: Path, config: dict[str, Any], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=draw) * 0.05 + (len(shape) == 1)
-        for name, shape in expected_tensors(config).items()
+        for name, shape in expected_tensors(parse_config(config)).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

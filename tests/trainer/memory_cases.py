@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
+from monarch_rl.model.config import ModelConfig, parse_config
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.trainer.loss_settings import CriticSettings
@@ -36,12 +37,11 @@ class Case:
     """Keys that are gathered for each token: more where episodes share prefixes."""
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The model's ``config.json``."""
+    def config(self) -> ModelConfig:
         named = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         if self.experts:
             named = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-        return _COMMON | named | self.shape
+        return parse_config(_COMMON | named | self.shape)
 
     @property
     def trainer(self) -> TrainerSettings:
@@ -104,7 +104,7 @@ CASES = {
 def make_model(folder: Path, case: Case) -> None:
     """Write a Hugging Face folder with random weights, without a tokenizer."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(case.config))
+    (folder / "config.json").write_text(json.dumps(case.config.raw))
     shapes = expected_tensors(case.config)
     save_file(
         {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()},

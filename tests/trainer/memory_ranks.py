@@ -49,12 +49,12 @@ def micro_batch(case: Case, seed: int, device: torch.device) -> MicroBatch:
         # One more episode than keys a token: (keys + 1) (prompt + answer) = keys tokens.
         count, prompt = case.keys + 1, case.tokens * (case.keys - 1) // case.keys
         answer = (case.tokens - prompt) // count
-    shared = draw.integers(0, case.config["vocab_size"], prompt)
+    shared = draw.integers(0, case.config.vocab_size, prompt)
     drawn = np.arange(prompt + answer) >= prompt
     episodes = []
     for _ in range(count):
-        begin = shared if case.keys > 1 else draw.integers(0, case.config["vocab_size"], prompt)
-        ids = np.concatenate([begin, draw.integers(0, case.config["vocab_size"], answer)]).astype(np.int32)
+        begin = shared if case.keys > 1 else draw.integers(0, case.config.vocab_size, prompt)
+        ids = np.concatenate([begin, draw.integers(0, case.config.vocab_size, answer)]).astype(np.int32)
         logprobs, versions = np.where(drawn, -5, 0).astype(np.float32), np.where(drawn, 0, -1).astype(np.int32)
         episodes.append(Episode([Turn(ids, logprobs, versions, drawn)], 1.0, "stop"))
     groups = [0] * count if case.keys > 1 else None

@@ -91,7 +91,7 @@ def check_written(policy: Policy) -> None:
     """Of a weight of which ranks hold columns, each writes its rows when the model is saved, and no rank has all."""
     whole = policy.model.hf_state()
     divided = [name for name, value in whole.items() if has_columns(value)]
-    assert len(divided) == 2 * policy.model.hf_config["num_hidden_layers"], "o_proj and down_proj"
+    assert len(divided) == 2 * policy.model.hf_config.num_hidden_layers, "o_proj and down_proj"
     with torch.no_grad():
         written = {name: local.numel() for name, local, _ in saving._values(policy.model)}
     for name in divided:

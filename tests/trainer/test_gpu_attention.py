@@ -18,24 +18,27 @@ prepare()
 from torch.nn.attention import _registry, current_flash_attention_impl  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
 
+from monarch_rl.model.config import parse_config  # noqa: E402
 from monarch_rl.trainer import attention  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment, separate_layout  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-}
+CONFIG = parse_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 101,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+    }
+)
 GPUS = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0), "RTX PRO 6000": (12, 0)}
 
 
@@ -61,7 +64,7 @@ def build_on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_gpu_without_further_kernels_takes_what_torch_has(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither FlashAttention 3 nor 4 is installed here, and no package of the GPU set has the first."""
     built = build_on(gpu, monkeypatch)
-    assert len(built) == CONFIG["num_hidden_layers"]
+    assert len(built) == CONFIG.num_hidden_layers
     assert all(module.window_size == (-1, 0) for module in built)
     assert current_flash_attention_impl() is None
 

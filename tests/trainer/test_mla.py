@@ -10,6 +10,7 @@ from monarch_rl.trainer import platform
 
 platform.prepare()
 
+from monarch_rl.model.config import parse_config  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
 
 YARN = {
@@ -48,7 +49,7 @@ CONFIG: dict[str, Any] = {
 
 
 def config_of(change: dict[str, Any]) -> Any:
-    return model_config(CONFIG | change, logprob_chunk=16, longest=512, half_on_gpu=False)
+    return model_config(parse_config(CONFIG | change), logprob_chunk=16, longest=512, half_on_gpu=False)
 
 
 def test_the_first_layers_are_dense_and_rotary_scaling_is_taken_over() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from monarch_rl.model.folder import resolve_model, sparse_layers
+from monarch_rl.model.config import ModelConfig
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
+from tests.model.configs import deepseek, deepseek_values, qwen3, qwen3_moe
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
 from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout
 from tests.trainer.programs import parameters, run_program, saved
@@ -122,42 +124,34 @@ def test_activation_checkpointing_changes_nothing(folder: Path, where: str) -> N
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
 
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 6,
-    "num_experts": 8,
-    "hidden_size": 48,
-    "moe_intermediate_size": 20,
-}
+def moe(**change: Any) -> ModelConfig:
+    sizes = {"num_hidden_layers": 6, "num_experts": 8, "hidden_size": 48, "moe_intermediate_size": 20}
+    return qwen3_moe(**sizes | change)
 
 
 @pytest.mark.parametrize(
-    ("change", "layers"),
+    ("config", "layers"),
     [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"decoder_sparse_step": 2}, [1, 3, 5]),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]}, [1, 5]),
-        ({"num_experts": 0}, []),
-        ({"architectures": ["Qwen3ForCausalLM"]}, []),
-        (
-            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2},
-            [2, 3, 4, 5],
-        ),
+        (moe(), (0, 1, 2, 3, 4, 5)),
+        (moe(decoder_sparse_step=2), (1, 3, 5)),
+        (moe(decoder_sparse_step=2, mlp_only_layers=[0, 3]), (1, 5)),
+        (qwen3(num_experts=8), ()),
+        (deepseek(num_hidden_layers=6, first_k_dense_replace=2), (2, 3, 4, 5)),
     ],
 )
-def test_layers_with_experts_are_those_of_the_config(change: dict[str, Any], layers: list[int]) -> None:
-    assert sparse_layers(CONFIG | change) == layers
+def test_layers_with_experts_are_those_of_the_config(config: ModelConfig, layers: tuple[int, ...]) -> None:
+    assert config.sparse_layers == layers
 
 
 def test_a_deepseek_that_sglang_could_not_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1}))
+    (tmp_path / "config.json").write_text(json.dumps(deepseek_values(moe_layer_freq=1)))
     with pytest.raises(ValueError, match=r"topk_method, scoring_func"):
         resolve_model(str(tmp_path))
 
 
 def test_a_config_without_the_number_of_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts"):
-        sparse_layers({key: value for key, value in CONFIG.items() if key != "num_experts"})
+    with pytest.raises(ValueError, match="neither num_experts"):
+        moe(num_experts=None)
 
 
 @pytest.mark.parametrize(
@@ -172,30 +166,29 @@ def test_a_config_without_the_number_of_experts_is_refused() -> None:
 )
 def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, degree: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_experts(CONFIG, TrainerSettings(ranks=ranks, expert_parallel=degree))
+        check_experts(moe(), TrainerSettings(ranks=ranks, expert_parallel=degree))
 
 
 @pytest.mark.parametrize(("ranks", "degree", "experts"), [(4, 1, 8), (4, 2, 2), (8, 8, 8), (16, 4, 8)])
 def test_ranks_that_can_share_the_experts_are_not(ranks: int, degree: int, experts: int) -> None:
-    check_experts(CONFIG | {"num_experts": experts}, TrainerSettings(ranks=ranks, expert_parallel=degree))
+    check_experts(moe(num_experts=experts), TrainerSettings(ranks=ranks, expert_parallel=degree))
 
 
 def test_expert_parallelism_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expert-parallel 4 .*trainer\.ranks\b.*\b6\b"):
         TrainerSettings(ranks=6, expert_parallel=4)
     with pytest.raises(ValueError, match="no experts"):
-        check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(ranks=2, expert_parallel=2))
+        check_experts(qwen3(), TrainerSettings(ranks=2, expert_parallel=2))
 
 
 def test_adapters_that_cannot_be_are_refused() -> None:
     attention = TrainerSettings(lora=LoraSettings(rank=2, targets=("q_proj", "o_proj")))
-    check_experts(CONFIG, attention)
+    check_experts(moe(), attention)
     lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
-    for experts in (0, 8):
-        check_experts(CONFIG | {"num_experts": experts}, TrainerSettings(lora=lora))
+    for config in (qwen3(), moe()):
+        check_experts(config, TrainerSettings(lora=lora))
     words = r"gate_proj, down_proj .*trainer\.ranks 4 .*\b2 experts"
     with pytest.raises(ValueError, match=words):
-        check_experts(CONFIG | {"num_experts": 2}, TrainerSettings(4, 2, lora=lora))
-    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2}
+        check_experts(moe(num_experts=2), TrainerSettings(4, 2, lora=lora))
     with pytest.raises(ValueError, match="DeepSeek-V3"):
-        check_experts(CONFIG | deepseek, attention)
+        check_experts(deepseek(n_routed_experts=8), attention)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from monarch_rl.checkpoint.folders import partial_folder
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import read_config
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.trainer import saving
@@ -94,7 +94,7 @@ def test_several_files_with_an_index_are_loaded_by_all(folder: Path) -> None:
     index = json.loads((path / INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
-    check_weights(path, read_config(path))
+    check_weights(read_config(path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = saved(folder / "small")
     for name, value in model.state_dict().items():

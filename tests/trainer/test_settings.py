@@ -1,22 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.settings import check_lora
+from tests.model.configs import qwen3
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+CONFIG = qwen3(num_hidden_layers=1)
 
 
 def test_a_rank_above_the_smallest_matrix_is_refused() -> None:

@@ -16,6 +16,7 @@ from monarch_rl.trainer import platform
 platform.prepare()
 
 from monarch_rl.episode.episode import Episode  # noqa: E402
+from monarch_rl.model.config import parse_config  # noqa: E402
 from monarch_rl.model.lora import LoraSettings  # noqa: E402
 from monarch_rl.trainer import attention  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
@@ -62,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @cache
 def model(kind: str, lora: bool = False) -> Any:
     """A model with random weights, not sharded."""
-    config: Any = model_config(CONFIGS[kind], logprob_chunk=16, longest=512, half_on_gpu=False)
+    config: Any = model_config(parse_config(CONFIGS[kind]), logprob_chunk=16, longest=512, half_on_gpu=False)
     if lora:
         config = add_lora(config, LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
     torch.manual_seed(0)

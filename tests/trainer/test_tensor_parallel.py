@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from monarch_rl.model.config import parse_config
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer import platform
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_tensor_parallel
@@ -99,21 +100,21 @@ def test_updates_are_those_of_one_rank(folder: Path, name: str, where: str) -> N
 @pytest.mark.parametrize(
     "change, refusal",
     [
-        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"vocab_size": 101}, "vocab_size 101"),
         ({"intermediate_size": 81}, "intermediate_size 81"),
     ],
 )
 def test_a_model_that_cannot_be_shared_equally_is_refused(change: dict[str, int], refusal: str) -> None:
-    check_tensor_parallel(QWEN3, 2)
-    check_tensor_parallel(QWEN3 | change, 1)
+    check_tensor_parallel(parse_config(QWEN3), 2)
+    check_tensor_parallel(parse_config(QWEN3 | change), 1)
     with pytest.raises(ValueError, match=rf"trainer\.tp 2 .*{refusal}\b"):
-        check_tensor_parallel(QWEN3 | change, 2)
+        check_tensor_parallel(parse_config(QWEN3 | change), 2)
 
 
 def test_torchtitan_still_has_no_context_parallelism_for_packed_rows() -> None:
     """When this fails, docs/architecture.md has to say something else."""
-    config = model_config(QWEN3, logprob_chunk=16, longest=64, half_on_gpu=True)
+    config = model_config(parse_config(QWEN3), logprob_chunk=16, longest=64, half_on_gpu=True)
     parallelism = ParallelismConfig(context_parallel_degree=2)
     with pytest.raises(NotImplementedError, match="Varlen.*CP"):
         config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -121,7 +122,7 @@ def test_torchtitan_still_has_no_context_parallelism_for_packed_rows() -> None:
 
 def test_experts_lora_and_groups_across_hosts_are_refused() -> None:
     with pytest.raises(ValueError, match="experts"):
-        check_tensor_parallel(MOE, 2)
+        check_tensor_parallel(parse_config(MOE), 2)
     with pytest.raises(ValueError, match=r"trainer\.lora .*trainer\.tp 2\b"):
         TrainerSettings(tp=2, lora=LoraSettings(rank=4))
     with pytest.raises(ValueError, match=r"trainer\.compile .*trainer\.tp 2\b"):

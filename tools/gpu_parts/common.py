@@ -191,6 +191,7 @@ def model_shape(bench: Bench) -> dict[str, Any]:
 def random_weights(bench: Bench, config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """All Hugging Face tensors of a model, on the CPU, in the dtype of its config. Logits have a spread of about 3
     nats, so that tokens differ in probability."""
+    from monarch_rl.model.config import parse_config
     from monarch_rl.model.tensors import expected_tensors
 
     generator = torch.Generator(bench.device).manual_seed(seed)
@@ -198,7 +199,7 @@ def random_weights(bench: Bench, config: dict[str, Any], seed: int = 0) -> dict[
     width = config["hidden_size"]
     spread = {"model.embed_tokens.weight": 3 / width**0.5, "lm_head.weight": 3 / width**0.5}
     weights = {}
-    for name, shape in expected_tensors(config).items():
+    for name, shape in expected_tensors(parse_config(config)).items():
         drawn = torch.randn(shape, generator=generator, device=bench.device)
         value = 1 + 0.1 * drawn if "norm" in name else drawn * spread.get(name, shape[-1] ** -0.5)
         weights[name] = value.to(dtype).cpu()

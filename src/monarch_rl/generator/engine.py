@@ -31,8 +31,7 @@ from monarch_rl.generator.settings import (
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.sglang_format import ExpertRouteFormat
 from monarch_rl.generator.version_kind import VersionKind
-from monarch_rl.model.architecture import find_architecture
-from monarch_rl.model.folder import find_config
+from monarch_rl.model.config import ModelConfig, find_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
 from monarch_rl.weights.manifest import Manifest
 
@@ -218,10 +217,10 @@ class Engine:
         await self._sglang.shutdown()
 
 
-def _check_model(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, on_gpu: bool) -> None:
+def _check_model(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings, on_gpu: bool) -> None:
     """Raises as :meth:`Engine.start` does."""
     check_served(config, settings, on_gpu)
-    if not on_gpu and find_architecture(config) is not None:
+    if not on_gpu and config.supported:
         check_memory(config, settings, lora, free_memory())
 
 

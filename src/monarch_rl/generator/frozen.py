@@ -16,7 +16,7 @@ from safetensors import safe_open
 from monarch_rl.episode.sampling import TopLogprobs
 from monarch_rl.generator.actor import Replica
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
-from monarch_rl.model.reward_head import read_frozen
+from monarch_rl.model.config import read_frozen
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.rollout.settings import RolloutSettings, template_options
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint

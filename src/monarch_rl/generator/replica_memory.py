@@ -6,10 +6,10 @@ Arithmetic only: nothing is allocated, and torch is not needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import CPU_KV_TOKENS, ENGINE_RESERVE, GeneratorSettings, resolve_dtype
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
 from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
@@ -166,11 +166,10 @@ def cpu_tokens(settings: GeneratorSettings) -> int:
     return settings.max_total_tokens or CPU_KV_TOKENS
 
 
-def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_bytes: int) -> None:
+def check_cache(config: ModelConfig, settings: GeneratorSettings, memory_bytes: int) -> None:
     """Check that a machine without GPUs has enough memory for the KV caches of all replicas.
 
     Args:
-        config: the model's ``config.json``.
         settings: settings of the replicas.
         memory_bytes: memory of the machine.
 
@@ -188,7 +187,7 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
         )
 
 
-def cpu_memory(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings) -> dict[str, int]:
+def cpu_memory(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings) -> dict[str, int]:
     """Bytes by purpose over all ranks of an engine, on a machine without GPUs."""
     model, tokens = trained_model(config, lora), cpu_tokens(settings)
     planned = replica_memory(model, settings, TransferSettings(), on_gpu=False, tokens=tokens)
@@ -200,12 +199,11 @@ def cpu_memory(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSe
 
 
 def check_memory(
-    config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
+    config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
 ) -> None:
     """Check that a machine without GPUs has enough free memory to start engines.
 
     Args:
-        config: the model's ``config.json``.
         settings: settings of the replicas.
         lora: LoRA settings, which decide what a version contains: all weights, adapters, or weights with adapters
             merged in.

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from monarch_rl.errors import SettingsError
 from monarch_rl.generator.gpu import check_dtype, gpu_arguments
 from monarch_rl.generator.version_kind import LOADERS
-from monarch_rl.model.architecture import find_architecture
-from monarch_rl.model.folder import rope_parameters
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.device_work import COMPILATION_S
@@ -166,11 +165,10 @@ def resolve_dtype(dtype: str, on_gpu: bool) -> str:
     return dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
 
-def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> None:
+def check_served(config: ModelConfig, settings: GeneratorSettings, on_gpu: bool) -> None:
     """Check that SGLang can serve a model, sharded over ``tp`` engine ranks.
 
     Args:
-        config: the model's ``config.json``.
         settings: settings of the replicas.
         on_gpu: whether the engines have GPUs.
 
@@ -179,33 +177,33 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
             different model.
     """
     tp = settings.tp
-    family = find_architecture(config)
-    if family is not None and family.float32_only and on_gpu:
+    family = config.architecture
+    if family.float32_only and on_gpu:
         raise SettingsError(
             f"a {family.label} cannot be served on a GPU: it needs float32, because {family.float32_only}, but "
             "SGLang's norms support only half precision on GPUs. Run it on CPUs"
         )
-    if family is not None and family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
+    if family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
         raise SettingsError(
             f"a {family.label} is served in float32 only: {family.float32_only}. Set generator.dtype float32"
         )
-    scaled_rope = rope_parameters(config)["rope_type"] != "default"
-    if family is not None and family.cpu_needs_scaled_rope and not on_gpu and not scaled_rope:
+    scaled_rope = config.rope_parameters["rope_type"] != "default"
+    if family.cpu_needs_scaled_rope and not on_gpu and not scaled_rope:
         raise SettingsError(
             f"on a CPU SGLang serves a {family.label} only with YaRN rotary embeddings, as in {family.label}'s own "
             "models, but this model's config.json has no rope_scaling: take another model, or run it on a GPU"
         )
-    if family is not None and family.needs_lm_head and config.get("tie_word_embeddings"):
+    if family.needs_lm_head and config.tie_word_embeddings:
         raise SettingsError(
             f"the model is a {family.name} with tie_word_embeddings, for which SGLang creates a separate LM head that "
             "no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
         )
-    heads = int(config.get("num_attention_heads") or 1)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    # Sizes that the config of an unsupported architecture does not state are 0, and pass.
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     problems = [
-        f"{name} is {config[name]}"
+        f"{name} is {size}"
         for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
-        if config.get(name) and config[name] % tp
+        if (size := getattr(config, name)) % tp
     ]
     if kv_heads % tp and tp % kv_heads:
         problems.append(f"num_key_value_heads is {kv_heads}")
@@ -216,15 +214,14 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
         )
 
 
-def engine_limits(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> dict[str, int]:
+def engine_limits(config: ModelConfig, settings: GeneratorSettings, on_gpu: bool) -> dict[str, int]:
     """Maximum tokens of a sequence in the engine, by a description of each limit, for messages.
 
     Args:
-        config: the model's ``config.json``.
         settings: settings of the replicas.
         on_gpu: whether the engines have GPUs.
     """
-    limits = {"generator.context-length": settings.context_length or config["max_position_embeddings"]}
+    limits = {"generator.context-length": settings.context_length or config.max_position_embeddings}
     if settings.max_total_tokens or not on_gpu:
         limits["generator.max-total-tokens"] = settings.max_total_tokens or CPU_KV_TOKENS
     reserve = f"minus {ENGINE_RESERVE} that SGLang reserves"
@@ -245,12 +242,12 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
         check_dtype(resolve_dtype(settings.dtype, on_gpu))
 
 
-def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:
+def check_context(config: ModelConfig, settings: GeneratorSettings) -> None:
     """Raise ValueError for a context longer than the model's own limit."""
-    if settings.context_length > config["max_position_embeddings"]:
+    if settings.context_length > config.max_position_embeddings:
         raise SettingsError(
             f"generator.context-length {settings.context_length} exceeds the model's own limit of "
-            f"{config['max_position_embeddings']} tokens: give at most that, or 0"
+            f"{config.max_position_embeddings} tokens: give at most that, or 0"
         )
 
 

@@ -20,7 +20,7 @@ from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.errors import GenerationError, SamplingMaskMissing
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.generator.settings import recipe_flags
-from monarch_rl.model.folder import num_experts, sparse_layers
+from monarch_rl.model.config import ModelConfig
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -162,18 +162,15 @@ class SideChannel:
 class ExpertRouteFormat:
     """Compact form of a model's expert routes: only layers with experts, in the smallest dtype for an expert's index.
 
-    Args:
-        config: the model's ``config.json``.
-
     Raises:
         ValueError: the model has no experts.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.layers = sparse_layers(config)
+    def __init__(self, config: ModelConfig) -> None:
+        self.layers = list(config.sparse_layers)
         if not self.layers:
             raise ValueError("expert routes are asked for, but the model has no experts")
-        self.experts = num_experts(config)
+        self.experts = config.num_experts
         self.dtype = np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     def read(self, expert_routes: np.ndarray, rows: int) -> np.ndarray:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from monarch_rl.model.folder import sparse_layers
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 
 
@@ -23,16 +22,16 @@ class VersionKind:
     """Whether a version fills only some parameters, so that the others must be verified before the first version."""
 
     @staticmethod
-    def of(config: dict[str, Any] | None, lora: LoraSettings) -> VersionKind:
+    def of(config: ModelConfig | None, lora: LoraSettings) -> VersionKind:
         """The kind of all versions of a run.
 
         Args:
-            config: the model's ``config.json``; None if it is not available: then no LoRA adapter is merged.
+            config: the model's config; None if it is not available: then no LoRA adapter is merged.
             lora: the trainer's LoRA settings.
         """
         if not lora.rank:
             return ALL_WEIGHTS
-        merged = config is not None and lora.sends_merged(bool(sparse_layers(config)))
+        merged = config is not None and lora.sends_merged(bool(config.sparse_layers))
         return MERGED_WEIGHTS if merged else LORA_ADAPTER
 
 

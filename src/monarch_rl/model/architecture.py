@@ -12,9 +12,9 @@ from typing import Any
 
 from monarch_rl.errors import SettingsError
 
-Config = dict[str, Any]
-"""``config.json`` of a model folder."""
-
+Json = Mapping[str, Any]
+"""``config.json`` of a model folder as it was read. Everything but its checks and these records reads
+:class:`~monarch_rl.model.config.ModelConfig`."""
 
 SIZES = (
     "vocab_size",
@@ -29,11 +29,11 @@ EXPERT_SIZES = ("moe_intermediate_size", "num_experts_per_tok")
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def _no_experts(_config: Config) -> int:
+def _no_experts(_config: Json) -> int:
     return 0
 
 
-def _no_sparse_layer(_config: Config, _layer: int) -> bool:
+def _no_sparse_layer(_config: Json, _layer: int) -> bool:
     return False
 
 
@@ -45,9 +45,9 @@ class Architecture:
     """The family's name in ``config.json``."""
     label: str
     """The family's name in messages to users."""
-    num_experts: Callable[[Config], int] = _no_experts
+    num_experts: Callable[[Json], int] = _no_experts
     """Experts per sparse layer; 0 for a dense model. Raises ValueError if the config does not state the number."""
-    is_sparse: Callable[[Config, int], bool] = _no_sparse_layer
+    is_sparse: Callable[[Json, int], bool] = _no_sparse_layer
     """Whether the layer with this index has experts; asked only of a model with experts."""
     shared_experts: bool = False
     """Every token also goes to experts that no router chooses."""
@@ -70,27 +70,20 @@ class Architecture:
     """Keys and values are computed from a latent vector (multi-head latent attention)."""
     sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
     """Required keys of ``config.json``, each a positive integer."""
-    same_as: Mapping[str, str] = field(default_factory=dict)
-    """Optional keys, each mapped to the key whose value it takes if it is absent or null."""
     flags: tuple[str, ...] = ()
     """Further required keys, each true or false."""
     needs_lm_head: bool = False
     """SGLang fills a separate LM head from ``lm_head.weight``, even with ``tie_word_embeddings``."""
 
-    def completed(self, config: Config) -> Config:
-        """``config`` with missing or null keys of :attr:`same_as` filled in."""
-        others = {key: config[other] for key, other in self.same_as.items() if other in config}
-        return config | {key: value for key, value in others.items() if config.get(key) is None}
 
-
-def _qwen3_moe_experts(config: Config) -> int:
+def _qwen3_moe_experts(config: Json) -> int:
     experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
     if experts is None:
-        raise SettingsError("config.json of a Qwen3MoeForCausalLM has neither num_experts nor num_local_experts")
+        raise SettingsError("has neither num_experts nor num_local_experts")
     return int(experts)
 
 
-def _qwen3_moe_is_sparse(config: Config, layer: int) -> bool:
+def _qwen3_moe_is_sparse(config: Json, layer: int) -> bool:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     return layer not in dense and (layer + 1) % step == 0
 
@@ -108,7 +101,8 @@ QWEN3_MOE = Architecture(
     needs_lm_head=True,
 )
 QWEN2 = Architecture("Qwen2ForCausalLM", "Qwen2", biased_heads=True)
-LLAMA = Architecture("LlamaForCausalLM", "Llama", same_as={"num_key_value_heads": "num_attention_heads"})
+# Without num_key_value_heads a Llama has as many as query heads, as in transformers' LlamaConfig.
+LLAMA = Architecture("LlamaForCausalLM", "Llama", sizes=SIZES)
 MISTRAL = Architecture("MistralForCausalLM", "Mistral", windowed=True)
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
@@ -130,25 +124,5 @@ DEEPSEEK_V3 = Architecture(
 
 ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, DEEPSEEK_V3)}
 """Supported families, by their name in ``config.json``."""
-
-
-def find_architecture(config: Config) -> Architecture | None:
-    """The family of a model; None if it is not supported."""
-    return ARCHITECTURES.get(_named(config))
-
-
-def _named(config: Config) -> str:
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "none"
-
-
-def architecture_of(config: Config) -> Architecture:
-    """The family of a model.
-
-    Raises:
-        ValueError: the family is not supported.
-    """
-    architecture = find_architecture(config)
-    if architecture is None:
-        raise SettingsError(f"architecture {_named(config)} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return architecture
+UNSUPPORTED = Architecture("", "model of another family", sizes=())
+"""Stands for all other families: SGLang may serve their models, but nothing else here knows them."""

@@ -24,7 +24,7 @@ class ChatTemplate:
     """The chat template of a model, checked on construction.
 
     Args:
-        folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` returns it. A
+        folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` finds it. A
             model without a chat template gets one that concatenates the contents.
         options: values of the template's own variables, such as ``{"enable_thinking": False}``.
         system: a system message for every conversation that does not open with one; "" for none.

@@ -6,8 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from monarch_rl.model.architecture import Config, architecture_of
-from monarch_rl.model.folder import num_experts, sparse_layers
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 
@@ -63,49 +62,47 @@ class ModelSizes:
         return self.vocabulary * self.width
 
 
-def cache_sizes(config: Config) -> CacheSizes:
-    """The size of a token in the KV cache, from ``config.json``."""
-    layers = config["num_hidden_layers"]
-    if architecture_of(config).latent_attention:
-        return CacheSizes(layers, config["kv_lora_rank"] + config["qk_rope_head_dim"], 1)
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return CacheSizes(layers, 2 * config["num_key_value_heads"] * head, config["num_key_value_heads"])
+def cache_sizes(config: ModelConfig) -> CacheSizes:
+    """The size of a token in the KV cache."""
+    layers = config.num_hidden_layers
+    if config.architecture.latent_attention:
+        return CacheSizes(layers, config.kv_lora_rank + config.qk_rope_head_dim, 1)
+    return CacheSizes(layers, 2 * config.num_key_value_heads * config.head_dim, config.num_key_value_heads)
 
 
-def sizes_of(config: Config) -> ModelSizes:
-    """The sizes of a model, from a ``config.json`` that ``model/features.py`` has accepted."""
-    layers, experts = [0] * config["num_hidden_layers"], [0] * config["num_hidden_layers"]
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """The sizes of a model."""
+    layers, experts = [0] * config.num_hidden_layers, [0] * config.num_hidden_layers
     elements, tensors = 0, expected_tensors(config)
     for name, shape in tensors.items():
         count = math.prod(shape)
         elements += count
         if found := _LAYER.match(name):
             (experts if ".mlp.experts." in name else layers)[int(found[1])] += count
-    heads, cache = config["num_attention_heads"], cache_sizes(config)
-    if architecture_of(config).latent_attention:
-        head = config["qk_rope_head_dim"]
-        query = key = heads * (config["qk_nope_head_dim"] + head)
+    heads, cache = config.num_attention_heads, cache_sizes(config)
+    if config.architecture.latent_attention:
+        head = config.qk_rope_head_dim
+        query = key = heads * (config.qk_nope_head_dim + head)
     else:
-        head = config.get("head_dim") or config["hidden_size"] // heads
+        head = config.head_dim
         query, key = heads * head, cache.width // 2
-    chosen = config["num_experts_per_tok"] if num_experts(config) else 0
-    shared = config.get("n_shared_experts", 0) if architecture_of(config).shared_experts else 0
+    chosen = config.num_experts_per_tok if config.num_experts else 0
     return ModelSizes(
         elements=elements,
         lm_head=math.prod(tensors.get("lm_head.weight", (0,))),
-        vocabulary=config["vocab_size"],
-        width=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        sparse=len(sparse_layers(config)),
+        vocabulary=config.vocab_size,
+        width=config.hidden_size,
+        layers=config.num_hidden_layers,
+        sparse=len(config.sparse_layers),
         largest_layer=max(layers),
         layer_experts=max(experts),
         query=query,
         key=key,
         head=head,
         cache=cache,
-        normed_heads=architecture_of(config).normed_heads,
-        hidden=config["intermediate_size"],
-        expert_hidden=config.get("moe_intermediate_size", 0) * (chosen + shared),
+        normed_heads=config.architecture.normed_heads,
+        hidden=config.intermediate_size,
+        expert_hidden=config.moe_intermediate_size * (chosen + config.n_shared_experts),
         chosen=chosen,
     )
 
@@ -126,11 +123,11 @@ class TrainedModel:
     """Maximum tokens per sequence."""
 
 
-def trained_model(config: Config, lora: LoraSettings) -> TrainedModel:
+def trained_model(config: ModelConfig, lora: LoraSettings) -> TrainedModel:
     """The sizes of a model that is trained with these LoRA settings."""
     sizes, tensors = sizes_of(config), expected_tensors(config)
     shapes = [shape for target in lora.targets for _, shape in projections(tensors, target)] if lora.rank else []
     adapters = sum(lora.rank * sum(shape) for shape in shapes)
     merged = lora.sends_merged(sizes.sparse > 0)
     version = sum(map(math.prod, shapes)) if merged else adapters or sizes.elements
-    return TrainedModel(sizes, adapters, 0 if merged else adapters, version, config["max_position_embeddings"])
+    return TrainedModel(sizes, adapters, 0 if merged else adapters, version, config.max_position_embeddings)

@@ -11,24 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.model.architecture import Config, architecture_of
-from monarch_rl.model.features import check_features, check_keys
-from monarch_rl.model.folder import (
-    MISTRALS_OWN,
-    num_experts,
-    read_config,
-    read_object,
-    saved_dtype,
-    sparse_layers,
-)
+from monarch_rl.model.config import ModelConfig, check_features, read_object
+from monarch_rl.model.folder import MISTRALS_OWN
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 """Shapes by Hugging Face tensor name."""
 
 INDEX = "model.safetensors.index.json"
-REWARD_LABELS = "monarch_rl_reward_labels"
-"""Key that ``model/reward_head.py`` adds to a config: the number of outputs of the model's reward head."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be saved, by safetensors name."""
 _BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -37,16 +27,13 @@ LISTED = 3
 """How many tensors an error message lists."""
 
 
-def check_weights(folder: Path, config: Config) -> None:
-    """Check that a folder holds every tensor of the model exactly once, complete and in its shape.
-
-    Args:
-        config: the model's ``config.json``, already accepted by :func:`~monarch_rl.model.features.check_keys`.
+def check_weights(config: ModelConfig) -> None:
+    """Check that a model's folder holds every tensor of the model exactly once, complete and in its shape.
 
     Raises:
         ValueError: a tensor is missing, duplicated, unknown, damaged or misshapen; names the file and the tensor.
     """
-    expected = expected_tensors(config)
+    folder, expected = config.folder, expected_tensors(config)
     _check_shards(folder)
     found: dict[str, tuple[Path, Shape]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -72,52 +59,52 @@ def check_weights(folder: Path, config: Config) -> None:
             )
     if unknown := [name for name in found if name not in expected and not _is_ignored(name, config)]:
         raise SettingsError(
-            f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {architecture_of(config).name} with this "
+            f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {config.architecture.name} with this "
             "config.json does not have: ignoring them would load a different model"
         )
 
 
-def expected_tensors(config: Config) -> Shapes:
+def expected_tensors(config: ModelConfig) -> Shapes:
     """The shapes of all tensors of a model, by the names that they have in a model folder."""
-    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    vocabulary, width = config.vocab_size, config.hidden_size
     tensors: Shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
-    if not config.get("tie_word_embeddings"):
+    if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = (vocabulary, width)
-    if config.get(REWARD_LABELS):
-        tensors["score.weight"] = (config[REWARD_LABELS], width)
-    latent, sparse = architecture_of(config).latent_attention, set(sparse_layers(config))
-    for layer in range(config["num_hidden_layers"]):
+    if config.reward_labels:
+        tensors["score.weight"] = (config.reward_labels, width)
+    latent, sparse = config.architecture.latent_attention, set(config.sparse_layers)
+    for layer in range(config.num_hidden_layers):
         parts = {
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
             **(_latent_attention(config) if latent else _grouped_query_attention(config)),
-            **(_experts(config) if layer in sparse else _mlp("mlp", width, config["intermediate_size"])),
+            **(_experts(config) if layer in sparse else _mlp("mlp", width, config.intermediate_size)),
         }
         tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
         if latent and layer in sparse:
-            tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (num_experts(config),)
-        if architecture_of(config).biased_heads:
+            tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (config.num_experts,)
+        if config.architecture.biased_heads:
             biased = ((name, parts[f"self_attn.{name}"][0]) for name in ("q_proj", "k_proj", "v_proj"))
             tensors |= {f"model.layers.{layer}.self_attn.{name}.bias": (rows,) for name, rows in biased}
     return tensors
 
 
-def _grouped_query_attention(config: Config) -> Shapes:
-    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head = config.get("head_dim") or width // heads
+def _grouped_query_attention(config: ModelConfig) -> Shapes:
+    width, head = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     projections = {
         "self_attn.q_proj": (heads * head, width),
         "self_attn.k_proj": (kv_heads * head, width),
         "self_attn.v_proj": (kv_heads * head, width),
         "self_attn.o_proj": (width, heads * head),
     }
-    normed = architecture_of(config).normed_heads
+    normed = config.architecture.normed_heads
     return projections | ({"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if normed else {})
 
 
-def _latent_attention(config: Config) -> Shapes:
-    width, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+def _latent_attention(config: ModelConfig) -> Shapes:
+    width, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     query = heads * (nope + rope)
     tensors: Shapes = {
         "self_attn.kv_a_proj_with_mqa": (latent + rope, width),
@@ -125,7 +112,7 @@ def _latent_attention(config: Config) -> Shapes:
         "self_attn.kv_b_proj": (heads * (nope + value), latent),
         "self_attn.o_proj": (width, heads * value),
     }
-    if rank := config.get("q_lora_rank"):
+    if rank := config.q_lora_rank:
         return tensors | {
             "self_attn.q_a_proj": (rank, width),
             "self_attn.q_a_layernorm": (rank,),
@@ -142,22 +129,19 @@ def _mlp(name: str, width: int, hidden: int) -> Shapes:
     }
 
 
-def _experts(config: Config) -> Shapes:
-    width, hidden, experts = config["hidden_size"], config["moe_intermediate_size"], num_experts(config)
+def _experts(config: ModelConfig) -> Shapes:
+    width, hidden, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     tensors: Shapes = {"mlp.gate": (experts, width)}
     for expert in range(experts):
         tensors |= _mlp(f"mlp.experts.{expert}", width, hidden)
-    if architecture_of(config).shared_experts:
-        tensors |= _mlp("mlp.shared_experts", width, hidden * config["n_shared_experts"])
+    if config.architecture.shared_experts:
+        tensors |= _mlp("mlp.shared_experts", width, hidden * config.n_shared_experts)
     return tensors
 
 
-def model_bytes(folder: Path) -> int:
-    """Bytes of a model's weights, computed from its config."""
-    config = read_config(folder)
-    return _BYTES_BY_DTYPE.get(saved_dtype(config), 4) * sum(
-        math.prod(shape) for shape in expected_tensors(config).values()
-    )
+def model_bytes(config: ModelConfig) -> int:
+    """Bytes of a model's weight files, computed from its config."""
+    return _BYTES_BY_DTYPE[config.dtype] * sum(map(math.prod, expected_tensors(config).values()))
 
 
 def read_header(path: Path) -> Shapes:
@@ -237,13 +221,13 @@ def _check_shards(folder: Path) -> None:
             )
 
 
-def _is_ignored(name: str, config: Config) -> bool:
+def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether to ignore a tensor that the model does not need. transformers does not load these, either."""
     if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
         return True
     # DeepSeek-V3's layer for multi-token prediction follows the last decoder layer.
-    following = f"model.layers.{config['num_hidden_layers']}."
-    return architecture_of(config).latent_attention and name.startswith(following)
+    following = f"model.layers.{config.num_hidden_layers}."
+    return config.architecture.latent_attention and name.startswith(following)
 
 
 def _some(names: list[str]) -> str:
@@ -258,25 +242,17 @@ def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
 # -- checking a model folder, before anything is spawned --------------------------------------------------------------
 
 
-def check_folder(folder: Path, config: Config) -> None:
-    """Check a folder's config and the headers of its weight files. Takes a few seconds at most.
+def check_folder(config: ModelConfig) -> None:
+    """Check a model's config and the headers of its weight files. Takes a few seconds at most.
 
     The trainer checks that the weights are finite when it loads them.
-
-    Args:
-        config: the folder's ``config.json``.
 
     Raises:
         ValueError: the folder cannot be loaded, or would load as a different model; names the file, and the key or the
             tensor in it.
     """
-    path = folder / "config.json"
-    try:
-        check_keys(config)
-    except ValueError as error:
-        raise SettingsError(f"{path} {error}") from None
     try:
         check_features(config)
     except ValueError as error:
-        raise SettingsError(f"{path}: {error}") from None
-    check_weights(folder, config)
+        raise SettingsError(f"{config.folder / 'config.json'}: {error}") from None
+    check_weights(config)

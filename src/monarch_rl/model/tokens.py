@@ -7,26 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.model.architecture import Config
-from monarch_rl.model.folder import read_object
+from monarch_rl.model.config import ModelConfig, read_object
 
 UNKNOWN_LENGTH = 1024
 """Assumed upper bound on the characters of a token, if the vocabulary is unknown."""
 
 
 class FolderTokenizer:
-    """The tokenizer of a model folder, checked.
-
-    Args:
-        config: the folder's ``config.json``.
+    """The tokenizer of a model's folder, checked.
 
     Raises:
         ValueError: the tokenizer cannot be read, or has ids for which the model has no embedding; names the file and
             the token.
     """
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        vocabulary: int = config["vocab_size"]
+    def __init__(self, config: ModelConfig) -> None:
+        folder, vocabulary = config.folder, config.vocab_size
         self._tokenizer = _load(folder / "tokenizer.json")
         settings = _object(folder / "tokenizer_config.json")
         added = settings.get("added_tokens_decoder") or {}

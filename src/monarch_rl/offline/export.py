@@ -69,7 +69,7 @@ def source_of(place: str, trained: bool = False) -> Iterator[Source]:
         elif (folder / MANIFEST).is_file():
             yield _of_named(folder, scratch.path, files)
         else:
-            yield Source(resolve_model(place, tokenizer=False))
+            yield Source(resolve_model(place, tokenizer=False).folder)
 
 
 def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Source:
@@ -134,7 +134,7 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
         files.enter_context(opened.pop_all())
     lora = from_plain(LoraSettings, manifest.settings["trainer"]["lora"])
     model = resolve_model(manifest.settings["model"], tokenizer=False)
-    return Source(model, checkpoint, lora, links, manifest.version)
+    return Source(model.folder, checkpoint, lora, links, manifest.version)
 
 
 def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, adapter: bool = False) -> None:

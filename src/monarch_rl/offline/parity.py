@@ -29,6 +29,7 @@ from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.errors import SideFailed
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.config import read_config
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_context import ForkContext
@@ -103,7 +104,7 @@ def compare(
     """
     quiet_imports()
     trainer = replace(trainer, router_replay="compare" if experts else "off")
-    start_s = generator.start_limit_s(torch.cuda.is_available(), model_bytes(engine_model))
+    start_s = generator.start_limit_s(torch.cuda.is_available(), model_bytes(read_config(engine_model)))
     generator = replace(generator, start_deadline_s=start_s)
     with temporary_directory() as folder:
         what = f"the engine to sample {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
@@ -100,16 +99,16 @@ class Table:
 
 @asynccontextmanager
 async def table(
-    settings: RunSettings, task: Task, model: Path, engine: Engine, offered: Devices
+    settings: RunSettings, task: Task, model: ModelConfig, engine: Engine, offered: Devices
 ) -> AsyncIterator[Table]:
     """A :class:`Table` for ``task`` with an engine that serves ``model``, for the block."""
     rollout = settings.rollout
     template = await asyncio.to_thread(
-        ChatTemplate, str(model), rollout.template_options, tool_parser=rollout.tool_parser
+        ChatTemplate, str(model.folder), rollout.template_options, tool_parser=rollout.tool_parser
     )
     if task.warm_up is not None:
         await asyncio.to_thread(task.warm_up)
-    limit = min(episode_limits(settings, read_config(model), offered.kind == "cuda").values())
+    limit = min(episode_limits(settings, model, offered.kind == "cuda").values())
     opened = Table(engine, template, rollout, task, limit)
     try:
         yield opened
@@ -120,8 +119,8 @@ async def table(
 @asynccontextmanager
 async def engine_of(
     settings: RunSettings, offered: Devices, task: Task | None = None, version: int = 0
-) -> AsyncIterator[tuple[Engine, Path]]:
-    """An engine in this process that serves the model of ``settings``, and the model's folder, for the block.
+) -> AsyncIterator[tuple[Engine, ModelConfig]]:
+    """An engine in this process that serves the model of ``settings``, and the model's config, for the block.
 
     Args:
         offered: the devices of this machine.
@@ -136,8 +135,8 @@ async def engine_of(
 
     generator, model = prepare_engine(settings, offered, task)
     limit_s = generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model), generator, version=version)
-    engine = await within(limit_s, starting, f"the engine to load {model}", on="the engine")
+    starting = Engine.start(str(model.folder), generator, version=version)
+    engine = await within(limit_s, starting, f"the engine to load {model.folder}", on="the engine")
     try:
         yield engine, model
     finally:
@@ -159,12 +158,12 @@ def host_for(plans: Sequence[FrozenPlan]) -> Iterator[Cluster | None]:
 
 
 async def serve_frozen(
-    cluster: Cluster | None, plans: Sequence[FrozenPlan], settings: RunSettings, model: Path
+    cluster: Cluster | None, plans: Sequence[FrozenPlan], settings: RunSettings, model: ModelConfig
 ) -> None:
     """Start the engines of frozen models next to an engine that serves ``model``, and connect this process to them.
     They end with the cluster. Raises the errors of :func:`~monarch_rl.pipeline.frozen.start_all_frozen`."""
     if cluster is None:
         return
-    generator_bytes = sum(cpu_memory(read_config(model), settings.generator, FULL_TRAINING).values())
+    generator_bytes = sum(cpu_memory(model, settings.generator, FULL_TRAINING).values())
     pools = await start_all_frozen(cluster, plans, settings.generator.tp, generator_bytes)
     await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])

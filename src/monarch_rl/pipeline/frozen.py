@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -27,9 +26,9 @@ from monarch_rl.generator.replica_memory import (
 )
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served, engine_limits
-from monarch_rl.model.folder import resolve_model
+from monarch_rl.model.config import ModelConfig, read_frozen
+from monarch_rl.model.folder import resolve_frozen, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING
-from monarch_rl.model.reward_head import read_frozen, resolve_frozen, reward_labels
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
@@ -99,18 +98,19 @@ def plan_frozen(
             f"frozen model name {name!r} is invalid: use lower-case letters and _, starting with a letter"
         )
     try:
-        folder, config = resolve_frozen(model)
-        check_folder(folder, config)
+        config = resolve_frozen(model)
+        folder = config.folder
+        check_folder(config)
         check_served(config, settings.engine, on_gpu)
         check_context(config, settings.engine)
         settings = with_memory(config, settings, offered)
         trained = resolve_model(policy)
-        foreign, trained_config = tokenizer_difference(trained, folder), read_frozen(trained)
+        foreign = tokenizer_difference(trained.folder, folder)
         # An earlier version of the policy is prompted as the policy is; another model has its own chat template.
-        options, parser = settings.chat(sampling if folder.samefile(trained) else RolloutSettings())
-        if snapshot_every and expected_tensors(config) != expected_tensors(trained_config):
+        options, parser = settings.chat(sampling if folder.samefile(trained.folder) else RolloutSettings())
+        if snapshot_every and expected_tensors(config) != expected_tensors(trained):
             raise SettingsError(
-                f"{folder} has other tensors than the policy {trained}, whose weights it is to load every "
+                f"{folder} has other tensors than the policy {trained.folder}, whose weights it is to load every "
                 f"{snapshot_every} versions: give the policy's own folder"
             )
     except ValueError as error:
@@ -118,13 +118,12 @@ def plan_frozen(
     limit = min(engine_limits(config, settings.engine, on_gpu).values())
     key = f"{name}-{uuid.uuid4().hex}"
     requests = settings.max_new_tokens, options, settings.request_deadline_s
-    comparison = reward_labels(config), sampling.temperature or 1.0, sampling.truncated
-    policy_ids: int = trained_config["vocab_size"]
-    handle = FrozenModel(name, str(folder), key, limit, *requests, foreign, *comparison, parser, policy_ids)
+    comparison = config.reward_labels, sampling.temperature or 1.0, sampling.truncated
+    handle = FrozenModel(name, str(folder), key, limit, *requests, foreign, *comparison, parser, trained.vocab_size)
     return FrozenPlan(handle, settings, snapshot_every)
 
 
-def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devices) -> FrozenSettings:
+def with_memory(config: ModelConfig, settings: FrozenSettings, offered: Devices) -> FrozenSettings:
     """The settings with ``memory_fraction`` resolved: the share of a GPU for weights and KV cache that leaves enough
     for everything else.
 
@@ -145,7 +144,7 @@ def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devic
     return replace(settings, memory_fraction=settings.memory_fraction or automatic)
 
 
-def frozen_memory(config: dict[str, Any], engine: GeneratorSettings, device_bytes: int) -> dict[str, int]:
+def frozen_memory(config: ModelConfig, engine: GeneratorSettings, device_bytes: int) -> dict[str, int]:
     """Peak bytes by purpose on the first engine rank. As for a generator, but without incoming versions, and with the
     log-probs of prompts."""
     model = trained_model(config, FULL_TRAINING)
@@ -287,12 +286,12 @@ class FrozenPool(ActorPool[FrozenEngine]):
             ValueError: its tensors have other names or shapes; the engines keep their weights.
             FolderChanged: the folder was modified meanwhile, and engines have read different weights.
         """
-        shapes, others = (expected_tensors(read_frozen(each)) for each in (self.folder, folder))
-        if shapes != others:
+        config = read_frozen(folder)
+        if expected_tensors(config) != expected_tensors(read_frozen(self.folder)):
             raise SettingsError(
                 f"{self.kind}: the tensors of {folder} have other names or shapes than in {self.folder}"
             )
-        check_folder(folder, read_frozen(folder))
+        check_folder(config)
         async with self._loading:  # waits: the loads that it waits for have deadlines
             self.folder, self.version, self._checksums = folder, version, None
             self._loads += 1

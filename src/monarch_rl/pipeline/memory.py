@@ -22,6 +22,7 @@ from monarch_rl.generator.replica_memory import (
     share,
 )
 from monarch_rl.generator.settings import GeneratorSettings, check_served
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import TrainedModel, trained_model
 from monarch_rl.runtime.devices import Devices
@@ -83,11 +84,10 @@ class MemoryPlan:
         return sum(self.needed(who).values()) <= self.room
 
 
-def plan_memory(config: dict[str, Any], s: Sides, device_bytes: int) -> MemoryPlan:
+def plan_memory(config: ModelConfig, s: Sides, device_bytes: int) -> MemoryPlan:
     """Plan the memory of a run on GPUs.
 
     Args:
-        config: the model's ``config.json``.
         s: the settings to plan for.
         device_bytes: memory of a GPU.
     """
@@ -118,11 +118,10 @@ def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
     return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
 
 
-def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None:
+def check_gpu_memory(config: ModelConfig, s: Sides, offered: Devices) -> None:
     """Refuse a run that does not fit its GPUs.
 
     Args:
-        config: the model's ``config.json``.
         s: the settings to check.
         offered: the devices of the launch; nothing is checked if their memory is unknown.
 
@@ -203,7 +202,7 @@ def _doubles(value: int, most: int) -> list[int]:
     return [value << n for n in range(1, 32) if value << n <= most]
 
 
-def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list[_Ladder]:
+def _trainer_ladders(config: ModelConfig, s: Sides, offered: Devices) -> list[_Ladder]:
     """Changes that could make a trainer rank fit, the cheapest first."""
     t = s.trainer
     weaker = {"none": ["selective", "full"], "selective": ["full"], "full": []}[t.activation_checkpoint]
@@ -222,10 +221,10 @@ def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list
     return [ladder for ladder in ladders if ladder]
 
 
-def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: bool) -> list[_Ladder]:
+def _replica_ladders(config: ModelConfig, s: Sides, offered: Devices, lora: bool) -> list[_Ladder]:
     """Changes that could make a replica fit, the cheapest first."""
     g = s.generator
-    longest = _halves(g.max_total_tokens or g.context_length or config["max_position_embeddings"], FEWEST_TOKENS)
+    longest = _halves(g.max_total_tokens or g.context_length or config.max_position_embeddings, FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
     leanest = [  # transports for which a replica holds no versions
@@ -273,7 +272,7 @@ def _accepted(check: Callable[..., None], *arguments: Any) -> bool:
     return True
 
 
-def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, who: str, s: Sides) -> str:
+def _advice(config: ModelConfig, ladders: list[_Ladder], device_bytes: int, who: str, s: Sides) -> str:
     """Up to three changes each of which makes ``who`` fit; if there are none, two or three that do so together. None of
     them makes the other side too large."""
     other = {TRAINER: REPLICA, REPLICA: TRAINER, BOTH: BOTH}[who]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import psutil
 import torch
@@ -23,7 +23,8 @@ from monarch_rl.generator.settings import (
     check_served,
     engine_limits,
 )
-from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.config import ModelConfig
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
@@ -122,14 +123,14 @@ UPDATE_S = 600.0
 """Seconds that a step may take, however few tokens it generates."""
 
 
-def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, Path]:
-    """Run :func:`check`; returns the settings with automatic values resolved, and the model's folder. Idempotent."""
+def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
+    """Run :func:`check`; returns the settings with automatic values resolved, and the model's config. Idempotent."""
     model = check(s, offered, task)
     return resolve(s, offered, model), model
 
 
-def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
-    """Refuse settings that cannot work, before anything is spawned; returns the model's folder.
+def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelConfig:
+    """Refuse settings that cannot work, before anything is spawned; returns the model's config.
 
     Args:
         offered: the devices of the launch.
@@ -149,8 +150,8 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     return model
 
 
-def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -> tuple[GeneratorSettings, Path]:
-    """The settings of a single engine without a run, with automatic values resolved, and the model's folder.
+def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -> tuple[GeneratorSettings, ModelConfig]:
+    """The settings of a single engine without a run, with automatic values resolved, and the model's config.
 
     Only checks that concern this engine's rollouts are made: not those of trainer ranks and other replicas.
 
@@ -166,15 +167,15 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
     check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
     offered.check(s.generator.tp, "one generator replica")
     model = _check_rollouts(s, offered, task)
-    check_gpu_memory(read_config(model), sides := engine_sides(s), offered)
+    check_gpu_memory(model, sides := engine_sides(s), offered)
     return resolve(s, offered, model, sides).generator, model
 
 
-def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | None = None) -> S:
+def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sides | None = None) -> S:
     """The settings with automatic values resolved for these devices.
 
     Args:
-        model: the model's folder; None leaves values that depend on the model unresolved.
+        model: None leaves values that depend on the model unresolved.
         sides: the settings for which memory is planned; None uses those of the run.
     """
     sides = sides or memory_sides(s)
@@ -183,7 +184,7 @@ def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | No
     limit_s = s.generator.start_limit_s(on_gpu, 0 if model is None else model_bytes(model))
     fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
     if model is not None and offered.memory:
-        plan = plan_memory(read_config(model), sides, offered.memory)
+        plan = plan_memory(model, sides, offered.memory)
         fraction = plan.memory_fraction
         if sides.colocate:
             tokens = plan.cache_tokens
@@ -209,8 +210,8 @@ def engine_sides(s: RunSettings) -> Sides:
     return Sides(episode, replace(s.generator, replicas=1), TransferSettings("shared_memory"), trained=False)
 
 
-def _check_rollouts(s: RunSettings, offered: Devices, task: Task | None) -> Path:
-    """Refuse a model that cannot be served, or a task that cannot be rolled out, here; returns the model's folder."""
+def _check_rollouts(s: RunSettings, offered: Devices, task: Task | None) -> ModelConfig:
+    """Refuse a model that cannot be served, or a task that cannot be rolled out, here; returns the model's config."""
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -218,23 +219,21 @@ def _check_rollouts(s: RunSettings, offered: Devices, task: Task | None) -> Path
         check_environment()
     prompts = [] if task is None else list(task.check())
     model = resolve_model(s.model)
-    config = read_config(model)
-    check_folder(model, config)
-    check_served(config, s.generator, on_gpu)
+    check_folder(model)
+    check_served(model, s.generator, on_gpu)
     if not on_gpu:
-        check_cache(config, s.generator, psutil.virtual_memory().total)
-    check_context(config, s.generator)
-    limits = episode_limits(s, config, on_gpu)
+        check_cache(model, s.generator, psutil.virtual_memory().total)
+    check_context(model, s.generator)
+    limits = episode_limits(s, model, on_gpu)
     check_lengths(s.rollout, limits)
-    _check_prompts(s, FolderTokenizer(model, config), limits, prompts)
+    _check_prompts(s, FolderTokenizer(model), limits, prompts)
     return model
 
 
-def _check_trained(s: RunSettings, model: Path, offered: Devices) -> None:
+def _check_trained(s: RunSettings, model: ModelConfig, offered: Devices) -> None:
     """Refuse a model that cannot be trained with these settings, or that does not fit the GPUs."""
-    config = read_config(model)
-    check_trained(config, s.trainer)
-    check_gpu_memory(config, memory_sides(s), offered)
+    check_trained(model, s.trainer)
+    check_gpu_memory(model, memory_sides(s), offered)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
@@ -248,7 +247,7 @@ def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str,
         check_prompts(s.rollout, limits, tokens)
 
 
-def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict[str, int]:
+def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[str, int]:
     """Tokens that an episode may have, keyed by the flag that sets each limit.
 
     One less with expert routes: a replica that resumes a lost one's request may generate one more token to report them.

@@ -29,7 +29,7 @@ from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.replica_memory import check_memory, cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import ModelConfig, read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
@@ -120,7 +120,7 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, fir
     what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
     if plan.settings.compile:
         what += " and compile its blocks"
-    limit_s = disk_limit_s(model_bytes(plan.model)) + plan.settings.compile_limit_s
+    limit_s = disk_limit_s(model_bytes(read_config(plan.model))) + plan.settings.compile_limit_s
     await within(limit_s, trainer.setup.call(), what, on="trainer ranks")
     await cluster.locate(mesh)
     return trainer
@@ -135,7 +135,7 @@ async def restore_trainer(trainer: Trainer, folder: Path, version: int, optimize
 
 async def start_generators(
     cluster: Cluster,
-    model: Path,
+    model: ModelConfig,
     settings: GeneratorSettings,
     first_device: int,
     lora: LoraSettings = FULL_TRAINING,
@@ -156,7 +156,7 @@ async def start_generators(
     Raises RuntimeError if the only host of a run without GPUs has too little free memory for all replicas.
     """
     if survivors is None and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
-        check_memory(read_config(model), settings, lora, free_memory(), engines=settings.replicas)
+        check_memory(model, settings, lora, free_memory(), engines=settings.replicas)
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
         device = first_device + index * settings.tp
@@ -171,7 +171,8 @@ async def start_generators(
         return mesh, mesh.spawn(f"generator{index}", Generator)
 
     async def set_up(index: int, generator: Generator) -> None:
-        start, name = generator.setup.call_one(str(model), settings, index, lora, expert_routes), f"generator {index}"
+        name = f"generator {index}"
+        start = generator.setup.call_one(str(model.folder), settings, index, lora, expert_routes)
         limit_s = settings.start_limit_s(cluster.devices.kind == "cuda") + CALL_DEADLINE_S
         await within(limit_s, start, f"{name} to start", on=name)
 
@@ -307,7 +308,7 @@ async def start_actors(
     cluster: Cluster,
     s: RunSettings,
     task: ByValue[Task],
-    model: Path,
+    model: ModelConfig,
     functions: TrainingFunctions,
     stages: ByValue[Sequence[Stage]],
     frozen: Sequence[FrozenPlan] = (),
@@ -319,7 +320,7 @@ async def start_actors(
 
     Args:
         task: the task to roll out.
-        model: the model's Hugging Face folder.
+        model: config of the model that is trained, and its Hugging Face folder.
         functions: advantage and objective.
         stages: applied by workers to each rolled-out group before it is submitted.
         frozen: frozen models; their engines use the devices after those of the replicas.
@@ -328,11 +329,11 @@ async def start_actors(
         survivors: actors of a warm restart, whose trainer and buffer have been killed; the others are reused if they
             can be.
     """
-    limits = episode_limits(s, read_config(model), cluster.devices.kind == "cuda")
+    limits = episode_limits(s, model, cluster.devices.kind == "cuda")
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
     updates = s.steps * s.trainer.updates_per_batch
     plan = TrainerPlan(
-        model,
+        model.folder,
         s.trainer,
         updates,
         s.rollout.temperature,
@@ -343,7 +344,7 @@ async def start_actors(
         resumed.generation if resumed else 0,
     )
     routes = s.trainer.keeps_expert_routes
-    engine_bytes = s.generator.replicas * sum(cpu_memory(read_config(model), s.generator, s.trainer.lora).values())
+    engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())
     bound = s.rollout.bound(min(limits.values()))
     buffer = await start_buffer(
         cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
@@ -377,7 +378,7 @@ async def start_actors(
         cluster,
         s.rollout,
         task,
-        model,
+        model.folder,
         buffer,
         generators,
         min(limits.values()),
@@ -389,13 +390,13 @@ async def start_actors(
     return Actors(buffer, trainer, generators, workers, *_sizes(model, s), tuple(pools), (task, stages))
 
 
-def _sizes(model: Path, s: RunSettings) -> tuple[int, int]:
+def _sizes(model: ModelConfig, s: RunSettings) -> tuple[int, int]:
     return model_bytes(model), whole_checkpoint_bytes(model, s.trainer)
 
 
-def whole_checkpoint_bytes(model: Path, settings: TrainerSettings) -> int:
+def whole_checkpoint_bytes(model: ModelConfig, settings: TrainerSettings) -> int:
     """Size of the checkpoint files of all trainer ranks."""
-    trained = trained_model(read_config(model), settings.lora)
+    trained = trained_model(model, settings.lora)
     return settings.ranks * checkpoint_bytes(trained, settings)
 
 

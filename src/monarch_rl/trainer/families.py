@@ -23,18 +23,8 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.model.architecture import (
-    DEEPSEEK_V3,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    Architecture,
-    architecture_of,
-)
-from monarch_rl.model.features import NORM_EPS
-from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
+from monarch_rl.model.architecture import DEEPSEEK_V3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
+from monarch_rl.model.config import NORM_EPS, ModelConfig
 from monarch_rl.trainer.attention import inner_attention
 from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PairRotaryEmbedding
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, moe_config, replaying
@@ -43,16 +33,16 @@ from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, moe_config, replaying
 
 
 def gqa_layers(
-    hf: dict[str, Any], *, longest: int, half_on_gpu: bool, block: type[TransformerBlock]
+    hf: ModelConfig, *, longest: int, half_on_gpu: bool, block: type[TransformerBlock]
 ) -> list[TransformerBlock.Config]:
-    """The blocks of a model with grouped-query attention, for its ``config.json``.
+    """The blocks of a model with grouped-query attention, for its config.
 
     Args:
         longest: most tokens of an episode.
         half_on_gpu: the model computes in half precision on a GPU.
         block: torchtitan's class of the blocks.
     """
-    dim = hf["hidden_size"]
+    dim = hf.hidden_size
     return [
         block.Config(
             attention_norm=norm_config(hf, dim),
@@ -60,17 +50,17 @@ def gqa_layers(
             attention=_attention(hf, longest, half_on_gpu),
             **_feed_forward(hf, layer),
         )
-        for layer in range(hf["num_hidden_layers"])
+        for layer in range(hf.num_hidden_layers)
     ]
 
 
-def _attention(hf: dict[str, Any], longest: int, half_on_gpu: bool) -> GQAttention.Config:
-    architecture, dim, heads = architecture_of(hf), hf["hidden_size"], hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or dim // heads
+def _attention(hf: ModelConfig, longest: int, half_on_gpu: bool) -> GQAttention.Config:
+    architecture, dim, heads = hf.architecture, hf.hidden_size, hf.num_attention_heads
+    head_dim = hf.head_dim
     attention = make_gqa_config(
         dim=dim,
         n_heads=heads,
-        n_kv_heads=hf["num_key_value_heads"],
+        n_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
         wqkv_param_init=LOADED | {"bias": LOADED["weight"]} if architecture.biased_heads else LOADED,
         wo_param_init=LOADED,
@@ -87,23 +77,23 @@ def _attention(hf: dict[str, Any], longest: int, half_on_gpu: bool) -> GQAttenti
     return attention
 
 
-def norm_config(hf: dict[str, Any], size: int) -> RMSNorm.Config:
+def norm_config(hf: ModelConfig, size: int) -> RMSNorm.Config:
     """Config of an RMSNorm over ``size`` elements."""
-    return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=LOADED)
+    return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=LOADED)
 
 
-def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
-    if layer in sparse_layers(hf):
+def _feed_forward(hf: ModelConfig, layer: int) -> dict[str, Any]:
+    if layer in hf.sparse_layers:
         return {"moe": moe_config(hf)}
-    dim, width = hf["hidden_size"], hf["intermediate_size"]
+    dim, width = hf.hidden_size, hf.intermediate_size
     dense = make_ffn_config(dim=dim, hidden_dim=width, w1_param_init=LOADED, w2w3_param_init=LOADED)
     return {"feed_forward": dense}
 
 
-def _half_rotary(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryEmbedding.Config:
-    rope = rope_parameters(hf)
+def _half_rotary(hf: ModelConfig, head_dim: int, longest: int) -> HalfRotaryEmbedding.Config:
+    rope = hf.rope_parameters
     kind, theta = rope["rope_type"], rope["rope_theta"]
-    length = min(longest, hf["max_position_embeddings"])
+    length = min(longest, hf.max_position_embeddings)
     config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=length, theta=theta)
     if kind == "llama3":
         config.scaling = "llama"
@@ -117,8 +107,8 @@ def _half_rotary(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryE
 # -- DeepSeek-V3's layers: multi-head latent attention, shared and routed experts -------------------------------------
 
 
-def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> list[TransformerBlock.Config]:
-    """The blocks of a DeepSeek-V3, for its ``config.json``.
+def deepseek_layers(hf: ModelConfig, *, longest: int, half_on_gpu: bool) -> list[TransformerBlock.Config]:
+    """The blocks of a DeepSeek-V3, for its config.
 
     The router computes as Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their
     scores, divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded:
@@ -130,26 +120,26 @@ def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> l
     """
     rope = _pair_rotary(hf, longest)
     layers = build_mla_moe_layers(
-        n_layers=hf["num_hidden_layers"],
-        n_dense_layers=hf["first_k_dense_replace"],
-        dim=hf["hidden_size"],
-        n_heads=hf["num_attention_heads"],
-        q_lora_rank=hf.get("q_lora_rank") or 0,
-        kv_lora_rank=hf["kv_lora_rank"],
-        qk_nope_head_dim=hf["qk_nope_head_dim"],
-        qk_rope_head_dim=hf["qk_rope_head_dim"],
-        v_head_dim=hf["v_head_dim"],
-        mscale=rope_parameters(hf).get("mscale_all_dim") or 0.0,
-        dense_hidden_dim=hf["intermediate_size"],
-        moe_hidden_dim=hf["moe_intermediate_size"],
-        num_experts=num_experts(hf),
-        num_shared_experts=hf["n_shared_experts"],
-        router_top_k=hf["num_experts_per_tok"],
+        n_layers=hf.num_hidden_layers,
+        n_dense_layers=hf.num_hidden_layers - len(hf.sparse_layers),
+        dim=hf.hidden_size,
+        n_heads=hf.num_attention_heads,
+        q_lora_rank=hf.q_lora_rank,
+        kv_lora_rank=hf.kv_lora_rank,
+        qk_nope_head_dim=hf.qk_nope_head_dim,
+        qk_rope_head_dim=hf.qk_rope_head_dim,
+        v_head_dim=hf.v_head_dim,
+        mscale=hf.rope_parameters.get("mscale_all_dim") or 0.0,
+        dense_hidden_dim=hf.intermediate_size,
+        moe_hidden_dim=hf.moe_intermediate_size,
+        num_experts=hf.num_experts,
+        num_shared_experts=hf.n_shared_experts,
+        router_top_k=hf.num_experts_per_tok,
         router_score_func="sigmoid",
-        router_num_expert_groups=hf["n_group"],
-        router_num_limited_groups=hf["topk_group"],
-        router_route_scale=hf["routed_scaling_factor"],
-        router_route_norm=hf["norm_topk_prob"],
+        router_num_expert_groups=hf.n_group,
+        router_num_limited_groups=hf.topk_group,
+        router_route_scale=hf.routed_scaling_factor,
+        router_route_norm=hf.norm_topk_prob,
         attn_backend="varlen",
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
@@ -175,11 +165,11 @@ def _adjust(layer: TransformerBlock.Config, *, half_on_gpu: bool) -> None:
         layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)
 
 
-def _pair_rotary(hf: dict[str, Any], longest: int) -> PairRotaryEmbedding.Config:
-    rope = rope_parameters(hf)
+def _pair_rotary(hf: ModelConfig, longest: int) -> PairRotaryEmbedding.Config:
+    rope = hf.rope_parameters
     kind, theta = rope["rope_type"], rope["rope_theta"]
-    length = min(longest, hf["max_position_embeddings"])
-    config = PairRotaryEmbedding.Config(dim=hf["qk_rope_head_dim"], max_seq_len=length, theta=theta)
+    length = min(longest, hf.max_position_embeddings)
+    config = PairRotaryEmbedding.Config(dim=hf.qk_rope_head_dim, max_seq_len=length, theta=theta)
     if kind == "default":
         return config
     config.scaling = "yarn"
@@ -222,7 +212,7 @@ class TitanFamily:
 
     model: type[Decoder]
     layers: Callable[..., list[TransformerBlock.Config]]
-    """``(config.json, longest=..., half_on_gpu=...) -> blocks``; the config has passed ``model/features.py``."""
+    """``(config, longest=..., half_on_gpu=...) -> blocks``; the config has passed ``check_features``."""
     parallelize: Callable[..., Decoder]
     """Function that shards the model over the ranks."""
     state_dict_adapter: type[StateDictAdapter]

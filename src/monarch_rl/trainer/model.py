@@ -16,8 +16,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.model.architecture import architecture_of
-from monarch_rl.model.folder import read_config
+from monarch_rl.model.config import read_config
 from monarch_rl.trainer.compiling import prepare_to_compile
 from monarch_rl.trainer.families import FAMILIES, TitanFamily
 from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, remove_untargeted_lora
@@ -53,7 +52,7 @@ class ShardedModel:
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
         check_tensor_parallel(self.hf_config, settings.tp)
-        family = FAMILIES[architecture_of(self.hf_config)]
+        family = FAMILIES[self.hf_config.architecture]
         config = model_config(
             self.hf_config,
             logprob_chunk=settings.logprob_chunk,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.decoder import Decoder
 
-from monarch_rl.model.architecture import architecture_of
-from monarch_rl.model.features import check_features
+from monarch_rl.model.config import ModelConfig, check_features
 from monarch_rl.trainer.families import FAMILIES, norm_config
 from monarch_rl.trainer.modules import LOADED, ZEROS, LogprobHead, ValueHead
 from monarch_rl.trainer.settings import TrainerSettings
@@ -29,7 +26,7 @@ def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
 
 
 def model_config(
-    hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_on_gpu: bool, values: bool = False
+    hf: ModelConfig, *, logprob_chunk: int, longest: int, half_on_gpu: bool, values: bool = False
 ) -> Decoder.Config:
     """torchtitan's model config for a Hugging Face ``config.json``.
 
@@ -42,9 +39,9 @@ def model_config(
     Raises:
         ValueError: the model has a feature that is not supported.
     """
-    family = FAMILIES[architecture_of(hf)]
+    family = FAMILIES[hf.architecture]
     check_features(hf)
-    dim, vocabulary = hf["hidden_size"], hf["vocab_size"]
+    dim, vocabulary = hf.hidden_size, hf.vocab_size
     head: Linear.Config = ValueHead.Config(in_features=dim, out_features=1, param_init=ZEROS)
     if not values:
         head = LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk)
@@ -52,7 +49,7 @@ def model_config(
         vocab_size=vocabulary,
         dim=dim,
         norm=norm_config(hf, dim),
-        enable_weight_tying=not values and bool(hf.get("tie_word_embeddings", False)),
+        enable_weight_tying=not values and hf.tie_word_embeddings,
         tok_embeddings=Embedding.Config(
             num_embeddings=vocabulary,
             embedding_dim=dim,

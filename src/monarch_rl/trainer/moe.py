@@ -18,7 +18,7 @@ from torchtitan.models.common.config_utils import make_moe_config, make_router_c
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 
-from monarch_rl.model.folder import num_experts
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 
 
@@ -174,21 +174,21 @@ def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
     return ReplayRouter.Config(**_given(router))
 
 
-def moe_config(hf: dict[str, Any]) -> MoE.Config:
+def moe_config(hf: ModelConfig) -> MoE.Config:
     """The experts and the router of one layer of a Qwen3-MoE.
 
     The router computes as Hugging Face's: softmax over all experts in fp32 (on a CPU in the compute dtype), the k
     largest, divided by their sum with ``norm_topk_prob``. torchtitan's load balancing is off: it changes a bias of the
     router that Hugging Face's model, and so the generator's, does not have.
     """
-    dim, experts, top_k = hf["hidden_size"], num_experts(hf), hf["num_experts_per_tok"]
+    dim, experts, top_k = hf.hidden_size, hf.num_experts, hf.num_experts_per_tok
     router = make_router_config(
         dim=dim,
         num_experts=experts,
         gate_param_init={"weight": skip_param_init},
         top_k=top_k,
         score_func="softmax",
-        route_norm=hf.get("norm_topk_prob", False),
+        route_norm=hf.norm_topk_prob,
     )
     return make_moe_config(
         num_experts=experts,
@@ -197,7 +197,7 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
         routed_experts=RoutedExperts.Config(
             inner_experts=ExactExperts.Config(
                 dim=dim,
-                hidden_dim=hf["moe_intermediate_size"],
+                hidden_dim=hf.moe_intermediate_size,
                 num_experts=experts,
                 param_init=LOADED_EXPERTS,
             ),

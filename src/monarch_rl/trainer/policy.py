@@ -30,7 +30,6 @@ from monarch_rl.algorithms.functions import (  # noqa: E402
 )
 from monarch_rl.algorithms.losses import mismatch_k3  # noqa: E402
 from monarch_rl.errors import NotFinite  # noqa: E402
-from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime import device_work  # noqa: E402
 from monarch_rl.runtime.network import join_world  # noqa: E402
 from monarch_rl.runtime.streams import finish_current  # noqa: E402
@@ -102,7 +101,7 @@ class Policy:
         self.critic = Critic(folder, settings, dims, self.device) if settings.critic.enabled else None
         """Trained from the same batches as the policy."""
         self._routers = routers_of(self.module)
-        self._sparse_layers = sparse_layers(self.model.hf_config)
+        self._sparse_layers = list(self.model.hf_config.sparse_layers)
         self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
             model_parts=[self.module]
         )

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from monarch_rl.model.folder import sparse_layers
 from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_spans
@@ -62,7 +61,7 @@ class PublishedWeights:
     def __init__(self, model: ShardedModel, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._sends_merged = model.lora.sends_merged(bool(sparse_layers(model.hf_config)))
+        self._sends_merged = model.lora.sends_merged(bool(model.hf_config.sparse_layers))
 
     def tensors(self) -> list[NamedShape]:
         """Names and shapes of the tensors of a version, the same on all ranks."""

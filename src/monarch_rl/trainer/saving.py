@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from monarch_rl.checkpoint.folders import finish_replacing, partial_folder, replace_folder
-from monarch_rl.model.folder import TEXT_FILES, read_object, saved_dtype
+from monarch_rl.model.config import ModelConfig
+from monarch_rl.model.folder import TEXT_FILES
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
@@ -55,7 +56,7 @@ def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, 
         OSError: this rank could not write; names the file. What was written stays in :func:`partial_folder`, which the
             next save to ``folder`` replaces.
     """
-    dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
+    dtype = TORCH_DTYPE_MAP.get(dtype_name or model.hf_config.dtype, torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
     limit_s = disk_limit_s(sum(file.nbytes for file in files))
     with device_work.operation("a save of the model", limit_s=limit_s):
@@ -69,7 +70,7 @@ def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: tor
             finish_replacing(folder)
             finish_replacing(lora_folder(folder))
             _make(partial, files, model.folder)
-            _name_dtype(partial / "config.json", dtype)
+            _name_dtype(partial / "config.json", model.hf_config, dtype)
     with ranks.together("write the weights"):
         _write(model, partial, files, dtype)
     adapter = lora_folder(folder)
@@ -104,12 +105,12 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
             written.truncate(planned.nbytes)
 
 
-def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Set the dtype of the weights in a model's config."""
-    values, name = read_object(config), str(dtype).removeprefix("torch.")
-    if saved_dtype(values) != name:
-        key = "dtype" if "dtype" in values else "torch_dtype"
-        config.write_text(json.dumps(values | {key: name}, indent=2) + "\n")
+def _name_dtype(path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Write a model's config with another dtype of the weights, if it states another one."""
+    name = str(dtype).removeprefix("torch.")
+    if config.dtype != name:
+        key = "dtype" if "dtype" in config.raw else "torch_dtype"
+        path.write_text(json.dumps({**config.raw, key: name}, indent=2) + "\n")
 
 
 def save_adapter(model: ShardedModel, folder: Path) -> None:

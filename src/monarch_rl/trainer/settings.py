@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.model.architecture import DEEPSEEK_V3, architecture_of
-from monarch_rl.model.folder import num_experts, sparse_layers
+from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
@@ -158,11 +157,8 @@ def check_hosts(settings: TrainerSettings, per_host: int) -> None:
         raise SettingsError(f"trainer.tp {settings.tp} must lie on one host: a divisor of its {per_host} devices")
 
 
-def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
+def check_trained(config: ModelConfig, settings: TrainerSettings) -> None:
     """Refuse a model that cannot be trained with these settings, whatever the available memory.
-
-    Args:
-        config: the model's ``config.json``.
 
     Raises:
         ValueError: names the setting that does not fit the model.
@@ -172,39 +168,33 @@ def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
     check_lora(config, settings.lora)
 
 
-def check_tensor_parallel(config: dict[str, Any], tp: int) -> None:
+def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
     """Refuse a model that ``tp`` ranks cannot divide equally, or that has experts or latent attention.
-
-    Args:
-        config: the model's ``config.json``.
 
     Raises:
         ValueError: names the dimension that is not divisible, or the unsupported layers.
     """
     if tp == 1:
         return
-    if sparse_layers(config) or architecture_of(config) is DEEPSEEK_V3:
+    if config.sparse_layers or config.architecture.latent_attention:
         raise SettingsError(
             f"trainer.tp {tp}: tensor parallelism does not support the experts or the latent attention of this model. "
             "Leave trainer.tp at 1, and divide experts with trainer.expert-parallel"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if config[name] % tp:
-            raise SettingsError(f"trainer.tp {tp} does not divide the model's {name} {config[name]}: give a divisor")
+        if (size := getattr(config, name)) % tp:
+            raise SettingsError(f"trainer.tp {tp} does not divide the model's {name} {size}: give a divisor")
 
 
-def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
+def check_experts(config: ModelConfig, settings: TrainerSettings) -> None:
     """Refuse settings that do not fit the experts of a model, or a model without experts.
-
-    Args:
-        config: the model's ``config.json``.
 
     Raises:
         ValueError: the ranks cannot divide the experts equally, the family or the number of ranks does not allow LoRA,
             or the settings concern experts and the model has none.
     """
     ranks, degree = settings.ranks, settings.expert_parallel
-    if not sparse_layers(config):
+    if not config.sparse_layers:
         if degree > 1:
             raise SettingsError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
         if settings.router_replay != "off":
@@ -212,9 +202,9 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
                 f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off"
             )
         return
-    experts, lora = num_experts(config), settings.lora
-    if lora.rank and architecture_of(config).lora_unsupported:
-        raise SettingsError(f"trainer.lora: {architecture_of(config).lora_unsupported}")
+    experts, lora = config.num_experts, settings.lora
+    if lora.rank and config.architecture.lora_unsupported:
+        raise SettingsError(f"trainer.lora: {config.architecture.lora_unsupported}")
     if lora.sends_merged(sparse=True) and ranks > experts:
         on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
         raise SettingsError(
@@ -229,18 +219,15 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
         raise SettingsError(f"trainer.ranks {ranks} does not divide the {experts} experts: give a divisor")
     if ranks > experts:
         for name in ("hidden_size", "moe_intermediate_size"):
-            if config[name] % (ranks // degree):
+            if (size := getattr(config, name)) % (ranks // degree):
                 raise SettingsError(
                     f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
-                    f"of the same experts, and do not divide {name} {config[name]} equally. Use fewer ranks"
+                    f"of the same experts, and do not divide {name} {size} equally. Use fewer ranks"
                 )
 
 
-def check_lora(config: dict[str, Any], lora: LoraSettings) -> None:
+def check_lora(config: ModelConfig, lora: LoraSettings) -> None:
     """Refuse adapters of a higher rank than the matrices that they are added to can have.
-
-    Args:
-        config: the model's ``config.json``.
 
     Raises:
         ValueError: a rank is too high, naming the matrix, or the model has none of the targets.

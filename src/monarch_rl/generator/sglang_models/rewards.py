@@ -1,4 +1,4 @@
-"""SGLang's classes of reward models, for the families of ``model/reward_head.py``.
+"""SGLang's classes of reward models, for the families of ``REWARD_MODELS`` (``model/config.py``).
 
 SGLang 0.5.23 gives the heads of Qwen3 and Qwen2 a bias that is in no file, and so is random and different in every
 engine. Hugging Face's heads have no bias.
