@@ -238,7 +238,7 @@ def _strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
     name = f"{'rollout worker' if fault.kind == 'rollout worker' else 'generator'} {index}"
 
     def told(key: str) -> Any:
-        found = [row["time"] for row in run.rows("losses.jsonl") if row["who"] == name and key in row]
+        found = [row["time"] for row in run.rows("failures.jsonl") if row["who"] == name and key in row]
         return next((when for when in found if when > struck), None)
 
     noticed = run.until(lambda: told("cause"), f"{name} to be missed")
@@ -258,7 +258,7 @@ def _restored(run: Run, struck: float, before: set[psutil.Process]) -> dict[str,
         return next((row for row in reversed(run.rows(name)) if row["time"] > struck), None)
 
     resumed = run.until(lambda: last("resumes.jsonl"), "the run to go on from its checkpoint")
-    lost = next((row for row in run.rows("losses.jsonl") if row["time"] > struck and "cause" in row), None)
+    lost = next((row for row in run.rows("failures.jsonl") if row["time"] > struck and "cause" in row), None)
     run.until(lambda: any(row["step"] > resumed["step"] for row in run.steps()), "a step after the checkpoint")
     stayed = len(before & run.keepable())
     others = "the others stayed" if stayed == len(before) else f"{stayed} of {len(before)} others stayed"
@@ -285,7 +285,7 @@ def check(run: Run) -> dict[str, float]:
             wrong.append(row)
     if wrong or [row["step"] for row in steps] != list(range(1, len(steps) + 1)):
         raise RuntimeError(f"{len(steps)} steps, of which wrong: {wrong}")
-    lost, returned = (sum(key in row for row in run.rows("losses.jsonl")) for key in ("cause", "back_after_s"))
+    lost, returned = (sum(key in row for row in run.rows("failures.jsonl")) for key in ("cause", "back_after_s"))
     if lost != returned:
         raise RuntimeError(f"{lost} losses, {returned} returns")
     return {"steps": len(steps), "largest_lag": max(row["lag/max"] for row in steps), "losses": lost}

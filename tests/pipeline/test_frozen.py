@@ -333,7 +333,7 @@ class Stage:
         publisher: Any = SimpleNamespace(replicas=SimpleNamespace(on_lost=None, lost={}))
         settings = RecoverySettings(restarts=restarts)
         self.recovery = Recovery(generators, workers, publisher, SimpleNamespace(), settings, folder, [self.pool])  # type: ignore[arg-type]
-        self.file = folder / "losses.jsonl"
+        self.file = folder / "failures.jsonl"
 
     async def _nothing(self, mesh: Any) -> None: ...
 

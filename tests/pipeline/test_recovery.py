@@ -82,7 +82,7 @@ class Stage:
             counts=SimpleNamespace(call_one=self._counts),
         )
         self.buffer_lost = False
-        self.file = folder / "losses.jsonl"
+        self.file = folder / "failures.jsonl"
         self.recovery = Recovery(self.generators, self.workers, publisher, buffer, RecoverySettings(**settings), folder)
 
     async def _counts(self) -> None:
@@ -311,13 +311,13 @@ def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> No
 def test_a_disk_that_stalls_holds_no_loss_up(tmp_path: Path) -> None:
     """A pipe that is full blocks who writes to it: here not the controller, which could not be told apart from one that
     hangs."""
-    os.mkfifo(tmp_path / "losses.jsonl")
-    pipe = os.open(tmp_path / "losses.jsonl", os.O_RDWR | os.O_NONBLOCK)
+    os.mkfifo(tmp_path / "failures.jsonl")
+    pipe = os.open(tmp_path / "failures.jsonl", os.O_RDWR | os.O_NONBLOCK)
     filled, read = 0, b""
     with suppress(BlockingIOError):
         while True:
             filled += os.write(pipe, b"\n" * 4096)
-    losses = LostProcesses(60.0, tmp_path / "losses.jsonl")
+    losses = LostProcesses(60.0, tmp_path / "failures.jsonl")
     losses.note_lost("generator 0", RuntimeError("Killed(sig=9)"))
     losses.note_returned("generator 0", 1.5)
     while len(read) < filled:

@@ -89,7 +89,7 @@ def test_a_run_without_a_trainer_rank_goes_on_from_its_checkpoint_once(
     assert re.search("step-000003, .* kept: .*trainer rank 1 has ended", capsys.readouterr().out)
     assert [row["step"] for row in stage.rows("resumes.jsonl")] == [3]
     kept.losses.close()
-    (row,) = stage.rows("losses.jsonl")
+    (row,) = stage.rows("failures.jsonl")
     assert row["who"] == "trainer with its buffer" and row["cause"] == str(LOST)
     assert stage.keep(before=kept.resumed) is None, "there is no newer checkpoint: all of it is started again"
     finished_step(stage.settings, version=5)
@@ -153,7 +153,7 @@ def test_what_a_run_does_not_go_on_after_in_place(tmp_path: Path, reason: str) -
     elif reason == "no checkpoint":
         (stage.folder / "checkpoints" / "step-000003").rename(stage.elsewhere)
     assert stage.keep(KeyError("a mistake") if reason == "a mistake" else LOST) is None
-    assert not stage.did and not (stage.folder / "losses.jsonl").exists()
+    assert not stage.did and not (stage.folder / "failures.jsonl").exists()
 
 
 def test_a_broken_checkpoint_leaves_the_run_to_who_started_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,7 +119,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     )
     resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
     assert [row["generation"] for row in resumes] == list(range(1, len(losses) + 2 + sglang))
-    rows = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
     assert {row["who"] for row in rows} == {"trainer with its buffer"}, "no engine or worker was taken for lost"
     assert not any(row["differences"] for row in resumes)
     for checkpoint in complete(folder / "checkpoints").values():

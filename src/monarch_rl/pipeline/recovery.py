@@ -11,7 +11,7 @@ publisher removed it, or when the watch (``watch/watch.py``) found that it makes
 
 A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run continues without
 it. When all processes of a kind are removed, the run ends. It reports the first loss, which may have caused the others.
-Each loss and each return is a line of ``losses.jsonl`` in the run's folder.
+Each loss and each return is a line of ``failures.jsonl`` in the run's folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
 
-LOSSES = "losses.jsonl"
+FAILURES_FILE = "failures.jsonl"
 """File in the run's folder with a line for each loss and each return."""
 
 
@@ -75,7 +75,7 @@ class Recovery:
     """Replaces lost processes inside a :meth:`supervising` block, which must enclose :meth:`rolling_out`.
 
     Args:
-        folder: the run's folder, for ``losses.jsonl``; None writes none.
+        folder: the run's folder, for ``failures.jsonl``; None writes none.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Recovery:
     ) -> None:
         self._generators, self._workers, self._frozen = generators, workers, frozen
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
-        self._losses = LostProcesses(settings.per_s, folder / LOSSES if folder is not None else None)
+        self._losses = LostProcesses(settings.per_s, folder / FAILURES_FILE if folder is not None else None)
         self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
         """For each process that is considered alive, by name: resolves to the cause of its loss."""
         self._removed: dict[str, set[int]] = {pool.kind: set(pool.lost) for pool in self._pools}
@@ -332,7 +332,7 @@ async def _end_of(handle: Living) -> Exception:
     return RuntimeError("it ended on its own")
 
 
-# -- lost processes: how often each was lost, the first cause, and the file ``losses.jsonl`` --------------------------
+# -- lost processes: how often each was lost, the first cause, and the file ``failures.jsonl`` -------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from monarch_rl.checkpoint.folders import complete
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
 from monarch_rl.pipeline.components import RunComponents
-from monarch_rl.pipeline.recovery import LOSSES, LostProcesses
+from monarch_rl.pipeline.recovery import FAILURES_FILE, LostProcesses
 from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
@@ -31,7 +31,7 @@ from monarch_rl.runtime.restart import Ending, ending_of
 logger = logging.getLogger("monarch_rl")
 
 LOST = "trainer with its buffer"
-"""Name of both in messages and ``losses.jsonl``: they are always restarted together."""
+"""Name of both in messages and ``failures.jsonl``: they are always restarted together."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ async def find_survivors(
         return None
     if not await _has_newer_checkpoint(checkpoints, folder, since) or not await _lost(checkpoints):
         return None
-    lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
+    lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / FAILURES_FILE)
     losses.note_lost(LOST, error)
     losses.close()  # the resumed run writes to the same file
     try:
