@@ -34,7 +34,7 @@ from monarch_rl.offline.replay import (
     starting_point,
 )
 from monarch_rl.runtime.by_value import ByValue
-from monarch_rl.trainer.plan_file import read_plan
+from monarch_rl.trainer.plan import read_plan
 
 
 def objective_of(name: str, plan: Any) -> ByValue[Any]:

@@ -16,8 +16,7 @@ from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import Objective, evaluate_objective, supervised
-from monarch_rl.trainer.plan import TrainerPlan
-from monarch_rl.trainer.plan_file import write_plan
+from monarch_rl.trainer.plan import TrainerPlan, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards
 from tests.trainer.test_objective import made

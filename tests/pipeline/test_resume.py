@@ -18,7 +18,7 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
-from monarch_rl.checkpoint.journal import JournalSettings
+from monarch_rl.checkpoint.journal import JournalBatch, JournalSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
@@ -29,7 +29,6 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
-from monarch_rl.trainer.journal_reports import JournalBatch
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience

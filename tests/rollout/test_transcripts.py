@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode, Fork, Group, Turn
-from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.messages import ToolCall, assistant, tool, user
 from monarch_rl.rollout.sequences import untrained
 from monarch_rl.rollout.transcripts import MESSAGE_CHARACTERS, Transcripts, as_rows, rows, shown

@@ -19,8 +19,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import Failure
-from monarch_rl.episode.sampled import trained_episodes
-from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.episode.shard import BatchShard, PackedShard, trained_episodes
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import PRELOAD

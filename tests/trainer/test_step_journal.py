@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 
 from monarch_rl.checkpoint import journal as journal_module
-from monarch_rl.checkpoint.journal import JournalWriter, Made
+from monarch_rl.checkpoint.journal import JournalBatch, JournalWriter, Made
 from monarch_rl.pipeline.replayed_steps import common_batches, replay_summary
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.functions import TrainingFunctions
-from monarch_rl.trainer.journal_reports import JournalBatch
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.plan import TrainerPlan
-from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
+from monarch_rl.trainer.plan import TrainerPlan, read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
 from tests import patience

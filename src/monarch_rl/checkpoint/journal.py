@@ -1,6 +1,6 @@
 """The journal of a run: each step's batch as the trainer ranks received it, and the result of the step.
 
-    journal/plan-0.json                          model, settings and functions of the trainer (trainer/plan_file.py)
+    journal/plan-0.json                          model, settings and functions of the trainer (trainer/plan.py)
             plan-1.json ...                      the same after each resume of the run
             rank0/000000.journal, 000001...      per rank: records (:class:`Record`); the oldest files are removed
 
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,30 @@ class Made:
     model's parameters, then of the critic's."""
     figures: dict[str, float]
     """The metrics of the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """A step that a rank has replayed from the journal."""
+
+    metrics: dict[str, float]
+    """Metrics of the update, as the trainer's ``update`` returns them."""
+    group_ids: list[int]
+    """Ids of the groups of the whole batch."""
+    lag_counts: np.ndarray
+    """int64[L]: tokens of the whole batch, by policy lag."""
+    equal: bool | None
+    """Whether this rank's weights are bit-identical to those of the original step; None if that was not recorded."""
+
+
+class JournalBatch(NamedTuple):
+    """A batch of the journal that a rank can replay. Equal on all ranks if it is the same batch."""
+
+    version: int
+    generation: int
+    """Generation of the run that trained on it."""
+    sum: int
+    """CRC-32 of what all ranks have in common: its groups, and its numbers of tokens, episodes and rows."""
 
 
 class JournalWriter:

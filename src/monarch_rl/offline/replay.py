@@ -24,7 +24,7 @@ from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory
-from monarch_rl.trainer.plan_file import read_plan
+from monarch_rl.trainer.plan import read_plan
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import takewhile
 
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.checkpoint.journal import JournalBatch, StepReplay
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
-from monarch_rl.trainer.journal_reports import JournalBatch, StepReplay
 
 OnReplayed = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
 """Called with each replayed step: its number, its metrics by trainer rank, and the buffer's counts after it."""

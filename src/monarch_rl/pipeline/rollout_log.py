@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.episode.sampled import TrainedEpisode
+from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.lines import LineFile
 from monarch_rl.pipeline.actor_pool import ActorPool

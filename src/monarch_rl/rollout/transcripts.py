@@ -14,8 +14,8 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.failure import shortened
-from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.serialization import unpack_episode
+from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import Message
 from monarch_rl.tasks.task import Task

@@ -12,8 +12,8 @@ from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out

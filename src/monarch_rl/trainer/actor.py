@@ -16,17 +16,15 @@ from monarch.actor import current_rank
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint.folders import FileSum
-from monarch_rl.checkpoint.journal import LOST
-from monarch_rl.episode.sampled import TrainedEpisode, trained_episodes
+from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
 from monarch_rl.episode.serialization import unpack_group
-from monarch_rl.episode.shard import PackedShard
+from monarch_rl.episode.shard import PackedShard, TrainedEpisode, trained_episodes
 from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.persistent_calls import ResilientActor
 from monarch_rl.runtime.process import freeze_heap
-from monarch_rl.trainer.journal_reports import JournalBatch, StepReplay
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.manifest import Manifest

@@ -1,15 +1,28 @@
-"""The plan that a trainer rank is created from; separate, because the controller does not import the training code."""
+"""The plan that a trainer rank is created from, and its file in the run's journal."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.functions import code_of, place_of
+from monarch_rl.algorithms.group_view import Advantage
+from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
+from monarch_rl.errors import SettingsError
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.settings.ranges import from_plain, to_plain
+from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import OBJECTIVES, Objective, name_and_settings
 from monarch_rl.trainer.settings import TrainerSettings
-
-if TYPE_CHECKING:
-    from monarch_rl.trainer.functions import TrainingFunctions
 
 
 @dataclass(frozen=True)
@@ -34,3 +47,136 @@ class TrainerPlan:
     """Most bytes of the journal of a rank."""
     generation: int = 0
     """How many times the run has been resumed."""
+
+
+# -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
+#
+#     {"format": 1, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
+#      "max_new_tokens": ..., "generation": ..., "functions": null, or
+#         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
+#
+# A FUNCTION of this package is stored as name and arguments, so that a later version can read it even if it has moved
+# to another module. A recipe's own function is stored by value (cloudpickle, base64), and can run code when it is read.
+
+FORMAT = 1
+
+
+def write_plan(folder: Path, plan: TrainerPlan) -> None:
+    """Write the plan to the run's ``journal/`` folder, named by its generation. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "format": FORMAT,
+        "monarch_rl": version("monarch_rl"),
+        "model": str(plan.model),
+        "settings": to_plain(plan.settings),
+        "total_steps": plan.total_steps,
+        "temperature": plan.temperature,
+        "max_new_tokens": plan.max_new_tokens,
+        "generation": plan.generation,
+        "functions": None if plan.functions is None else _functions(plan.functions),
+    }
+    write_whole(folder / PLAN.format(generation=plan.generation), json.dumps(values, indent=1) + "\n")
+
+
+def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
+    """The plan that :func:`write_plan` wrote, without its journal. Reading a recipe's own function can run code: read
+    only plans of your own runs.
+
+    Raises:
+        ValueError: there is no plan, or another version of this package is needed to read it; names that version.
+    """
+    path, old = folder / PLAN.format(generation=generation), folder / PLAN_OF_0_1.format(generation=generation)
+    if not path.is_file():
+        if old.is_file():
+            raise SettingsError(
+                f"{old} was written by monarch_rl 0.1, and only that version reads it: replay the run with it"
+            )
+        raise SettingsError(
+            f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
+        )
+    values = json.loads(path.read_text())
+    writer = values["monarch_rl"]
+    try:
+        if values["format"] != FORMAT:
+            raise SettingsError(f"its format is {values['format']}, not {FORMAT}")
+        settings = from_plain(TrainerSettings, values["settings"])
+        functions = None if values["functions"] is None else _training_functions(values["functions"])
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise SettingsError(
+            f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
+            f"({error}): replay the run with {writer}"
+        ) from error
+    numbers = {name: values[name] for name in ("total_steps", "temperature", "max_new_tokens", "generation")}
+    return TrainerPlan(Path(values["model"]), settings, functions=functions, **numbers)
+
+
+def trained_as(plan: TrainerPlan) -> str:
+    """A digest of everything that determines how a batch is trained: settings, and for each function its code, and its
+    name and arguments, or, for a recipe's own, its file and line."""
+    functions: list[Any] = []
+    if plan.functions is not None:
+        loaded = plan.functions.load()
+        for function, named in (
+            (loaded.advantage, _named_advantage(loaded.advantage)),
+            (loaded.objective, _named_objective(loaded.objective)),
+        ):
+            functions.append([named or place_of(function), code_of(function)])
+        functions.append(loaded.advantage_columns)
+    content = to_plain(plan.settings), plan.temperature, plan.max_new_tokens, functions
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _functions(functions: TrainingFunctions) -> dict[str, Any]:
+    loaded = functions.load()
+    return {
+        "advantage": _named_advantage(loaded.advantage) or _pickled(functions.advantage),
+        "objective": _named_objective(loaded.objective) or _pickled(functions.objective),
+        "advantage_columns": list(functions.advantage_columns),
+    }
+
+
+def _training_functions(values: dict[str, Any]) -> TrainingFunctions:
+    advantage, objective = values["advantage"], values["objective"]
+    if "name" in advantage:
+        function: Any = ADVANTAGES[advantage["name"]]()
+        function = partial(function, **advantage["arguments"]) if advantage["arguments"] else function
+        of_advantage = ByValue(function, f"the advantage {advantage['name']}")
+    else:
+        of_advantage = _unpickled(advantage)
+    if "name" in objective:
+        function = OBJECTIVES[objective["name"]](from_plain(LossSettings, objective["loss"]))
+        of_objective = ByValue(function, f"the objective {objective['name']}")
+    else:
+        of_objective = _unpickled(objective)
+    return TrainingFunctions(of_advantage, of_objective, tuple(values["advantage_columns"]))
+
+
+def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
+    """Name and arguments of a partial; None for a recipe's own function, and for arguments that JSON cannot hold."""
+    name = name_of(advantage)
+    if not name:
+        return None
+    function, arguments = unwrapped(advantage)
+    fresh, own = unwrapped(ADVANTAGES[name]())
+    given = {key: value for key, value in arguments.items() if key not in own}
+    if function is not fresh and vars(function) != vars(fresh):  # an object with non-default arguments
+        return None
+    if not all(value is None or isinstance(value, bool | int | float | str) for value in given.values()):
+        return None
+    return {"name": name, "arguments": given}
+
+
+def _named_objective(objective: Objective) -> dict[str, Any] | None:
+    """Name and settings; None for a recipe's own."""
+    made = name_and_settings(objective)
+    return None if made is None else {"name": made[0], "loss": to_plain(made[1])}
+
+
+def _pickled(function: ByValue[Any]) -> dict[str, Any]:
+    return {"place": place_of(function.load()), "cloudpickle": base64.b64encode(function.data).decode()}
+
+
+def _unpickled(values: dict[str, Any]) -> ByValue[Any]:
+    function: ByValue[Any] = ByValue.of_bytes(base64.b64decode(values["cloudpickle"]))
+    function.load()  # raises here if what it refers to has moved
+    return function

@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of
+from monarch_rl.checkpoint.journal import PLAN, JournalBatch, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.trainer.journal_reports import JournalBatch
-from monarch_rl.trainer.plan import TrainerPlan
-from monarch_rl.trainer.plan_file import trained_as, write_plan
+from monarch_rl.trainer.plan import TrainerPlan, trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.weights.checksum import tensor_checksum
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Fork
-from monarch_rl.episode.sampled import sample_groups, trained_episodes
 from monarch_rl.episode.serialization import PackedGroup, pack_group, unpack_episode
+from monarch_rl.episode.shard import sample_groups, trained_episodes
 from tests.buffer.helpers import group
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=6)

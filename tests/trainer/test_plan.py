@@ -17,8 +17,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, distillation, evaluate_objective, reinforcement, supervised
-from monarch_rl.trainer.plan import TrainerPlan
-from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
+from monarch_rl.trainer.plan import TrainerPlan, read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.test_objective import made
 
