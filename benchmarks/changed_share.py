@@ -30,11 +30,10 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
+from monarch_rl.buffer.groups import Batch
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.episode.serialization import PackedGroup, pack_group
-from monarch_rl.episode.shard import BatchShard, outcomes
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.advantages import advantages_of, group_views
@@ -106,16 +105,9 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         return Group(index, index, [Episode([turn], float(random.random()), "stop") for turn in turns])
 
     groups = [group(index) for index in range(s.groups)]
-    sharing = [SharingGroup([e.num_tokens for e in g.episodes], *prefix_tree(g.episodes)) for g in groups]
-    mine = plan_microbatches(sharing, policy.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
-    drawn = sum(episode.num_trainable for whole in groups for episode in whole.episodes)
-    shard = BatchShard(
-        **outcomes([PackedGroup.read(pack_group(whole)) for whole in groups]),
-        version=step,
-        microbatches=[[(g, e, groups[g].episodes[e]) for g, e in places] for places in mine],
-        trainable_tokens=drawn,
-        lag_counts=np.asarray([drawn]),
-    )
+    packed = [PackedGroup.read(pack_group(whole)) for whole in groups]
+    whole = Batch(step, packed, None, np.asarray([sum(one.trainable for one in packed)]))
+    shard = cut(whole, ShardPlan(policy.world_size, policy.settings.tokens_per_microbatch))[policy.rank]
     loss = policy.settings.loss
     advantages = advantages_of(group_views(shard), ADVANTAGES[loss.advantage]())
     (microbatches,) = pack_shard(shard, advantages, loss.aggregation, s.tokens, policy.device)

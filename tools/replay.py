@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import runpy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def sizes(journal: Path) -> str:
         reader = JournalReader(journal, int(folder.name.removeprefix("rank")))
         written += reader.nbytes
         for version in reader.versions:
-            for episode in (e for places in reader.batch(version).unpack().microbatches for _, _, e in places):
+            for episode in chain(*reader.batch(version).unpack()):
                 tokens, trained = tokens + episode.num_tokens, trained + episode.num_trainable
     if not tokens:
         raise ValueError(f"{journal} contains no batch: run with --journal.mib above 0")

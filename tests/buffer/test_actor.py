@@ -60,7 +60,7 @@ def test_steps_through_waiting_calls(process: Any) -> None:
         await fill(buffer, 4)
         shard = await within(WAIT_S, waiting_take, "the first batch")
         waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
-        assert shard.version == 0 and shard.unpack().num_episodes == 4
+        assert shard.version == 0 and shard.num_episodes == 4
         await buffer.trained.call_one(1)
         counts = await buffer.counts.call_one()
         assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
@@ -163,10 +163,10 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             await buffer.admit.call_one("worker 0", WAIT_S)
             await buffer.submit.call_one(pack_group(one))
         calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
-        shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
-        again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))).unpack()
-        assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
-        assert len(shards[0].microbatches) == len(shards[1].microbatches)
+        shards = await asyncio.gather(*calls)
+        again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))
+        assert again.places == shards[1].places and again.data == shards[1].data
+        assert len(shards[0].places) == len(shards[1].places)
         places = []
         for shard in shards:
             assert [rewards.tolist() for rewards in shard.rewards] == [[0, 1, 2], [10, 11, 12]]
@@ -185,7 +185,8 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             ]
             assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
             assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
-            for microbatch in shard.microbatches:
+            for microbatch_places, episodes in zip(shard.places, shard.unpack(), strict=True):
+                microbatch = [(g, e, one) for (g, e, _), one in zip(microbatch_places, episodes, strict=True)]
                 assert sum(e.num_tokens - 1 for _, _, e in microbatch) <= KEYS_PER_TOKEN * 12
                 by_group = [[e for g, _, e in microbatch if g == group] for group in range(2)]
                 assert sum(map(distinct_inputs, by_group)) <= 12
@@ -241,7 +242,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
         again.attempt = 1
         await buffer.submit.call_one(pack_group(again))
         shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
-        assert shard.unpack().num_episodes == 4
+        assert shard.num_episodes == 4
 
     run(test)
 

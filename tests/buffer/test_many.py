@@ -60,8 +60,11 @@ class Rank(Actor):
     @concurrent_endpoint
     async def take(self, buffer: Any, version: int) -> Any:
         rank = current_rank().rank
-        shard = (await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)).unpack()
-        return shard.rewards, [[(g, e, one) for g, e, one in microbatch] for microbatch in shard.microbatches]
+        shard = await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)
+        return shard.rewards, [
+            [(g, e, one) for (g, e, _), one in zip(places, episodes, strict=True)]
+            for places, episodes in zip(shard.places, shard.unpack(), strict=True)
+        ]
 
 
 async def system() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import PackedGroup, pack_group
-from monarch_rl.episode.shard import BatchShard
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.batch import pack_shard
 from tests.buffer.helpers import episode
 
@@ -20,7 +22,7 @@ MAX_TOKENS = 20
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
 
 
-def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int | None) -> list[BatchShard]:
+def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int | None) -> list[PackedShard]:
     """Of groups of episodes that drew so many tokens each, every second one by version 1."""
     groups = [
         Group(g, g, [episode([(g + place) % 2] * n, reward=float(place)) for place, n in enumerate(of_group)])
@@ -31,7 +33,13 @@ def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int |
     )
     lag_counts = np.asarray([drawn[1] if len(drawn) > 1 else 0] + ([] if oldest else [drawn[0]]))
     batch = Batch(1, [PackedGroup.read(pack_group(group)) for group in groups], oldest, lag_counts)
-    return [shard.unpack() for shard in cut(batch, ShardPlan(ranks, 40, minibatches=minibatches))]
+    return cut(batch, ShardPlan(ranks, 40, minibatches=minibatches))
+
+
+def by_minibatch(shard: PackedShard) -> list[list[list[tuple[int, int, int]]]]:
+    """Its places."""
+    places = iter(shard.places)
+    return [list(islice(places, minibatch.microbatches)) for minibatch in shard.minibatches]
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 6), st.sampled_from([None, 1]))
@@ -39,10 +47,9 @@ def test_each_group_is_in_one_minibatch_and_all_ranks_have_equally_many_microbat
     lengths: list[list[int]], ranks: int, minibatches: int, oldest: int | None
 ) -> None:
     minibatches = min(minibatches, len(lengths))
-    by_rank = [
-        [own for _, own in shard.by_minibatch(shard.microbatches)]
-        for shard in shards(lengths, ranks, minibatches, oldest)
-    ]
+    made = shards(lengths, ranks, minibatches, oldest)
+    by_rank = [by_minibatch(shard) for shard in made]
+    assert all(sum(of_rank, []) == shard.places for of_rank, shard in zip(by_rank, made, strict=True))
     assert {tuple(map(len, of_rank)) for of_rank in by_rank} == {tuple(map(len, by_rank[0]))}
     placed = [
         sorted((g, e) for of_rank in by_rank for microbatch in of_rank[number] for g, e, _ in microbatch)
@@ -81,6 +88,4 @@ def test_the_weights_of_every_minibatch_are_those_of_a_batch(
 @given(LENGTHS, st.integers(1, 3))
 def test_one_minibatch_is_the_batch(lengths: list[list[int]], ranks: int) -> None:
     for shard in shards(lengths, ranks, 1, None):
-        ((part, own),) = shard.by_minibatch(shard.microbatches)
-        assert own == shard.microbatches
-        assert part == (len(own), shard.trainable_tokens, shard.num_episodes)
+        assert shard.minibatches == [(len(shard.places), shard.trainable_tokens, shard.num_episodes)]

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarch_rl.buffer.groups import Batch
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
-from monarch_rl.episode.shard import PackedShard, mask_older, outcomes
+from monarch_rl.episode.shard import mask_older
 
 COLUMNS = st.lists(st.sampled_from(["teacher", "value", "a b"]), unique=True)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -171,15 +173,12 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     names = sorted(groups[0].episodes[0].turns[0].columns)
     asked = data.draw(st.lists(st.sampled_from([*names, BEHAVIOUR]), unique=True))
     oldest = data.draw(st.none() | st.integers(-1, 4))
-    shard = PackedShard(
-        **outcomes(packed, asked),
-        version=5,
+    (whole,) = cut(Batch(5, packed, oldest, np.zeros(1, np.int64)), ShardPlan(1, 10_000, tuple(asked)))
+    shard = replace(
+        whole,
         places=[[(g, e, len(packed[g].episodes[e].data)) for g, e in own]],
         data=b"".join(packed[g].episodes[e].data for g, e in own),
-        trainable_tokens=0,
-        lag_counts=np.zeros(1, np.int64),
-        oldest=oldest,
-    ).unpack()
+    )
     assert shard.tasks == [group.task for group in groups]
     assert shard.items == [group.task_index for group in groups]
     assert shard.seats == [[episode.seat for episode in group.episodes] for group in groups]
@@ -193,13 +192,12 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
                 values = drawn.logprobs if name == BEHAVIOUR else drawn.column(name)
                 check_equal(shard.columns[name][g][e], values[drawn.trainable])
     assert shard.parts == [[episode.parts for episode in group.episodes] for group in groups]
-    for group, rewards, lengths, cut in zip(groups, shard.rewards, shard.lengths, shard.cut, strict=True):
+    for group, rewards, lengths, truncated in zip(groups, shard.rewards, shard.lengths, shard.cut, strict=True):
         check_equal(rewards, group.rewards)
         check_equal(lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
-        check_equal(cut, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
-    ((*taken,),) = shard.microbatches
-    assert [(g, e) for g, e, _ in taken] == own
-    for g, e, episode in taken:
+        check_equal(truncated, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
+    (taken,) = shard.unpack()
+    for (g, e), episode in zip(own, taken, strict=True):
         drawn = groups[g].episodes[e]
         assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
         assert (episode.parts, episode.finish_reason) == (drawn.parts, drawn.finish_reason)
@@ -255,9 +253,9 @@ def test_an_episode_is_filled_turn_by_turn() -> None:
 def test_groups_of_a_batch_have_the_same_columns(one: Group, other: Group) -> None:
     packed = [PackedGroup.read(pack_group(group)) for group in (one, other)]
     with pytest.raises(ValueError, match=r"\['b'\], .*\['a', 'b'\]"):
-        outcomes(packed)
+        cut(Batch(0, packed, None, np.zeros(1, np.int64)), ShardPlan(1, 10_000))
     with pytest.raises(ValueError, match=r"\['b'\], .*column a"):
-        outcomes(packed[1:], ["a"])
+        cut(Batch(0, packed[1:], None, np.zeros(1, np.int64)), ShardPlan(1, 10_000, ("a",)))
 
 
 def test_what_a_column_costs() -> None:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import Failure
-from monarch_rl.episode.shard import BatchShard, PackedShard, trained_episodes
+from monarch_rl.episode.shard import PackedShard, trained_episodes
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import PRELOAD
@@ -117,13 +118,8 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def train(system: System, version: int) -> BatchShard:
-    """One step of a trainer that trains nothing."""
-    return (await take(system, version)).unpack()
-
-
 async def take(system: System, version: int) -> PackedShard:
-    """The same, as it was taken."""
+    """One step of a trainer that trains nothing."""
     shard = await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)
     await system.buffer.trained.call_one(version + 1)
     await system.generator.serve.call_one(version + 1)
@@ -138,8 +134,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
     async def test() -> None:
         async with system(processes, model, settings) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
-            taken = [await take(s, version) for version in range(4)]
-            shards = [shard.unpack() for shard in taken]
+            shards = [await take(s, version) for version in range(4)]
             counts = await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the workers to hear of the end")
             assert counts.trained == 8 and not set(counts.dropped) - {"run ended"}
@@ -147,7 +142,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             for version, shard in enumerate(shards):
                 assert [len(rewards) for rewards in shard.rewards] == [4, 4]
                 assert shard.tasks == [SUMS.name] * 2
-                for g, e, episode in (place for batch in shard.microbatches for place in batch):
+                for (g, e, _), episode in zip(chain(*shard.places), chain(*shard.unpack()), strict=True):
                     group_id = 2 * version + g
                     item = source.item(group_id)
                     text = template.plain(episode.token_ids.tolist())
@@ -161,7 +156,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             assert {row.worker for row in stats} == {"rollout worker 0", "rollout worker 1"}
             assert sum(row.groups_put for row in stats) >= 8 and all(not row.failed for row in stats)
             assert sum(row.episodes for row in stats) * 2 == sum(row.tokens for row in stats)
-            await check_rollouts(s, taken[2], template)
+            await check_rollouts(s, shards[2], template)
 
     run(test)
 
@@ -197,7 +192,7 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
     async def test() -> None:
         async with system(processes, model, settings, TOUCHY) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
-            shard = await train(s, 0)  # the stand-in's digits are 1, 2, ..., 9, 0 in each group
+            shard = await take(s, 0)  # the stand-in's digits are 1, 2, ..., 9, 0 in each group
             assert [sorted(rewards.tolist()) for rewards in shard.rewards] == [[4, 5, 6, 7, 8, 9]] * 2
             stats = await s.workers.stats.call_one()
             every_group = {
@@ -249,7 +244,7 @@ def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(proc
                 told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
             assert [failure.reason for failure in told] == ["stage judge raised KeyError", "stage judge took over 3 s"]
             assert all("_judge" in failure.report and __file__ in failure.place for failure in told)
-            shard = await train(s, 0)
+            shard = await take(s, 0)
             counts = await s.buffer.counts.call_one()
             assert counts.dropped == {
                 "stage judge raised KeyError": 1,
@@ -259,7 +254,7 @@ def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(proc
             assert counts.wasted_tokens == dict.fromkeys(counts.dropped, 4)  # two digits, two ends
             assert min(rewards.min() for rewards in shard.rewards) >= 10
             assert shard.column_names == ("judge",)
-            for _, _, episode in (place for batch in shard.microbatches for place in batch):
+            for episode in chain(*shard.unpack()):
                 assert episode.column("judge").tolist() == np.where(episode.trainable, episode.token_ids, 0).tolist()
             stats = await s.workers.stats.call_one()
             spent = stats.stages["judge"]
@@ -323,7 +318,7 @@ def test_each_task_of_a_mixture_plays_its_items_and_compares_its_groups(processe
     async def test() -> None:
         async with system(processes, model, settings, mixture) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
-            shards = [await train(s, version) for version in range(4)]
+            shards = [await take(s, version) for version in range(4)]
             tasks = [task for shard in shards for task in shard.tasks]
             assert tasks == [mixture.owner_of(mixture.items(cursor))[0].name for cursor in range(8)]
             assert set(tasks) == {"words", SUMS.name}
@@ -427,7 +422,7 @@ def test_a_worker_that_is_set_up_again_gives_up_what_it_plays_and_plays_for_the_
                 await within(WAIT_S, evaluating, "the evaluation to end")
             await s.generator.hold.call_one(False)
             playing = asyncio.ensure_future(s.workers.run.call())
-            assert [len(rewards) for rewards in (await train(System(other, s.generator, s.workers), 0)).rewards] == [
+            assert [len(rewards) for rewards in (await take(System(other, s.generator, s.workers), 0)).rewards] == [
                 2,
                 2,
             ]

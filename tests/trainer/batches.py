@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.episode.serialization import PackedGroup, pack_group
-from monarch_rl.episode.shard import BatchShard, outcomes
+from monarch_rl.episode.shard import PackedShard
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 
@@ -74,29 +71,16 @@ def single(step: int) -> list[Group]:
 
 
 def shard(
-    groups: list[Group], version: int, rank: int, ranks: int, token_budget: int, columns: Sequence[str] = ()
-) -> BatchShard:
+    groups: list[Group],
+    version: int,
+    rank: int,
+    ranks: int,
+    token_budget: int,
+    columns: tuple[str, ...] = (),
+    minibatches: int = 1,
+) -> PackedShard:
     """What one trainer rank would take of them from the buffer. ``columns``: of all episodes."""
-    sharing = [
-        SharingGroup([episode.num_tokens for episode in group.episodes], *prefix_tree(group.episodes))
-        for group in groups
-    ]
-    plan = plan_microbatches(sharing, token_budget, ranks)[rank]
-    trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
-    return BatchShard(
-        **outcomes([PackedGroup.read(pack_group(group)) for group in groups], columns),
-        version=version,
-        microbatches=[[(g, e, groups[g].episodes[e]) for g, e in microbatch] for microbatch in plan],
-        trainable_tokens=trainable,
-        lag_counts=np.asarray([trainable]),
-    )
-
-
-def divided(
-    groups: list[Group], version: int, rank: int, ranks: int, token_budget: int, minibatches: int
-) -> BatchShard:
-    """The same in mini-batches, cut by the buffer."""
     packed = [PackedGroup.read(pack_group(group)) for group in groups]
-    trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
+    trainable = sum(group.trainable for group in packed)
     whole = Batch(version, packed, None, np.asarray([trainable]))
-    return cut(whole, ShardPlan(ranks, token_budget, minibatches=minibatches))[rank].unpack()
+    return cut(whole, ShardPlan(ranks, token_budget, columns, minibatches))[rank]

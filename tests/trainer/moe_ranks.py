@@ -49,7 +49,7 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
         groups, ranks = single(step) if single_episode else batch(step), policy.world_size
         shards = [shard(groups, step, rank, ranks, token_budget=50) for rank in range(ranks)]
         metrics = policy.update(packed(shards[policy.rank], policy), objective)
-        without_episodes = sum(not microbatch for part in shards for microbatch in part.microbatches)
+        without_episodes = sum(not microbatch for part in shards for microbatch in part.places)
         assert (metrics["padding"] > 0) == (without_episodes > 0) >= single_episode
         steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     check_counts(policy, training)

@@ -22,7 +22,7 @@ from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
-from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import device_work
@@ -51,7 +51,6 @@ from tests.trainer.batches import (
     STEPS,
     WEIGHT_DECAY,
     batch,
-    divided,
     rows,
     rows_of,
     shard,
@@ -75,7 +74,7 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
     return policy
 
 
-def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
+def packed(part: PackedShard, policy: Policy) -> list[MicroBatch]:
     """The micro-batches of a shard, by the policy's loss settings."""
     loss = policy.settings.loss
     advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
@@ -104,7 +103,7 @@ def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3
     policy = Policy(folder / kind, settings, total_steps=STEPS)
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        assert len(part.microbatches) > 1
+        assert len(part.places) > 1
         batches, changes, marks = packed(part, policy), list[GpuOperation | None](), Marks()
         device_work.use_device("cuda", changes.append, marks.make)
         metrics = policy.update(batches, reinforcement(settings.loss))
@@ -147,7 +146,7 @@ def train_several(folder: Path, name: str) -> None:
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, epochs=2, minibatches=2, loss=loss)
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS * settings.updates_per_batch)
     for step in range(STEPS):
-        part = divided(batch(step), step, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=30, minibatches=2)
         advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
         minibatches = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
         assert len(minibatches) == 2 and len(minibatches[1]) > 1
@@ -171,7 +170,7 @@ def check_old_and_drift(folder: Path) -> None:
     ]
     for name, objective in objectives:
         policy = Policy(folder / "qwen3", TrainerSettings(lr=LR, epochs=2, minibatches=2), total_steps=8)
-        part = divided(batch(0), 0, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        part = shard(batch(0), 0, policy.rank, policy.world_size, token_budget=30, minibatches=2)
         advantages = advantages_of(group_views(part), dr_grpo)
         minibatches = pack_shard(part, advantages, "constant", MAX_NEW_TOKENS, policy.device)
         flat, changes, marks = [each for own in minibatches for each in own], list[GpuOperation | None](), Marks()

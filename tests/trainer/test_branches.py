@@ -141,7 +141,7 @@ def test_shared_tokens_have_the_gradient_of_the_mean_advantage_and_count_once(
     ours = [
         batch
         for shard in shards
-        for minibatch in pack_shard(shard.unpack(), advantages, aggregation, 10, CPU)
+        for minibatch in pack_shard(shard, advantages, aggregation, 10, CPU)
         for batch in minibatch
     ]
     assert sum(len(batch.weights) for batch in ours) == packed.trainable

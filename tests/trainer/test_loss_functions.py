@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from monarch_rl.algorithms.functions import (
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import PackedGroup, pack_group
-from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
@@ -70,7 +70,7 @@ def sent(advantage: Any, objective: Any, loss: LossSettings | None = None) -> Tr
     return received
 
 
-def packed(part: BatchShard, advantage: Any) -> list[MicroBatch]:
+def packed(part: PackedShard, advantage: Any) -> list[MicroBatch]:
     advantages = advantages_of(group_views(part), advantage)
     (microbatches,) = pack_shard(part, advantages, "token_mean", MAX_NEW_TOKENS, DEVICE)
     return microbatches
@@ -81,9 +81,9 @@ def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
     part = shard(batch(0), 0, 0, 1, token_budget=50)
     microbatches = packed(part, advantage)
     assert len(microbatches) > 1
-    for found, episodes in zip(microbatches, part.microbatches, strict=True):
+    for found, places, episodes in zip(microbatches, part.places, part.unpack(), strict=True):
         expected = []
-        for group, place, episode in episodes:
+        for (group, place, _), episode in zip(places, episodes, strict=True):
             rewards = part.rewards[group]
             others = np.delete(rewards, place)
             expected += [3.0 * (rewards[place] - others.mean())] * episode.num_trainable
@@ -221,8 +221,7 @@ def groups_of_turns(seed: int, columns: tuple[str, ...] = ()) -> list[Group]:
 @given(st.integers(0, 2**16))
 def test_a_view_shows_the_group(seed: int) -> None:
     groups = groups_of_turns(seed, columns=("value", "other"))
-    read = outcomes([PackedGroup.read(pack_group(group)) for group in groups], ["value"])
-    part = BatchShard(**read, version=0, trainable_tokens=1, lag_counts=np.ones(1), microbatches=[])
+    part = shard(groups, 0, 0, 1, 500, ("value",))
     for view, group in zip(group_views(part), groups, strict=True):
         assert (view.task, view.item, len(view)) == (group.task, group.task_index, len(group.episodes))
         assert list(view.columns) == ["value"]
@@ -238,8 +237,7 @@ def test_a_view_shows_the_group(seed: int) -> None:
 
 def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> None:
     group = groups_of_turns(1, columns=("value",))[0]
-    read = outcomes([PackedGroup.read(pack_group(group))], ["value"])
-    part = BatchShard(**read, version=0, trainable_tokens=1, lag_counts=np.ones(1), microbatches=[])
+    part = shard([group], 0, 0, 1, 500, ("value",))
     (view,) = group_views(part)
     for written in (view.rewards, view.lengths, view.plays, *view.columns["value"], *view.turn_rewards):
         written -= 7
@@ -268,14 +266,11 @@ def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldes
     def of_tokens(group: GroupView) -> Values:
         return PerToken([2 * values for values in group.columns["value"]])
 
-    part = shard(groups, 0, 0, 1, 64, ["value"])
-    for microbatch in part.microbatches:
-        for _, _, episode in microbatch:
-            mask_older(episode, oldest)
+    part = replace(shard(groups, 0, 0, 1, 64, ("value",)), oldest=oldest)
     for advantage in (of_turns, of_tokens):
-        for found, episodes in zip(packed(part, advantage), part.microbatches, strict=True):
+        for found, episodes in zip(packed(part, advantage), part.unpack(), strict=True):
             expected: list[float] = []
-            for _, _, episode in episodes:
+            for episode in episodes:
                 for turn in episode.turns:
                     of_turn = np.full(len(turn.token_ids), (turn.reward or 0.0) + 10 * episode.play)
                     values = of_turn if advantage is of_turns else 2 * turn.columns["value"]

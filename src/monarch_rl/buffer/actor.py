@@ -28,7 +28,7 @@ from monarch_rl.buffer.failures import FailureReports
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.buffer.shards import ShardPlan, SplitBatch
+from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.buffer.waiting import Interruptions, WaitQueue
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
@@ -84,7 +84,9 @@ class Buffer(FailureReports):
         self._staged: dict[str, Any] | None = None
         """State that the next :meth:`write_checkpoint` writes."""
         self._leases: dict[int, Lease] = {}
-        self._split = SplitBatch()
+        self._split: tuple[tuple[int, ShardPlan], list[PackedShard]] | None = None
+        """The batch being taken, split once, so that all ranks get shards of the same split: the version and plan that
+        the first rank requested, and the shards."""
         self._held = False
         """Whether :meth:`hold` was called: no new batch is given out."""
         self._slots, self._memory, self._batches = WaitQueue(alike=True), WaitQueue(), WaitQueue()
@@ -243,7 +245,16 @@ class Buffer(FailureReports):
         self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        return self._split.shards(batch, ShardPlan(dp_size, token_budget, columns, minibatches))[dp_rank]
+        plan = ShardPlan(dp_size, token_budget, columns, minibatches)
+        if self._split is None:
+            self._split = (batch.version, plan), cut(batch, plan)
+        requested, shards = self._split
+        if requested != (batch.version, plan):
+            raise ValueError(
+                f"trainer ranks disagree on version and {ShardPlan._fields}: first {requested}, now "
+                f"{(batch.version, plan)}"
+            )
+        return shards[dp_rank]
 
     @persistent_endpoint
     async def hold(self) -> int:
@@ -256,7 +267,7 @@ class Buffer(FailureReports):
     async def trained(self, version: int) -> None:
         """Every rank has trained the batch that made ``version``."""
         self._core.trained(version)
-        self._split.clear()
+        self._split = None
         self._serve()
 
     @persistent_endpoint

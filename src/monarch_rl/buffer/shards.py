@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.episode.shard import MiniBatch, PackedShard, outcomes
+from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup
+from monarch_rl.episode.shard import MiniBatch, PackedShard
 
 
 class ShardPlan(NamedTuple):
@@ -25,32 +28,55 @@ class ShardPlan(NamedTuple):
 
 def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
     """One shard per rank. All have the same number of micro-batches in each mini-batch, balanced by
-    :func:`plan_microbatches`."""
-    groups = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in batch.groups]
+    :func:`plan_microbatches`.
+
+    Raises:
+        ValueError: an episode exceeds the token budget; groups have different columns, or lack a requested one.
+    """
+    groups = batch.groups
+    sharing = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in groups]
     bounds = [number * len(groups) // plan.minibatches for number in range(plan.minibatches + 1)]
     microbatches_by_rank: list[list[list[tuple[int, int]]]] = [[] for _ in range(plan.dp_size)]
     minibatches = []
     for start, end in pairwise(bounds):
-        planned = plan_microbatches(groups[start:end], plan.token_budget, plan.dp_size)
+        planned = plan_microbatches(sharing[start:end], plan.token_budget, plan.dp_size)
         minibatches.append(_mini_batch(batch, start, end, len(planned[0])))
         for of_rank, microbatches in zip(microbatches_by_rank, planned, strict=True):
             of_rank += [[(start + group, episode) for group, episode in microbatch] for microbatch in microbatches]
-    shared = outcomes(batch.groups, plan.columns) | {"uses": batch.uses}
+    whole = PackedShard(
+        version=batch.version,
+        trainable_tokens=int(batch.lag_counts.sum()),
+        lag_counts=batch.lag_counts,
+        rewards=[group.rewards for group in groups],
+        lengths=[group.lengths for group in groups],
+        cut=[group.cut for group in groups],
+        tasks=[group.task for group in groups],
+        items=[group.task_index for group in groups],
+        group_ids=[(group.group_id, group.attempt) for group in groups],
+        parts=[[episode.parts for episode in group.episodes] for group in groups],
+        seats=[[episode.seat for episode in group.episodes] for group in groups],
+        plays=[group.plays for group in groups],
+        forks=[[episode.fork for episode in group.episodes] for group in groups],
+        turn_lengths=[[[tokens for tokens, _ in episode.turns] for episode in group.episodes] for group in groups],
+        turn_rewards=[[[reward for _, reward in episode.turns] for episode in group.episodes] for group in groups],
+        uses=batch.uses,
+        minibatches=minibatches,
+        column_names=_column_names(groups, plan.columns),
+        columns={name: [group.column(name) for group in groups] for name in plan.columns},
+        places=[],
+        data=b"",
+        oldest=batch.oldest,
+    )
 
     def data(place: tuple[int, int]) -> bytes | memoryview:
         group, episode = place
-        return batch.groups[group].episodes[episode].data
+        return groups[group].episodes[episode].data
 
     return [
-        PackedShard(
-            **shared,
-            version=batch.version,
+        replace(
+            whole,
             places=[[(*place, len(data(place))) for place in microbatch] for microbatch in microbatches],
             data=b"".join(data(place) for microbatch in microbatches for place in microbatch),
-            trainable_tokens=int(batch.lag_counts.sum()),
-            lag_counts=batch.lag_counts,
-            oldest=batch.oldest,
-            minibatches=minibatches,
         )
         for microbatches in microbatches_by_rank
     ]
@@ -64,24 +90,16 @@ def _mini_batch(batch: Batch, start: int, end: int, microbatches: int) -> MiniBa
     return MiniBatch(microbatches, sum(trained), len(episodes))
 
 
-class SplitBatch:
-    """Caches the shards of the batch being taken, so that all ranks get shards of the same split."""
-
-    def __init__(self) -> None:
-        self._requested: tuple[int, ShardPlan] | None = None
-        self._shards: list[PackedShard] = []
-
-    def shards(self, batch: Batch, plan: ShardPlan) -> list[PackedShard]:
-        """One shard per rank. Raises ValueError if ranks request different versions or plans."""
-        requested = batch.version, plan
-        if self._requested is None:
-            self._requested, self._shards = requested, cut(batch, plan)
-        elif self._requested != requested:
+def _column_names(groups: Sequence[PackedGroup], needed: Sequence[str]) -> tuple[str, ...]:
+    """Names of the columns that all groups have. Raises ValueError if groups have different ones, or lack one of the
+    ``needed``, which training reads."""
+    names = groups[0].columns if groups else ()
+    for group in groups:
+        missing = [name for name in needed if name not in (*group.columns, BEHAVIOUR)]
+        if missing or group.columns != names:
+            wanted = f"training reads column {missing[0]}" if missing else f"another group has {list(names)}"
             raise ValueError(
-                f"trainer ranks disagree on version and {ShardPlan._fields}: first {self._requested}, now {requested}"
+                f"group {group.group_id} of task {group.task!r} has columns {list(group.columns)}, but {wanted}: a "
+                "stage must fill the same columns in every group"
             )
-        return self._shards
-
-    def clear(self) -> None:
-        """Forget the shards, once the batch is trained."""
-        self._requested, self._shards = None, []
+    return names

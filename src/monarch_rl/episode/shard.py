@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Fork
-from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, unpack_episode
-
-T = TypeVar("T")
+from monarch_rl.episode.serialization import unpack_episode
 
 
 class MiniBatch(NamedTuple):
@@ -28,9 +26,13 @@ class MiniBatch(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class BatchOutcomes:
-    """The fields of all groups of a batch that every trainer rank gets. Lists have one entry per group. ``G`` is the
-    number of a group's episodes."""
+class PackedShard:
+    """One trainer rank's shard of a batch: the outcomes of all groups, from which every rank computes all advantages,
+    and the packed episodes of the rank's own micro-batches. Lists have one entry per group, unless stated otherwise.
+    ``G`` is the number of a group's episodes.
+
+    It is what a rank gets from the buffer, what the journal records, and what a replay trains on.
+    """
 
     version: int
     """Version from which the update starts; lag is counted against it."""
@@ -65,31 +67,56 @@ class BatchOutcomes:
     uses: list[int] = field(default_factory=list)
     """How often the group was trained before; empty if ``buffer.replay`` is 1."""
     minibatches: list[MiniBatch] = field(default_factory=list)
-    """Mini-batches in order; empty means one mini-batch of all groups."""
+    """Mini-batches in order."""
     column_names: tuple[str, ...] = ()
     """Names of the columns that the turns of all groups have."""
     columns: dict[str, list[list[np.ndarray]]] = field(default_factory=dict)
     """Requested columns, by name: for each group and episode float32[sampled tokens]."""
+    places: list[list[tuple[int, int, int]]]
+    """By micro-batch, one mini-batch after the other: for each episode ``(group position in the batch, episode position
+    in the group, bytes)``. In each mini-batch all ranks have the same number of micro-batches."""
+    data: bytes
+    """Packed episodes of all micro-batches, one after the other."""
+    oldest: int | None = None
+    """Oldest version whose tokens are trained; earlier tokens are masked. None trains all."""
+    supervised: SupervisedShard | None = None
+    """Supervised rows that are trained alongside the groups, or in a step without groups."""
 
     @property
     def num_episodes(self) -> int:
         """Episodes of the whole batch."""
         return sum(len(rewards) for rewards in self.rewards)
 
+    @classmethod
+    def of_rows(cls, version: int, rows: SupervisedShard) -> PackedShard:
+        """The shard of a step without groups."""
+        none = np.zeros(0, np.int64)
+        return cls(
+            version=version, trainable_tokens=0, lag_counts=none, rewards=[], places=[], data=b"", supervised=rows
+        )
 
-@dataclass(slots=True, kw_only=True)
-class BatchShard(BatchOutcomes):
-    """One trainer rank's shard of a batch."""
+    def episodes(self) -> Iterator[tuple[int, int, memoryview]]:
+        """The rank's episodes: group position in the batch, episode position in the group, packed episode."""
+        view, start = memoryview(self.data), 0
+        for group, place, nbytes in chain.from_iterable(self.places):
+            yield group, place, view[start : start + nbytes]
+            start += nbytes
 
-    microbatches: list[list[tuple[int, int, Episode]]]
-    """``(group position in the batch, episode position in the group, episode)``, one mini-batch after the other. In
-    each mini-batch all ranks have the same number of micro-batches."""
+    def unpack(self) -> list[list[Episode]]:
+        """The rank's episodes by micro-batch, like :attr:`places`, with their outcomes, and without training tokens
+        that are too old."""
+        episodes = (self._unpacked(*packed) for packed in self.episodes())
+        return [list(islice(episodes, len(places))) for places in self.places]
 
-    def by_minibatch(self, of_microbatches: Sequence[T]) -> list[tuple[MiniBatch, list[T]]]:
-        """Split a list with one value per micro-batch by mini-batch."""
-        whole = MiniBatch(len(self.microbatches), self.trainable_tokens, self.num_episodes)
-        values = iter(of_microbatches)
-        return [(minibatch, list(islice(values, minibatch.microbatches))) for minibatch in self.minibatches or [whole]]
+    def _unpacked(self, group: int, place: int, data: memoryview) -> Episode:
+        episode = unpack_episode(data)
+        episode.reward, episode.parts = float(self.rewards[group][place]), self.parts[group][place]
+        episode.seat, episode.play = self.seats[group][place], int(self.plays[group][place])
+        episode.fork = self.forks[group][place]
+        for turn, reward in zip(episode.turns, self.turn_rewards[group][place], strict=True):
+            turn.reward = reward
+        mask_older(episode, self.oldest)
+        return episode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,92 +135,6 @@ class SupervisedShard:
     """By micro-batch: indices of its rows among all rows of the recipe."""
     token_ids: np.ndarray
     """int32: tokens of all rows, one row after the other."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PackedShard(BatchOutcomes):
-    """One trainer rank's shard of a batch, still packed; :meth:`unpack` returns the :class:`BatchShard`."""
-
-    places: list[list[tuple[int, int, int]]]
-    """By micro-batch: ``(group position in the batch, episode position in the group, bytes)``."""
-    data: bytes
-    """Packed episodes of all micro-batches, one after the other."""
-    oldest: int | None = None
-    """Oldest version whose tokens are trained; earlier tokens are masked. None trains all."""
-    supervised: SupervisedShard | None = None
-    """Supervised rows that are trained alongside the groups, or in a step without groups."""
-
-    @classmethod
-    def of_rows(cls, version: int, rows: SupervisedShard) -> PackedShard:
-        """The shard of a step without groups."""
-        none = np.zeros(0, np.int64)
-        return cls(
-            version=version, trainable_tokens=0, lag_counts=none, rewards=[], places=[], data=b"", supervised=rows
-        )
-
-    def unpack(self) -> BatchShard:
-        view, start, microbatches = memoryview(self.data), 0, []
-        for places in self.places:
-            microbatch = []
-            for group, place, nbytes in places:
-                episode = unpack_episode(view[start : start + nbytes])
-                self._give_outcome(episode, group, place)
-                mask_older(episode, self.oldest)
-                microbatch.append((group, place, episode))
-                start += nbytes
-            microbatches.append(microbatch)
-        shared = {outcome.name: getattr(self, outcome.name) for outcome in fields(BatchOutcomes)}
-        return BatchShard(**shared, microbatches=microbatches)
-
-    def _give_outcome(self, episode: Episode, group: int, place: int) -> None:
-        episode.reward, episode.parts = float(self.rewards[group][place]), self.parts[group][place]
-        episode.seat, episode.play = self.seats[group][place], int(self.plays[group][place])
-        episode.fork = self.forks[group][place]
-        for turn, reward in zip(episode.turns, self.turn_rewards[group][place], strict=True):
-            turn.reward = reward
-
-
-def outcomes(groups: Sequence[PackedGroup], columns: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of :class:`BatchOutcomes` that follow from the groups alone.
-
-    Args:
-        groups: groups of the batch, in order.
-        columns: names of the columns to read.
-
-    Raises:
-        ValueError: groups have different columns, or lack a column to read.
-    """
-    names = _column_names(groups, columns)
-    return {
-        "rewards": [group.rewards for group in groups],
-        "lengths": [group.lengths for group in groups],
-        "cut": [group.cut for group in groups],
-        "tasks": [group.task for group in groups],
-        "items": [group.task_index for group in groups],
-        "group_ids": [(group.group_id, group.attempt) for group in groups],
-        "parts": [[episode.parts for episode in group.episodes] for group in groups],
-        "seats": [[episode.seat for episode in group.episodes] for group in groups],
-        "plays": [group.plays for group in groups],
-        "forks": [[episode.fork for episode in group.episodes] for group in groups],
-        "turn_lengths": [[[tokens for tokens, _ in episode.turns] for episode in group.episodes] for group in groups],
-        "turn_rewards": [[[reward for _, reward in episode.turns] for episode in group.episodes] for group in groups],
-        "column_names": names,
-        "columns": {name: [group.column(name) for group in groups] for name in columns},
-    }
-
-
-def _column_names(groups: Sequence[PackedGroup], needed: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns that all groups have; see :func:`outcomes`."""
-    names = groups[0].columns if groups else ()
-    for group in groups:
-        missing = [name for name in needed if name not in (*group.columns, BEHAVIOUR)]
-        if missing or group.columns != names:
-            wanted = f"training reads column {missing[0]}" if missing else f"another group has {list(names)}"
-            raise ValueError(
-                f"group {group.group_id} of task {group.task!r} has columns {list(group.columns)}, but {wanted}: a "
-                "stage must fill the same columns in every group"
-            )
-    return names
 
 
 def mask_older(episode: Episode, oldest: int | None) -> None:
@@ -253,8 +194,8 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
         seed: seed of the sampling; combined with the version, so that each step samples other groups.
     """
     sampled = set(sample_groups(len(shard.rewards), groups, f"rollouts {seed}/{shard.version}"))
-    view, start, episodes = memoryview(shard.data), 0, []
-    for group, place, nbytes in (place for places in shard.places for place in places):
+    episodes = []
+    for group, place, data in shard.episodes():
         if group in sampled:
             group_id, attempt = shard.group_ids[group]
             advantage = advantages[group][place].tolist()
@@ -268,7 +209,7 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
                     shard.items[group],
                     float(shard.rewards[group][place]),
                     None if advantage != advantage else advantage,  # JSON has no NaN
-                    bytes(view[start : start + nbytes]),
+                    bytes(data),
                     shard.parts[group][place],
                     shard.seats[group][place],
                     int(shard.plays[group][place]),
@@ -276,5 +217,4 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
                     shard.turn_rewards[group][place],
                 )
             )
-        start += nbytes
     return episodes

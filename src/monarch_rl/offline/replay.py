@@ -268,7 +268,7 @@ class _Rank:
         from monarch_rl.trainer.batch import pack_shard
 
         plan, aggregation = self._plan, self._plan.settings.loss.aggregation
-        parts = pack_shard(shard.unpack(), advantages, aggregation, plan.max_new_tokens, self._policy.device)
+        parts = pack_shard(shard, advantages, aggregation, plan.max_new_tokens, self._policy.device)
         return [microbatch for part in parts for microbatch in part]
 
     def _logprobs(self, shard: PackedShard) -> list[torch.Tensor]:
@@ -283,10 +283,10 @@ class _Rank:
         self, shard: PackedShard, logprobs: Sequence[torch.Tensor], advantages: BatchAdvantages
     ) -> list[OpenedEpisode]:
         """The step's episodes of this rank."""
-        opened, microbatches = [], shard.unpack().microbatches
-        for places, batch, computed in zip(microbatches, self._packed(shard, advantages), logprobs, strict=True):
+        opened, packed = [], self._packed(shard, advantages)
+        for places, episodes, batch, computed in zip(shard.places, shard.unpack(), packed, logprobs, strict=True):
             ratios = (computed - batch.behaviour_logprobs).exp().tolist()
-            for index, (group, place, episode) in enumerate(places):
+            for index, ((group, place, _), episode) in enumerate(zip(places, episodes, strict=True)):
                 mine = (batch.sequences == index).nonzero().flatten().tolist()
                 opened.append(
                     OpenedEpisode(

@@ -15,19 +15,19 @@ from monarch_rl.algorithms.advantages import overlong_penalty, part
 from monarch_rl.algorithms.functions import Columns, is_of_batch, place_of
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn
 from monarch_rl.algorithms.returns import branch_means, paths
-from monarch_rl.episode.shard import BatchOutcomes
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.loss_settings import LossSettings
 
 BatchAdvantages = list[list[torch.Tensor]]
 """For each group and sequence: a scalar, or float32[sampled tokens]. Sequences with NaN are not trained."""
 
 
-def group_views(batch: BatchOutcomes) -> list[GroupView]:
+def group_views(batch: PackedShard) -> list[GroupView]:
     """The input of an advantage function for each group."""
     return [_group_view(batch, number) for number in range(len(batch.rewards))]
 
 
-def _group_view(batch: BatchOutcomes, group: int) -> GroupView:
+def _group_view(batch: PackedShard, group: int) -> GroupView:
     lengths, rewards = batch.turn_lengths[group], batch.turn_rewards[group]
     # Copies: an advantage may write into its arguments, and metrics and the critic read the batch afterwards.
     columns = {name: list(map(torch.tensor, by_group[group])) for name, by_group in batch.columns.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from monarch_rl.algorithms.losses import Aggregation, token_weights
 from monarch_rl.episode.episode import NO_VERSION, Episode
 from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.episode.sampling import SamplingMasks
-from monarch_rl.episode.shard import BatchShard, MiniBatch
+from monarch_rl.episode.shard import MiniBatch, PackedShard
 from monarch_rl.trainer.advantages import BatchAdvantages
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment
 
@@ -164,7 +165,7 @@ def _trainable_only(episodes: Sequence[Episode], advantages: Sequence[torch.Tens
 
 
 def pack_shard(
-    shard: BatchShard,
+    shard: PackedShard,
     advantages: BatchAdvantages,
     aggregation: Aggregation,
     max_new_tokens: int,
@@ -181,44 +182,30 @@ def pack_shard(
         max_new_tokens: most tokens that an episode may generate, the normaliser of the ``constant`` aggregation.
         columns: further columns of the whole batch by name: float32[sampled tokens] of each sequence.
     """
+
+    def packed(minibatch: MiniBatch, places: Sequence[tuple[int, int, int]], episodes: Sequence[Episode]) -> MicroBatch:
+        weights = token_weights(
+            torch.tensor([episode.num_trainable for episode in episodes]),
+            aggregation,
+            batch_tokens=minibatch.trainable_tokens,
+            batch_episodes=minibatch.episodes,
+            max_tokens=max_new_tokens,
+        )
+
+        def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
+            return [values[group][episode_index] for group, episode_index, _ in places]
+
+        groups = [group for group, _, _ in places]
+        batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
+        for name, values in (columns or {}).items():
+            batch.columns[name] = _trainable_only(episodes, of_episodes(values)).to(device)
+        return batch
+
+    microbatches = zip(shard.places, shard.unpack(), strict=True)
     return [
-        [
-            _pack_microbatch(
-                microbatch, shard, minibatch, advantages, aggregation, max_new_tokens, device, columns or {}
-            )
-            for microbatch in microbatches
-        ]
-        for minibatch, microbatches in shard.by_minibatch(shard.microbatches)
+        [packed(minibatch, places, episodes) for places, episodes in islice(microbatches, minibatch.microbatches)]
+        for minibatch in shard.minibatches
     ]
-
-
-def _pack_microbatch(
-    microbatch: Sequence[tuple[int, int, Episode]],
-    shard: BatchShard,
-    minibatch: MiniBatch,
-    advantages: BatchAdvantages,
-    aggregation: Aggregation,
-    max_new_tokens: int,
-    device: torch.device,
-    columns: Mapping[str, BatchAdvantages],
-) -> MicroBatch:
-    episodes = [episode for _, _, episode in microbatch]
-    weights = token_weights(
-        torch.tensor([episode.num_trainable for episode in episodes]),
-        aggregation,
-        batch_tokens=minibatch.trainable_tokens,
-        batch_episodes=minibatch.episodes,
-        max_tokens=max_new_tokens,
-    )
-
-    def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
-        return [values[group][episode_index] for group, episode_index, _ in microbatch]
-
-    groups = [group for group, _, _ in microbatch]
-    batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
-    for name, values in columns.items():
-        batch.columns[name] = _trainable_only(episodes, of_episodes(values)).to(device)
-    return batch
 
 
 # -- the trainable tokens of a micro-batch, and which of them need log-probs of their own ----------------------------

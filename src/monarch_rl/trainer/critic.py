@@ -82,10 +82,10 @@ class Critic:
         """
         values = torch.zeros(int(sum(of_group.sum() for of_group in packed.lengths)), device=self._device)
         column = _by_group(values, packed.lengths)
-        shard = replace(packed, oldest=None).unpack()  # tokens masked for their lag need values, too
+        shard = replace(packed, oldest=None)  # tokens masked for their lag need values, too
         no_advantages = [[torch.zeros(()) for _ in of_group] for of_group in packed.lengths]
         minibatches = pack_shard(shard, no_advantages, "constant", 1, self._device)
-        for batch, places in zip(chain(*minibatches), shard.microbatches, strict=True):
+        for batch, places in zip(chain(*minibatches), shard.places, strict=True):
             with device_work.operation("a pass for values", batch.token_ids.numel()):
                 own = [column[group][place] for group, place, _ in places]
                 computed = self.values(batch).split([len(target) for target in own])

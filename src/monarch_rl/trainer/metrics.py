@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from monarch_rl.algorithms.mismatch import quantile
 from monarch_rl.episode.episode import mean_parts
-from monarch_rl.episode.shard import BatchOutcomes
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.objective import Sums
 
@@ -19,7 +19,7 @@ FULL_REWARD, NO_REWARD = 1.0, 0.0
 """An answer counts as right from the first reward upwards, and as wrong from the second one downwards."""
 
 
-def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dict[str, float]:
+def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[str, float]:
     """Metrics of a batch, by their names in ``observe/registry.py``; equal on all ranks.
 
     Args:
@@ -45,12 +45,12 @@ def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dic
     } | (_task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
 
 
-def _replay_metrics(shard: BatchOutcomes) -> dict[str, float]:
+def _replay_metrics(shard: PackedShard) -> dict[str, float]:
     """The share of replayed groups; nothing if groups are not replayed."""
     return {"buffer/replayed_share": float(np.mean([uses > 0 for uses in shard.uses]))} if shard.uses else {}
 
 
-def _task_metrics(shard: BatchOutcomes) -> dict[str, float]:
+def _task_metrics(shard: PackedShard) -> dict[str, float]:
     """Mean reward and length of each task and of each of its seats, and the mean of each reward component over the
     episodes that have it."""
     episodes: dict[str, list[tuple[float, dict[str, float], int]]] = {}
@@ -73,7 +73,7 @@ def _names(task: str, seat: str) -> tuple[str, ...]:
     return () if not task else (task, f"{task}/{seat}") if seat else (task,)
 
 
-def _turn_metrics(shard: BatchOutcomes) -> dict[str, float]:
+def _turn_metrics(shard: PackedShard) -> dict[str, float]:
     """Mean reward of single turns, by task, and by task and seat. A turn that several branches share counts once."""
     found: dict[str, list[float]] = {}
     for task, seats, forks, turns in zip(shard.tasks, shard.seats, shard.forks, shard.turn_rewards, strict=True):

@@ -16,7 +16,7 @@ import torch
 from monarch_rl.algorithms.functions import place_of
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.returns import explained_variance, group_advantages
-from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import NotFinite
 from monarch_rl.trainer.advantages import (
     BatchAdvantages,
@@ -72,8 +72,7 @@ def train(
         f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend "
         "only on the groups that it is given, not on random numbers, clocks or the order of sets",
     )
-    shard = packed.unpack()
-    minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
+    minibatches = pack_shard(packed, advantages, loss.aggregation, max_tokens, policy.device, columns)
     trained = minibatches if packed.supervised is None else mixed(minibatches, packed.supervised, policy.device)
     learns = critic is None or not critic.warming_up
     with _not_finite_in(where, f". The objective is {place_of(objective)}"):
@@ -82,7 +81,7 @@ def train(
         problem = f"the objective {place_of(objective)} returned a loss of {metrics['loss']}"
         raise NotFinite(f"{where}: {problem}, although its gradient is finite")
     for number, microbatch in enumerate(chain.from_iterable(minibatches)):
-        _report_left_out(policy.left_out.get(id(microbatch), {}), number, shard)
+        _report_left_out(policy.left_out.get(id(microbatch), {}), number, packed)
     _report_rows_left_out(policy, trained, packed)
     if critic is not None:
         with _not_finite_in(where):
@@ -109,12 +108,12 @@ def _not_finite_in(where: str, more: str = "") -> Iterator[None]:
         raise NotFinite(f"{where}: {error}{more}") from error
 
 
-def _report_left_out(causes: dict[int, str], microbatch: int, shard: BatchShard) -> None:
+def _report_left_out(causes: dict[int, str], microbatch: int, packed: PackedShard) -> None:
     """Log the episodes of a micro-batch that were not trained because one of their values is not finite."""
     for place, cause in causes.items():
-        group, episode, _ = shard.microbatches[microbatch][place]
-        task = f" of task {shard.tasks[group]}" if shard.tasks[group] else ""
-        what = f"step {shard.version + 1}: episode {episode} of item {shard.items[group]}{task}"
+        group, episode, _ = packed.places[microbatch][place]
+        task = f" of task {packed.tasks[group]}" if packed.tasks[group] else ""
+        what = f"step {packed.version + 1}: episode {episode} of item {packed.items[group]}{task}"
         logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 
