@@ -127,6 +127,7 @@ MOVED = {
     "monarch_rl.trainer.not_finite": "monarch_rl.trainer.finite",
     "monarch_rl.trainer.plan_file": "monarch_rl.trainer.plan",
     "monarch_rl.trainer.reduction": "monarch_rl.trainer.metrics",
+    "monarch_rl.trainer.reference": "monarch_rl.trainer.policy",
     "monarch_rl.trainer.value_columns": "monarch_rl.trainer.step",
     "monarch_rl.trainer.vocabulary": "monarch_rl.trainer.token_logprobs",
     "monarch_rl.weights.changes": "monarch_rl.weights.delta",

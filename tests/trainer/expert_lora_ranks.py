@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.lora import without_lora
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.reference import without_lora
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.batches import LR, WEIGHT_DECAY
 from tests.trainer.lora_cases import EXPERT_CASES

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA) on the projections of a torchtitan model: adding, initialising, merging and saving them.
+"""Low-rank adapters (LoRA) on the projections of a torchtitan model: adding, initialising, merging, saving and
+disabling them.
 
 torchtitan's converter builds them, except for experts (``trainer/moe.py``). Their parameters are sharded like others,
 by rows or by experts, and held in fp32. All other parameters are frozen.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ _CONFIGS = {
     "down_proj": "w2",
 }
 """The field of torchtitan's config for each projection."""
+_SCALINGS = ("_lora_scaling", "_scaling")
+"""Attributes with LoRA's scaling, in torchtitan's modules of projections and in this package's of experts."""
 MERGED_BYTES = 64 << 20
 """Bytes of experts to merge at a time, unless a single expert is larger."""
 
@@ -49,6 +53,20 @@ def add_lora(config: Decoder.Config, lora: LoraSettings) -> Decoder.Config:
             routed = layer.moe.routed_experts
             routed.inner_experts = expert_lora_config(routed.inner_experts, lora)
     return converted
+
+
+@contextmanager
+def without_lora(module: Decoder) -> Iterator[None]:
+    """Disable LoRA within the block."""
+    found = [(part, name) for part in module.modules() for name in _SCALINGS if hasattr(part, name)]
+    before = [getattr(part, name) for part, name in found]
+    for part, name in found:
+        setattr(part, name, 0.0)
+    try:
+        yield
+    finally:
+        for (part, name), scaling in zip(found, before, strict=True):
+            setattr(part, name, scaling)
 
 
 def add_lora_names(state_dict_adapter: StateDictAdapter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from monarch_rl.trainer.finite import (  # noqa: E402
     finite_only,  # noqa: E402
     why_not_finite,  # noqa: E402
 )
+from monarch_rl.trainer.lora import without_lora  # noqa: E402
 from monarch_rl.trainer.metrics import reduced_metrics, summed, waste_metrics  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
@@ -48,7 +50,6 @@ from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import OLD, REFERENCE, Objective, Sums, evaluate_objective, rows_objective  # noqa: E402
 from monarch_rl.trainer.platform import make_deterministic  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
-from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs  # noqa: E402
@@ -95,9 +96,14 @@ class Policy:
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.published = PublishedWeights(self.model, self.device)
         self.module = self.model.module.train()
-        self._reference = None
-        if settings.reference:
-            self._reference = ReferenceModel(folder, settings, dims, self.device, self.module)
+        self._reference: Decoder | None = None
+        """The model that training started from: with LoRA, whose base weights are frozen anyway, the trained module,
+        to be used without LoRA; otherwise a frozen copy, sharded like it."""
+        if settings.reference and settings.lora.rank:
+            self._reference = self.module
+        elif settings.reference:
+            copy = ShardedModel(folder, replace(settings, compile=False), dims, self.device)
+            self._reference = copy.module.requires_grad_(False)
         self.critic = Critic(folder, settings, dims, self.device) if settings.critic.enabled else None
         """Trained from the same batches as the policy."""
         self._routers = routers_of(self.module)
@@ -127,9 +133,9 @@ class Policy:
         for row in rows:
             self.token_logprobs(row).logprobs.sum().backward()
         self.optimizers.zero_grad()
-        if self._reference and self.settings.lora.rank:  # without LoRA it is a separate model, which is not compiled
+        if self._reference is self.module:  # without LoRA it is a separate model, which is not compiled
             for row in rows:
-                self._reference.logprobs(row, self._compute)
+                self._reference_logprobs(row)
         if self.settings.minibatches > 1:
             with torch.no_grad():
                 for row in rows:
@@ -256,7 +262,8 @@ class Policy:
         """
         flat = [batch for microbatches in minibatches for batch in microbatches]
         steps = epochs * len(minibatches)
-        read = self._fill_reference(flat) if self._reference and REFERENCE in needed_columns(objective) else {}
+        reads_reference = self._reference is not None and REFERENCE in needed_columns(objective)
+        read = self._fill_reference(flat) if reads_reference else {}
         if learns:
             self._fill_old(minibatches[1:])
         totals, norms, lr = Sums(), list[float](), 0.0
@@ -284,18 +291,20 @@ class Policy:
 
     def _fill_reference(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Fill ``reference``, unless a stage has filled it. Returns the seconds that it took, summed over all ranks."""
-        assert self._reference is not None
         began = time.perf_counter()
         for batch in microbatches:
             if not batch.supervised and REFERENCE not in batch.columns:
                 with device_work.operation("a pass for log-probs", batch.token_ids.numel()):
-                    batch.columns[REFERENCE] = self._reference.logprobs(batch, self._compute)
+                    batch.columns[REFERENCE] = self._reference_logprobs(batch)
         with device_work.operation("the end of the reference's passes"):
             finish_current(self.device)
             return {"reference_device_s": summed(time.perf_counter() - began, self.device)}
 
-    def _compute(self, batch: MicroBatch, module: Decoder) -> TokenLogprobs:
-        return self.token_logprobs(batch, module=module)
+    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """float32[N], without gradient: log-probs of the trainable tokens under the reference model."""
+        assert self._reference is not None
+        with torch.no_grad(), without_lora(self._reference):
+            return self.token_logprobs(batch, module=self._reference).logprobs
 
     def _optimise(
         self, microbatches: Sequence[MicroBatch], objective: Objective, learns: bool, lr_factor: float
