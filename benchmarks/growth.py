@@ -142,7 +142,7 @@ async def train(run: Run, s: Settings) -> None:
     """The recipe's loop without evaluations, with looks at all processes."""
     loss = s.trainer.loss
     await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
-    assert run._cluster is not None
+    assert isinstance(run._cluster, Cluster)
     growing = Growth(run._cluster)
     every = max(1, s.steps // s.looks)
     async for step in run.steps(s.steps):

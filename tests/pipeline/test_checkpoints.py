@@ -26,7 +26,7 @@ from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, ControllerState
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
-from monarch_rl.pipeline.rollout_log import RolloutLog
+from monarch_rl.pipeline.outputs import RolloutLog
 from monarch_rl.pipeline.run import Run
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
@@ -232,7 +232,7 @@ def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step
             async for step in run.steps(14):
                 figures = await run.step()
                 failed.append(figures["checkpoint/failed"])
-                await run._checkpoints_settled()
+                await run._checkpoints.settled()
                 if step == 5:
                     await asyncio.to_thread(refuse, disk)
                 if step == 11:
@@ -267,7 +267,7 @@ def test_trainer_ranks_that_could_not_write_have_another_group_for_the_next_chec
                 if step == 6:  # the controller cannot make the folder of the next one
                     (tmp_path / "checkpoints" / ".step-000006.partial").write_text("")
                 await run.step()
-                await run._checkpoints_settled()
+                await run._checkpoints.settled()
                 if step == 4:
                     await asyncio.sleep(REPEAT_ERROR_S)
             seen.append(trainer)

@@ -213,7 +213,7 @@ def test_weights_for_a_model_that_the_run_has_not_are_refused_with_a_sentence(fo
 
     async def test() -> None:
         async with Run.open(RunSettings(model=str(folder))) as run:
-            run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(asked)]), checkpoints=None)  # type: ignore[assignment]
+            run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(asked)]))  # type: ignore[assignment]
             with pytest.raises(ValueError, match="'teacher' .*judge.*run.frozen"):
                 await run.load_frozen(other.model, folder)
 

@@ -51,7 +51,7 @@ def test_an_evaluation_after_the_last_checkpoint_counts_for_it(tmp_path: Path, n
             await run.evaluate()
             async for _ in run.steps(6):
                 await run.step()
-                await run._checkpoints_settled()
+                await run._checkpoints.settled()
             assert not os.path.lexists(tmp_path / "checkpoints" / "best"), "nothing was measured but version 0"
             next_accuracy(0.9)
             await run.evaluate()
@@ -74,7 +74,7 @@ def test_the_best_version_has_a_checkpoint_of_its_own(tmp_path: Path, next_accur
                 if step in found:
                     next_accuracy(found[step])
                     await run.evaluate()
-                    assert step != 5 or (run._components.checkpoints and run._components.checkpoints.writing)
+                    assert step != 5 or run._checkpoints.writing
 
     run_virtual(whole())
     assert best_result(tmp_path) == Measurement(ACCURACY, 0.75, 5)

@@ -42,8 +42,10 @@ class Stage:
         self.interrupts = Interrupts()
         self.lives = False
         self.cluster: Any = SimpleNamespace(interrupts=self.interrupts, named=str, kill=self._kill)
-        self.checkpoints = SimpleNamespace(alive=self._alive, settled=self._settled, writing=False, limit_s=60.0)
-        self.parts: Any = SimpleNamespace(checkpoints=self.checkpoints, actors="the actors")
+        self.checkpoints: Any = SimpleNamespace(settled=self._settled, writing=False, limit_s=60.0)
+        answers = SimpleNamespace(call=self._alive, call_one=self._alive)
+        trainer, buffer = SimpleNamespace(ready=answers), SimpleNamespace(counts=answers)
+        self.actors: Any = SimpleNamespace(trainer=trainer, buffer=buffer)
         self.elsewhere = self.folder / "elsewhere"
         self.refuses: list[str] = []
 
@@ -63,7 +65,9 @@ class Stage:
 
     def keep(self, error: Exception = LOST, before: Resumed | None = None) -> Survivors | None:
         async def kept() -> Survivors | None:
-            return await find_survivors(error, self.parts, self.settings, self.cluster, self.folder, before)
+            return await find_survivors(
+                error, self.actors, self.checkpoints, self.settings, self.cluster, self.folder, before
+            )
 
         return asyncio.run(kept())
 
@@ -83,7 +87,7 @@ def test_a_run_without_a_trainer_rank_goes_on_from_its_checkpoint_once(
     """All that trains and buffers is killed before the checkpoint is read: it may still be writing one."""
     stage = Stage(tmp_path)
     kept = stage.keep()
-    assert kept is not None and kept.actors is stage.parts.actors and kept.cause is LOST
+    assert kept is not None and kept.actors is stage.actors and kept.cause is LOST
     assert stage.did == ["kill trainer", "kill buffer", "settle"]
     assert (kept.resumed.version, kept.resumed.generation) == (3, 1)
     assert re.search("step-000003, .* kept: .*trainer rank 1 has ended", capsys.readouterr().out)

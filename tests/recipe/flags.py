@@ -12,7 +12,6 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -124,7 +123,8 @@ def accept(settings: RunSettings) -> Path:
     cluster = cast(Cluster, types.SimpleNamespace(devices=OFFERED))
 
     async def begun() -> None:
-        await recipe["train"](Run(settings, AsyncExitStack(), cluster), settings)
+        async with Run.open(settings, cluster) as run:
+            await recipe["train"](run, settings)
 
     async def spawn(
         _: Cluster, settings: RunSettings, task: ByValue[Task], model: ModelConfig, *__: Any, **___: Any

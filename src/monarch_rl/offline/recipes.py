@@ -6,7 +6,7 @@ import asyncio
 import runpy
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,7 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings) -> None:
-    async with AsyncExitStack() as lifetimes:
-        await train(_NoRun(settings, lifetimes), settings)  # waits: it ends where it would start actors
+    await train(_NoRun(settings), settings)  # waits: it ends where it would start actors
 
 
 @contextmanager

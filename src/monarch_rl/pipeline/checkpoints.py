@@ -33,8 +33,6 @@ FOLDER = "checkpoints"
 """Name of the checkpoints' folder in the run's folder."""
 REPEAT_ERROR_S = 3600.0
 """Seconds between error messages while all checkpoints fail."""
-ALIVE_S = 5.0
-"""Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within 2 s."""
 
 
 class Savers(Protocol):
@@ -98,6 +96,8 @@ class Checkpoints:
         self._copy_s = self._write_s = 0.0
         self._nbytes = 0
         self._writing: asyncio.Task[None] | None = None
+        self.grace_s = settings.grace_s
+        """Seconds for a last checkpoint when a signal or an error ends the run; 0 writes none."""
         self._kept = KeptCheckpoints(self._root, settings, metric, lambda: self.limit_s, version or None)
 
     # -- scheduling ------------------------------------------------------------------------------------------------
@@ -147,11 +147,6 @@ class Checkpoints:
             await self.settled()
         return self.saved == version
 
-    async def hold(self) -> int:
-        """Have the buffer stop handing out batches; returns the version after the update in progress, if any."""
-        call = self._savers.buffer.hold.call_one()
-        return await within(CALL_DEADLINE_S, call, "the buffer to stop handing out batches", on="buffer")
-
     async def _staged(self) -> Staged:
         """Have the trainer ranks copy their state, after any update in progress.
 
@@ -166,12 +161,6 @@ class Checkpoints:
             raise RuntimeError(f"trainer ranks hold versions {sorted(copy.version for copy in copies)}")
         self._shards_failed = False
         return replace(copies[0], seconds=max(copy.seconds for copy in copies))
-
-    async def alive(self) -> None:
-        """Raise immediately if a trainer rank or the buffer is lost, so that no checkpoint can be written."""
-        calls = self._savers.trainer.ready.call(), self._savers.buffer.counts.call_one()
-        for who, call in zip(("trainer ranks", "buffer"), calls, strict=True):
-            await within(ALIVE_S, call, f"{who} to answer before a last checkpoint", on=who)
 
     def metrics(self) -> dict[str, float]:
         """Metrics, named as in docs/metrics.md."""
@@ -272,6 +261,32 @@ class Checkpoints:
                 last_line(error),
                 last,
             )
+
+
+class NoCheckpoints:
+    """The checkpoints of a run without a folder, or of one whose actors have not started: none is written."""
+
+    grace_s = 0.0
+    limit_s = 0.0
+    writing = False
+
+    async def after_step(self, version: int, state: Callable[[], ControllerState], last: bool) -> None:
+        pass
+
+    def evaluated(self, found: Measurement, best: bool) -> None:
+        pass
+
+    async def begin(self, version: int, state: Callable[[], ControllerState]) -> None:
+        pass
+
+    async def now(self, version: int, state: Callable[[], ControllerState]) -> bool:
+        return False
+
+    async def settled(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 @cache

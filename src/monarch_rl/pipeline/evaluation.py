@@ -6,17 +6,16 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from monarch_rl.checkpoint.folders import Measurement, write_whole
-from monarch_rl.observe.console import Console
 from monarch_rl.observe.disk_thread import DiskThread
-from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.checkpoints import Checkpoints
+from monarch_rl.pipeline.checkpoints import Checkpoints, NoCheckpoints
 from monarch_rl.pipeline.failures import Failures
+from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.run_folder import BEST
 from monarch_rl.pipeline.settings import RunSettings
@@ -122,25 +121,6 @@ class BestResult:
             self._refused = True
 
 
-@dataclass(frozen=True)
-class ResultOutput:
-    """Where evaluation results are logged and printed; None is nowhere."""
-
-    metrics: Metrics | None
-    console: Console | None
-
-    def evaluation(self, result: Evaluation, step: int) -> dict[str, float]:
-        """Log and print the evaluation after ``step``; returns its metrics."""
-        values, held_out = result.metrics(), result.plan.held_out
-        if self.metrics is not None:
-            self.metrics.log(step, values)
-        if self.console is not None:
-            self.console.remember(values)
-            when = f"after step {step}" if step else "before training"
-            self.console.note(f"{' on '.join(filter(None, (when, held_out)))}, {result}")
-        return values
-
-
 OnBest = Callable[[Measurement], Awaitable[None]]
 """Called after an evaluation that is better than all earlier ones."""
 
@@ -152,7 +132,7 @@ class Evaluations:
         settings: the run's settings.
         requests: requests that a replica runs at once.
         task: the run's task, if it is known.
-        show: logs and prints the result of an evaluation and the step that it follows; returns the metrics.
+        outputs: writes and prints the results.
         best: tracks the best result so far.
         on_best: called for each new best result.
         checkpoints: record the result of their version.
@@ -166,14 +146,14 @@ class Evaluations:
         publisher: Publisher,
         failures: Failures,
         task: Task | None,
-        show: Callable[[Evaluation, int], dict[str, float]],
+        outputs: RunOutputs | NoOutputs,
         best: BestResult,
         on_best: list[OnBest],
-        checkpoints: Checkpoints | None,
+        checkpoints: Checkpoints | NoCheckpoints,
     ) -> None:
         self._settings, self._requests, self._task = settings, requests, task
         self._workers, self._publisher, self._failures = workers, publisher, failures
-        self._show, self._best, self._on_best, self._checkpoints = show, best, on_best, checkpoints
+        self._outputs, self._best, self._on_best, self._checkpoints = outputs, best, on_best, checkpoints
         self._concurrent: asyncio.Task[Evaluation] | None = None
         """An evaluation that runs concurrently with training."""
         self._warned = False
@@ -213,7 +193,7 @@ class Evaluations:
             evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), max_concurrent)
             # If publishing fails, no generator may be left to answer: that ends the evaluation.
             result = await self._publisher.unless_publishing_fails(evaluating)
-            values = self._show(result, step)
+            values = self._outputs.evaluation(result, step)
             await self._note(values, result, step)
             measured |= values.keys()
             results.append(self._failures.counted(result, step))
@@ -232,7 +212,6 @@ class Evaluations:
             return
         found = Measurement(self._best.metric, value, result.versions[1] if result.versions else step)
         best = self._best.note(found)
-        if self._checkpoints is not None:
-            self._checkpoints.evaluated(found, best)
+        self._checkpoints.evaluated(found, best)
         for call in self._on_best if best else ():
             await call(found)  # waits: the callback sets its own deadlines

@@ -19,7 +19,9 @@ import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,31 +31,30 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
-from monarch_rl.observe.console import Console
-from monarch_rl.observe.metrics import Metrics
+from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
-from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState
-from monarch_rl.pipeline.components import RunComponents
-from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, ResultOutput
+from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
+from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
+from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
 from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
-from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
     Actors,
+    check_alive,
+    hold,
     save,
     schedule,
-    served_dtype,
     start_actors,
     update,
 )
@@ -64,10 +65,11 @@ from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_trainin
 from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor, wait_registry
 from monarch_rl.runtime.by_value import ByValue, register_modules
-from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
+from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
@@ -81,11 +83,48 @@ from monarch_rl.trainer.functions import (
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
-from monarch_rl.watch.watch import watched
+from monarch_rl.watch.watch import Watch, watched
 
 logger = logging.getLogger("monarch_rl")
 
 S = TypeVar("S", bound=RunSettings)
+
+
+class Phase(Enum):
+    """How far a run has come with its rollouts for training."""
+
+    SET_UP = auto()
+    ROLLING_OUT = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class LocalProcess:
+    """Takes the place of the cluster in a run over actors in this process: no device, signal or process is involved."""
+
+    devices: Devices = Devices("cpu", 1, 1)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+
+
+class NoWatch:
+    """Takes the place of the watch in a run that has no processes to watch, or no folder for its reports."""
+
+    def loop_lag(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class RunComponents:
+    """The components of a run whose actors have started."""
+
+    actors: Actors
+    publisher: Publisher
+    observer: Observer
+    recovery: Recovery
+    frozen: FrozenMeter
+    watch: Watch | NoWatch
+    outputs: RunOutputs | NoOutputs
+    evaluations: Evaluations
 
 
 class Run:
@@ -93,7 +132,6 @@ class Run:
 
     Args:
         settings: the run's settings.
-        lifetimes: context managers entered here exit with the run.
         cluster: spawns the actors, whose processes are then watched; None for actors in this process.
         folder: the run's folder, for metrics, rollouts, reports and the model; None writes and prints nothing.
         resumed: state to resume from; None begins a new run.
@@ -103,7 +141,6 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        lifetimes: AsyncExitStack,
         cluster: Cluster | None = None,
         folder: Path | None = None,
         resumed: Resumed | None = None,
@@ -120,19 +157,23 @@ class Run:
         """Called after each evaluation that is better than all earlier ones."""
         best = resumed.manifest.best if resumed else None
         self._best = BestResult(settings.evaluation.best_metric, folder, best)
-        self._lifetimes, self._cluster = lifetimes, cluster
-        self._task = asyncio.current_task()
+        self._cluster = cluster or LocalProcess()
+        self._on_gpu = self._cluster.devices.kind == "cuda"
+        self._lifetimes = AsyncExitStack()
+        """Context managers that exit with the run."""
+        self._task: asyncio.Task[object] | None = None
+        """The task that opened the run."""
         self._begun: RunComponents | None = None
+        self._checkpoints: Checkpoints | NoCheckpoints = NoCheckpoints()
         self._survivors = survivors
         self._frozen = FrozenPlans(survivors.actors.frozen if survivors else ())
-        self._rollouts: AsyncExitStack | None = None
-        """Open while rollout workers roll out groups for training."""
-        self._rollouts_ended = False
+        self._phase = Phase.SET_UP
+        self._rollouts = AsyncExitStack()
+        """Rollout workers roll out groups for training until it exits."""
         self._updating: asyncio.Future[list[dict[str, float]]] | None = None
         """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
-        self._on_gpu = cluster is not None and cluster.devices.kind == "cuda"
         # A generator may be restarted during a step.
         floor_s = settings.generator.start_limit_s(self._on_gpu) + 60
         self._patience = Patience(settings.update_limit_s, floor_s=floor_s)
@@ -155,14 +196,21 @@ class Run:
             EpisodesFail: no episode is usable: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
-        async with AsyncExitStack() as lifetimes:
-            run = cls(settings, lifetimes, cluster, folder, resumed, survivors)
+        run = cls(settings, cluster, folder, resumed, survivors)
+        async with run._opened():
+            yield run
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """See :meth:`open`."""
+        self._task = asyncio.current_task()
+        async with self._lifetimes:
             try:
-                yield run
-                await run._end_rollouts()  # the recipe may have left its loop early
-                await run._checkpoints_settled()
-            except (Exception, asyncio.CancelledError) as error:
-                await run._save_before_the_end(error)
+                yield
+                await self._end_rollouts()  # the recipe may have left its loop early
+                await self._checkpoints.settled()
+            except (Exception, asyncio.CancelledError):
+                await self._save_before_the_end()
                 raise
 
     @property
@@ -170,6 +218,12 @@ class Run:
         if self._begun is None:
             raise RuntimeError("the run has no actors yet: await run.start(...) first")
         return self._begun
+
+    @property
+    def _spawning_cluster(self) -> Cluster:
+        if isinstance(self._cluster, LocalProcess):
+            raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
+        return self._cluster
 
     @property
     def actors(self) -> Actors:
@@ -202,10 +256,10 @@ class Run:
             FrozenRefused: it cannot be served, or the launch has too few devices; says what to do. Raised before
                 anything is spawned.
         """
-        if self._cluster is None or self._begun is not None:
+        if self._begun is not None:
             raise RuntimeError("frozen models are started by run.start(...): call run.frozen(...) before it")
         s, given = self.settings, settings or FrozenSettings()
-        first_device, offered = s.first_frozen_device, self._cluster.devices
+        first_device, offered = s.first_frozen_device, self._spawning_cluster.devices
         return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
     async def start(
@@ -226,10 +280,9 @@ class Run:
                 anything is spawned.
             TypeError: the task or a function cannot be sent to other processes; says why.
         """
-        if self._cluster is None:
-            raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
+        cluster = self._spawning_cluster
         self._check_first_start()
-        settings, model = prepare(self.settings, self._cluster.devices, task)  # launch() may not have known this task
+        settings, model = prepare(self.settings, cluster.devices, task)  # launch() may not have known this task
         register_modules()
         trainer = settings.trainer
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
@@ -239,7 +292,7 @@ class Run:
             print(f"warning: {warning}")
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
-            self._cluster,
+            cluster,
             settings,
             task_by_value,
             model,
@@ -258,52 +311,51 @@ class Run:
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
         """Like :meth:`start`, but with existing actors: for simulations, tests and benchmarks."""
-        self._check_first_start()
-        s, folder = self.settings, self.folder
+        own_task = self._check_first_start()
+        s, resumed = self.settings, self.resumed
         publisher = await Publisher.connect(
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
             s.transfers,
-            "float32" if self._cluster is None else served_dtype(s.generator, self._cluster),
+            resolve_dtype(s.generator.dtype, self._on_gpu),
             actors.workers,
             actors.frozen,
         )
         self._lifetimes.callback(publisher.cancel)
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
-        restored = self.version
-        outputs = metrics, rollouts, console = self._open_files(actors)
-        if self.resumed is not None:
-            observer.restore(self.resumed.manifest.counters)
-            await self._replay_steps(actors, self.resumed, observer, *outputs)
+        restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
+        outputs = self._lifetimes.enter_context(open_outputs(self.folder, actors, s, restored, seconds))
+        self._lifetimes.callback(self._best.close)
+        if resumed is not None:
+            observer.restore(resumed.manifest.counters)
+            await self._replay_steps(actors, resumed, observer, outputs)
         # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
         await publisher.wait_until_served()
-        if self.resumed is not None:
-            if folder is not None:
-                await on_disk(disk_limit_s(0), "the run's settings", note_settings, folder, s)
-            await take_snapshots(actors, self.version, folder, resumed=True)
+        if resumed is not None:
+            await on_disk(disk_limit_s(0), "the run's settings", note_settings, resumed.run, s)
+            await take_snapshots(actors, self.version, self.folder, resumed=True)
         recovery = Recovery(
-            actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder, actors.frozen
+            actors.generators, actors.workers, publisher, actors.buffer, s.recovery, self.folder, actors.frozen
         )
         failures = Failures(actors.buffer, s.stall_s)
-        watch = None
-        if self._cluster is not None and folder is not None:
-            watching = watched(self._cluster, folder, s.stall_s, recovery.recover, s.checkpoint.grace_s)
-            watch = await self._lifetimes.enter_async_context(watching)
+        # waits: for nothing, since the watch begins by starting a thread
+        watch = await self._lifetimes.enter_async_context(self._watched(recovery))
         await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
-        checkpoints = None
-        if folder is not None and console is not None:
-            about = (
-                to_plain(s),
-                console.note,
-                restored,
-                self.resumed.generation if self.resumed else 0,
-                self._best.metric,
+        checkpoints: Checkpoints | NoCheckpoints = NoCheckpoints()
+        if self.folder is not None:
+            checkpoints = Checkpoints(
+                self.folder,
+                actors,
+                s.checkpoint,
+                about=to_plain(s),
+                note=outputs.note,
+                version=restored,
+                generation=resumed.generation if resumed else 0,
+                metric=self._best.metric,
             )
-            checkpoints = Checkpoints(folder, actors, s.checkpoint, *about)
-        meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
             s,
             s.generator.running_requests(self._on_gpu),
@@ -311,66 +363,52 @@ class Run:
             publisher,
             failures,
             task,
-            ResultOutput(metrics, console).evaluation,
+            outputs,
             self._best,
             self.on_best,
             checkpoints,
         )
         self._lifetimes.callback(evaluations.cancel)
-        begun = RunComponents(
-            actors, publisher, observer, recovery, failures, meter, watch, *outputs, evaluations, checkpoints
-        )
-        await self._lifetimes.enter_async_context(failures.summary_at_end(observer, begun.note))
-        self._begun = begun
+        await self._lifetimes.enter_async_context(failures.summary_at_end(observer, outputs.note))
+        frozen = FrozenMeter(actors.frozen)
+        self._begun = RunComponents(actors, publisher, observer, recovery, frozen, watch, outputs, evaluations)
+        self._checkpoints = checkpoints
         # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
-        if checkpoints is not None and self.version > restored:
-            await checkpoints.begin(self.version, self._controller_state)
-        if self._cluster is not None and self._task is not None:
-            self._cluster.interrupts.take_over = self._task.cancel
+        if self.version > restored:
+            await self._checkpoints.begin(self.version, self._controller_state)
+        self._cluster.interrupts.take_over = own_task.cancel
 
-    def _open_files(self, actors: Actors) -> tuple[Metrics | None, RolloutLog | None, Console | None]:
-        """Open the run's outputs, which are closed when it ends."""
-        s, folder = self.settings, self.folder
-        if folder is None:
-            return None, None, None
-        seconds = self.resumed.manifest.seconds if self.resumed else 0.0
-        metrics = self._lifetimes.enter_context(Metrics(folder, self.version, seconds))
-        rollouts = RolloutLog.of(actors, folder, s.rollout, s.buffer.replay)
-        self._lifetimes.callback(rollouts.close)
-        self._lifetimes.callback(self._best.close)
-        return metrics, rollouts, self._lifetimes.enter_context(Console(s.steps))
+    def _watched(self, recovery: Recovery) -> AbstractAsyncContextManager[Watch | NoWatch]:
+        """The watch of the run's processes, in a block."""
+        s = self.settings
+        if isinstance(self._cluster, LocalProcess) or self.folder is None:
+            return nullcontext(NoWatch())
+        return watched(self._cluster, self.folder, s.stall_s, recovery.recover, s.checkpoint.grace_s)
 
     async def _replay_steps(
-        self,
-        actors: Actors,
-        resumed: Resumed,
-        observer: Observer,
-        metrics: Metrics | None,
-        rollouts: RolloutLog | None,
-        console: Console | None,
+        self, actors: Actors, resumed: Resumed, observer: Observer, outputs: RunOutputs | NoOutputs
     ) -> None:
         """Replay the journaled steps after the checkpoint, and log them."""
 
         async def log(step: int, trained: list[dict[str, float]], counts: Counts) -> None:
             self.version = step
-            if metrics is not None:
-                metrics.log(step, observer.replayed_metrics(trained, counts))
-            if rollouts is not None:
-                rollouts.append(await rollouts.gather())
+            outputs.write(step, observer.replayed_metrics(trained, counts), await outputs.sample_rollouts())
 
         s = self.settings
         if s.journal.mib:
             limit_s = s.update_limit_s + s.trainer.compile_limit_s
             # waits: its calls have deadlines
             async for message in replay_steps(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
-                if console is not None:
-                    console.note(message)
+                outputs.note(message)
 
-    def _check_first_start(self) -> None:
+    def _check_first_start(self) -> asyncio.Task[object]:
+        """Returns the task that uses the run, which is the current one. Raises RuntimeError."""
         if self._begun is not None:
             raise RuntimeError("the run has already been started: call run.start(...) once")
-        if asyncio.current_task() is not self._task:
+        task = asyncio.current_task()
+        if task is None or task is not self._task:
             raise RuntimeError("await run.start() in the task that opened the run, not in wait_for() or create_task()")
+        return task
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -380,16 +418,15 @@ class Run:
         Rollout workers generate from the first step to the last. Checkpoints are written after steps where one is due.
         After the last step, generation has stopped and the newest version is served. Can be used once.
         """
-        if self._rollouts is not None:
+        if self._phase is not Phase.SET_UP:
             raise RuntimeError("run.steps() can be used once: the buffer is closed after the last step")
-        self._rollouts = AsyncExitStack()
+        self._phase = Phase.ROLLING_OUT
         await self._rollouts.enter_async_context(self._components.recovery.rolling_out())
         await self._components.observer.begin()
         for step in range(self.version + 1, count + 1):
             yield step
-            if (checkpoints := self._components.checkpoints) is not None:
-                state = self._last_controller_state if step == count else self._controller_state
-                await checkpoints.after_step(self.version, state, last=step == count)
+            state = self._last_controller_state if step == count else self._controller_state
+            await self._checkpoints.after_step(self.version, state, last=step == count)
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
@@ -401,7 +438,7 @@ class Run:
                 exceeds it.
         """
         actors = self.actors
-        if self._rollouts is None:
+        if self._phase is Phase.SET_UP:
             raise RuntimeError("no rollouts are running: call run.update() inside `async for step in run.steps(...)`")
         return await self._updated(update(actors.trainer, actors.buffer, self.version, self._patience))
 
@@ -432,23 +469,15 @@ class Run:
         Returns:
             The metrics of the step, named as in docs/metrics.md.
         """
-        components = self._components
-        rows = await components.rollouts.gather() if components.rollouts is not None else []
+        components, outputs = self._components, self._components.outputs
+        rollouts = await outputs.sample_rollouts()
         values = await components.frozen.metrics() | await components.observer.step(update_metrics)
-        values |= components.recovery.metrics()
         # No await from here on: after a signal in between, the step would be logged twice, or its rates lost.
-        if components.watch is not None:
-            values |= components.watch.loop_lag()
-        if components.checkpoints is not None:
-            values |= components.checkpoints.metrics()
-        if components.metrics is not None:
-            values["checkpoint/lost_lines"] = components.lost_lines
-            components.metrics.log(self.version, values)
-        if components.rollouts is not None:
-            components.rollouts.append(rows)
+        values |= components.recovery.metrics() | components.watch.loop_lag()
+        values |= self._checkpoints.metrics() | outputs.metrics()
+        outputs.write(self.version, values, rollouts)
         self._unlogged = None
-        if components.console is not None:
-            components.console.show(self.version, values)
+        outputs.show(self.version, values)
         return values
 
     async def step(self) -> dict[str, float]:
@@ -477,7 +506,7 @@ class Run:
         Raises:
             ValueError: the rows cannot be trained; says which and why.
         """
-        if self._rollouts is not None:
+        if self._phase is not Phase.SET_UP:
             raise RuntimeError(
                 "run.supervised(...) must come before run.steps(...), whose groups would become stale meanwhile: use "
                 "await run.mix(rows, share=...) to train on rows alongside them"
@@ -485,14 +514,13 @@ class Run:
         plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if self.version >= steps:
             return
-        actors, components = self.actors, self._components
+        actors = self.actors
         await use_rows(actors.trainer, plan)
-        await components.observer.begin()
+        await self._components.observer.begin()
         while self.version < steps:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self.settings.update_limit_s)
             await self.log(await self._updated(work))
-            if components.checkpoints is not None:
-                await components.checkpoints.after_step(self.version, self._controller_state, last=False)
+            await self._checkpoints.after_step(self.version, self._controller_state, last=False)
         await self.publish()
 
     async def mix(self, rows: Sequence[Row], *, share: float) -> None:
@@ -540,7 +568,9 @@ class Run:
         if not self.settings.evaluation.share:
             await self.evaluate()
         elif not await components.evaluations.begin_concurrent(self.version):
-            components.note(f"no evaluation after step {step}: the previous one is still running (--evaluation.share)")
+            components.outputs.note(
+                f"no evaluation after step {step}: the previous one is still running (--evaluation.share)"
+            )
 
     @property
     def best(self) -> Measurement | None:
@@ -574,39 +604,42 @@ class Run:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _controller_state(self, limit_s: float | None = None) -> ControllerState:
-        return self._components.controller_state(self._best, limit_s)
+        """The controller's current state. Flushes the run's files to disk first. Raises OSError.
+
+        Args:
+            limit_s: seconds for the flush; None is the short limit for a flush that delays a step.
+        """
+        components = self._components
+        files = components.outputs.flush(limit_s)
+        return ControllerState(components.outputs.seconds, files, components.observer.counters(), self._best.best)
 
     def _last_controller_state(self) -> ControllerState:
         # A longer limit, because no step waits for it.
         return self._controller_state(self.settings.checkpoint.grace_s or None)
 
-    async def _checkpoints_settled(self) -> None:
-        if self._begun is not None and self._begun.checkpoints is not None:
-            await self._begun.checkpoints.settled()
-
-    async def _save_before_the_end(self, error: BaseException) -> None:
+    async def _save_before_the_end(self) -> None:
         """Write a last checkpoint, whatever ends the run, if trainer and buffer are alive. Never raises."""
-        grace_s, lost = self.settings.checkpoint.grace_s, self._cluster is not None and self._cluster.interrupts.reason
-        if self._begun is None or self._begun.checkpoints is None or not grace_s or lost or self._rollouts_ended:
+        grace_s = self._checkpoints.grace_s
+        if not grace_s or self._phase is Phase.ENDED or self._cluster.interrupts.reason:
             return
         try:
-            await within(grace_s, self._save_progress(self._begun), "a last checkpoint", on="the disk")
+            await within(grace_s, self._save_progress(), "a last checkpoint", on="the disk")
         except (Exception, asyncio.CancelledError) as failed:  # only logged: the run ends with its own error
             logger.error("no last checkpoint: %s", last_line(failed))
 
-    async def _save_progress(self, components: RunComponents) -> None:
-        assert components.checkpoints is not None
-        await components.checkpoints.alive()
-        held = await components.checkpoints.hold()
-        # Without rollouts the update is supervised, and needs no batch from the buffer.
-        if self._updating is not None and (held > self.version or self._rollouts is None):
+    async def _save_progress(self) -> None:
+        actors = self.actors
+        await check_alive(actors.trainer, actors.buffer)
+        held = await hold(actors.buffer)
+        # During set-up the update is supervised, and needs no batch from the buffer.
+        if self._updating is not None and (held > self.version or self._phase is Phase.SET_UP):
             await asyncio.wait([self._updating])  # waits: for an update that has its batch, which has a deadline
             if not self._updating.cancelled() and self._updating.exception() is None:
                 self._note_update(self._updating.result())
         if self._unlogged is not None:
             await self.log(self._unlogged)
         if self.version:
-            await components.checkpoints.now(self.version, self._last_controller_state)
+            await self._checkpoints.now(self.version, self._last_controller_state)
 
     async def counts(self) -> Counts:
         """The buffer's counts so far."""
@@ -614,16 +647,16 @@ class Run:
 
     async def _end_rollouts(self) -> None:
         """Wait until the newest version is served, close the buffer, and wait for the workers to end."""
-        if self._rollouts is None or self._rollouts_ended:
+        if self._phase is not Phase.ROLLING_OUT:
             return
         await self._components.evaluations.end()
         await self.publisher.wait_until_served()
-        await self._checkpoints_settled()
+        await self._checkpoints.settled()
         # steps() has done this already, unless the recipe left its loop early.
-        if self.version and (checkpoints := self._components.checkpoints) is not None:
-            await checkpoints.after_step(self.version, self._last_controller_state, last=True)
-        await self._checkpoints_settled()
-        self._rollouts_ended = True
+        if self.version:
+            await self._checkpoints.after_step(self.version, self._last_controller_state, last=True)
+        await self._checkpoints.settled()
+        self._phase = Phase.ENDED
         # waits: for the buffer, within a deadline; then for the workers, which end with it
         await self._rollouts.aclose()
 
@@ -690,34 +723,27 @@ async def _train(
     """Call the recipe, and again after each warm restart; returns the folder of the saved model, if it was saved."""
     survivors: Survivors | None = None
     while True:
-        runs: list[Run] = []
-        called = _called(train, settings, Run.open(settings, cluster, folder, resumed, survivors), runs)
+        run = Run(settings, cluster, folder, resumed, survivors)
         try:
             # In a task of its own, because a failing run cancels its task, which must not affect the next run.
-            return await asyncio.create_task(called)  # waits: as long as the run
+            await asyncio.create_task(_call(train, run, settings))  # waits: as long as the run
+            return run.saved
         except Exception as error:
             cluster.interrupts.take_over = None
-            begun = runs[0]._begun if runs else None
-            if begun is None and survivors is not None:
+            if run._begun is None:
+                if survivors is None:
+                    raise
                 logger.error("warm restart failed: %s", last_line(error))
                 raise survivors.cause from error
-            if begun is None:
-                raise
-            survivors = await find_survivors(error, begun, settings, cluster, folder, resumed)
+            survivors = await find_survivors(error, run.actors, run._checkpoints, settings, cluster, folder, resumed)
             if survivors is None:
                 raise
             resumed = survivors.resumed
-            del begun  # so that the ended run is freed
 
 
-async def _called(
-    train: Callable[[Run, S], Awaitable[None]], settings: S, opened: AbstractAsyncContextManager[Run], runs: list[Run]
-) -> Path | None:
-    """Call a recipe with a run, which is appended to ``runs``; returns the folder of the saved model."""
-    async with opened as run:
-        runs.append(run)
+async def _call(train: Callable[[Run, S], Awaitable[None]], run: Run, settings: S) -> None:
+    async with run._opened():
         await train(run, settings)
-    return run.saved
 
 
 # -- supervised rows: sending prompts and answers to the trainer ranks, and updates on them ---------------------------

@@ -79,6 +79,8 @@ PRELOADS = (
 changes transformers."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to set up workers or the buffer."""
+ALIVE_S = 5.0
+"""Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within 2 s."""
 UPDATE_GRACE_S = 15.0
 """Seconds for a rank's error to arrive after the rank's own deadline for its batch."""
 
@@ -270,6 +272,18 @@ async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patie
     return list(answers.values())
 
 
+async def check_alive(trainer: Trainer, buffer: Buffer) -> None:
+    """Raise immediately if a trainer rank or the buffer is lost, so that no checkpoint can be written."""
+    for who, call in (("trainer ranks", trainer.ready.call()), ("buffer", buffer.counts.call_one())):
+        await within(ALIVE_S, call, f"{who} to answer before a last checkpoint", on=who)
+
+
+async def hold(buffer: Buffer) -> int:
+    """Have the buffer stop handing out batches; returns the version after the update in progress, if any."""
+    call = buffer.hold.call_one()
+    return await within(CALL_DEADLINE_S, call, "the buffer to stop handing out batches", on="buffer")
+
+
 async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
     """Have the trainer ranks write the model as a Hugging Face folder; its ``nbytes`` lengthen the deadline."""
     what = f"trainer ranks to save to {folder}"
@@ -387,11 +401,16 @@ async def start_actors(
         pools,
         survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
     )
-    return Actors(buffer, trainer, generators, workers, *_sizes(model, s), tuple(pools), (task, stages))
-
-
-def _sizes(model: ModelConfig, s: RunSettings) -> tuple[int, int]:
-    return model_bytes(model), whole_checkpoint_bytes(model, s.trainer)
+    return Actors(
+        buffer,
+        trainer,
+        generators,
+        workers,
+        model_bytes=model_bytes(model),
+        checkpoint_bytes=whole_checkpoint_bytes(model, s.trainer),
+        frozen=tuple(pools),
+        worker_inputs=(task, stages),
+    )
 
 
 def whole_checkpoint_bytes(model: ModelConfig, settings: TrainerSettings) -> int:

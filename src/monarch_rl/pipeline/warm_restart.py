@@ -18,12 +18,11 @@ from pathlib import Path
 
 from monarch_rl.checkpoint.folders import complete
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
-from monarch_rl.pipeline.components import RunComponents
+from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints, NoCheckpoints
 from monarch_rl.pipeline.recovery import FAILURES_FILE, LostProcesses
 from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.pipeline.start import Actors
+from monarch_rl.pipeline.start import Actors, check_alive
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import disk_limit_s, now, on_disk
 from monarch_rl.runtime.restart import Ending, ending_of
@@ -56,7 +55,8 @@ class Survivors:
 
 async def find_survivors(
     error: Exception,
-    components: RunComponents,
+    actors: Actors,
+    checkpoints: Checkpoints | NoCheckpoints,
     settings: RunSettings,
     cluster: Cluster,
     folder: Path,
@@ -65,15 +65,14 @@ async def find_survivors(
     """Prepare the warm restart of a run that ended with ``error``; None if it has to end.
 
     Args:
-        components: the run's components.
         previous: the state from which this run had resumed; None if it had not.
     """
-    interrupts, checkpoints = cluster.interrupts, components.checkpoints
+    interrupts = cluster.interrupts
     lost = ending_of(error) is Ending.LOST and not (interrupts.received or interrupts.reason)
     since = 0 if previous is None else previous.version
-    if not lost or settings.checkpoint.restarts == 0 or checkpoints is None:
+    if not lost or settings.checkpoint.restarts == 0:
         return None
-    if not await _has_newer_checkpoint(checkpoints, folder, since) or not await _lost(checkpoints):
+    if not await _has_newer_checkpoint(checkpoints, folder, since) or not await _lost(actors):
         return None
     lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / FAILURES_FILE)
     losses.note_lost(LOST, error)
@@ -89,7 +88,7 @@ async def find_survivors(
     except Exception as failed:  # only logged: the run ends with its first error
         logger.error("warm restart failed: %s", last_line(failed))
         return None
-    return Survivors(components.actors, resumed, error, lost_at, losses)
+    return Survivors(actors, resumed, error, lost_at, losses)
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -106,7 +105,7 @@ def _forget_frames(error: BaseException) -> None:
         remaining += current.exceptions if isinstance(current, BaseExceptionGroup) else ()
 
 
-async def _has_newer_checkpoint(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
+async def _has_newer_checkpoint(checkpoints: Checkpoints | NoCheckpoints, folder: Path, since: int) -> bool:
     """Whether a checkpoint after step ``since`` exists or is being written."""
     if checkpoints.writing:
         return True
@@ -127,10 +126,10 @@ def _open_newer(folder: Path, settings: RunSettings, since: int) -> Resumed:
     return resumed
 
 
-async def _lost(checkpoints: Checkpoints) -> bool:
+async def _lost(actors: Actors) -> bool:
     """Whether a trainer rank or the buffer does not answer."""
     try:
-        await checkpoints.alive()
+        await check_alive(actors.trainer, actors.buffer)
     except Exception as error:
         logger.debug("not alive: %s", error)
         return True
