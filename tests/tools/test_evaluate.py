@@ -21,6 +21,7 @@ from monarch_rl.offline.recipes import as_flags, load_recipe
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import to_plain
 from tests import patience
+from tests.model.configs import qwen3
 from tests.pipeline.test_resume import RunSettings, finished_step
 from tests.recipe.running import ROOT, random_model
 from tools import evaluate
@@ -33,7 +34,7 @@ def settings_of(folder: Path) -> RunSettings:
     """Of a run that trains a model there."""
     base = folder / "base"
     base.mkdir(exist_ok=True)
-    (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (base / "config.json").write_text(json.dumps(qwen3().raw))
     (base / "model.safetensors").write_bytes(b"")
     return RunSettings(output=folder / "runs", model=str(base))
 
