@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.algorithms.objectives import Correction, PolicyObjective, RatioObjective
 
-LOSS, ADVANTAGE = "--trainer.loss.policy-loss", "--trainer.loss.advantage"
-TO_BEHAVIOUR = ("--trainer.loss.ratio-to", "behaviour")
+LOSS, ADVANTAGE = "--objective", "--trainer.loss.advantage"
+TO_BEHAVIOUR = ("--objective.ratio-to", "behaviour")
 CORRECTED = "--trainer.loss.corrections"
 FOUR: dict[str, tuple[str, ...]] = {
     "dapo": (LOSS, "ppo_clip", *TO_BEHAVIOUR),
@@ -30,9 +30,9 @@ NEEDS_MORE = {
 }
 """Names of advantages and objectives that the main job alone cannot run, and what they need."""
 MORE: dict[str, tuple[str, ...]] = {
-    "dapo, dual clip 3": (*FOUR["dapo"], "--trainer.loss.dual-clip", "3"),
+    "dapo, dual clip 3": (*FOUR["dapo"], "--objective.dual-clip", "3"),
     "dapo, opsm": (*FOUR["dapo"], CORRECTED, "opsm"),
-    "gspo, clip 0.2": (*FOUR["gspo"], "--trainer.loss.clip-low", "0.2", "--trainer.loss.clip-high", "0.2"),
+    "gspo, clip 0.2": (*FOUR["gspo"], "--objective.clip-low", "0.2", "--objective.clip-high", "0.2"),
     "gspo, opsm": (*FOUR["gspo"], CORRECTED, "opsm"),
     "lag discount 0.8": ("--trainer.loss.lag-discount", "0.8"),
     "token mean": ("--trainer.loss.aggregation", "token_mean"),
@@ -78,15 +78,15 @@ class Case:
 
 
 def _of_losses() -> dict[str, tuple[str, ...]]:
-    """Policy losses that are none of the four."""
+    """Policy objectives that are none of the four."""
     there = {flags[1] for flags in FOUR.values()} | {"pg"}
-    ratios = {name: not loss.has_importance_ratio for name, loss in POLICY_LOSSES.items() if name not in there}
-    return {name: (LOSS, name, *(TO_BEHAVIOUR if ratio else ())) for name, ratio in ratios.items()}
+    others = [name for name in PolicyObjective.names() if name not in there]
+    return {name: (LOSS, name, *(TO_BEHAVIOUR if name in RatioObjective.names() else ())) for name in others}
 
 
 def _of_corrections() -> dict[str, tuple[str, ...]]:
     """The policy gradient without and with each correction."""
-    given: dict[str, tuple[str, ...]] = {"no correction": ()} | {name: (name,) for name in CORRECTIONS}
+    given: dict[str, tuple[str, ...]] = {"no correction": ()} | {name: (name,) for name in Correction.names()}
     return {f"pg, {name}": (LOSS, "pg", CORRECTED, *names) for name, names in given.items()}
 
 
@@ -103,8 +103,8 @@ OTHERS = (
     | {name: flags for name, flags in MORE.items() if name not in (*MENDING, *MENDED)}
 )
 FLAGS = FOUR | OTHERS | MORE
-"""By the names of the cases. What a case does not say is the default: advantage ``dr_grpo``, loss ``ppo_clip`` with the
-ratio to the trainer, correction ``tis``."""
+"""By the names of the cases. What a case does not say is the default: advantage ``dr_grpo``, objective ``ppo_clip``
+with the ratio to the trainer, correction ``tis``."""
 
 
 def plan(seeds: tuple[int, ...]) -> list[Case]:

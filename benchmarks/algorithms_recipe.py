@@ -11,14 +11,13 @@ import asyncio
 import sys
 from pathlib import Path
 
-import tyro
-
-from monarch_rl import Run, launch, reinforcement
+from monarch_rl import Run, cli, launch
 from monarch_rl.runtime.deadlines import within
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
+import ppo  # noqa: E402
 
 POLL_S = 0.1
 
@@ -31,8 +30,7 @@ async def every_slot_filled(run: Run) -> None:
 
 
 async def train(run: Run, s: grpo.Settings) -> None:
-    loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):
@@ -46,4 +44,5 @@ async def train(run: Run, s: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(grpo.Settings, description=__doc__), grpo.task)
+    critic = any(argument.startswith("--trainer.critic.") for argument in sys.argv)  # only recipes/ppo.py has one
+    launch(train, cli(ppo.Settings if critic else grpo.Settings, description=__doc__), grpo.task)

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
@@ -27,10 +25,11 @@ from monarch_rl.generator.actor import Generator  # noqa: E402
 from monarch_rl.generator.engine import Engine  # noqa: E402
 from monarch_rl.generator.parts import OnPart, ignore_part  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.simulate.costs import Distribution  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
-from monarch_rl.trainer.objective import Objective  # noqa: E402
+from monarch_rl.trainer.objective import LossFunction  # noqa: E402
 from monarch_rl.trainer.policy import Policy  # noqa: E402
 
 
@@ -94,7 +93,7 @@ class SlowTrainer(Trainer):
         if "update" not in vars(policy):
             update, seconds = policy.update, self.latencies.update_s
 
-            def slow_update(microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+            def slow_update(microbatches: Sequence[MicroBatch], objective: LossFunction) -> dict[str, float]:
                 due = time.monotonic() + seconds
                 figures = update(microbatches, objective)
                 time.sleep(max(0.0, due - time.monotonic()))
@@ -113,7 +112,7 @@ def main(latencies: Latencies, arguments: Sequence[str]) -> None:
     SlowGenerator.latencies = SlowTrainer.latencies = latencies
     start.Generator = SlowGenerator  # type: ignore[misc]
     start.Trainer = SlowTrainer  # type: ignore[misc]
-    run.launch(grpo.train, tyro.cli(grpo.Settings, args=arguments))
+    run.launch(grpo.train, cli(grpo.Settings, args=arguments))
 
 
 if __name__ == "__main__":

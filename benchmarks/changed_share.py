@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
@@ -38,7 +39,7 @@ from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_span
 from monarch_rl.weights.delta import encode, stats, wire_bound
@@ -130,7 +131,7 @@ def measure(s: Settings, model: Path, text: np.ndarray[Any, Any], lr: float) -> 
     shares, compressions = [], []
     for step in range(s.steps):
         started = time.perf_counter()
-        metrics = policy.update(make_batch(s, text, step, policy), reinforcement(settings.loss))
+        metrics = policy.update(make_batch(s, text, step, policy), loss_function(PPOClip(), settings.loss))
         current = served(policy)
         found = stats(wire[: encode(previous, current, 2, BUCKET_BYTES, wire)])
         sums = torch.tensor([found.changed, found.elements, found.wire_bytes, found.dense_bytes], dtype=torch.float64)

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
-from monarch_rl import reinforcement  # noqa: E402
 from monarch_rl.buffer.actor import Buffer  # noqa: E402
 from monarch_rl.episode.episode import (
     Group,  # noqa: E402
@@ -39,6 +37,7 @@ from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.rollout import scoring  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.process import die_with_parent  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 
 FOLDER, STUCK_S = Path(sys.argv[1]), float(sys.argv[2] or scoring.STUCK_S)
@@ -103,8 +102,7 @@ async def slow_update(*arguments: Any) -> Any:
 
 async def train(going: run.Run, s: grpo.Settings) -> None:
     """The recipe's loop, until it is told to end."""
-    loss = s.trainer.loss
-    await going.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    await going.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in going.steps(s.steps):
         await going.step()
         await going.evaluate_after(step)
@@ -119,4 +117,4 @@ if __name__ == "__main__":
     start.Generator = FailingGenerator  # type: ignore[misc]
     start.Buffer = FailingBuffer  # type: ignore[misc]
     run.update = slow_update  # type: ignore[assignment]
-    run.launch(train, tyro.cli(grpo.Settings, args=sys.argv[3:]))
+    run.launch(train, cli(grpo.Settings, args=sys.argv[3:]))

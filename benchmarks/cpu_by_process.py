@@ -19,7 +19,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from processes import ProcessTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -28,7 +27,7 @@ import grpo  # noqa: E402
 
 from monarch_rl.pipeline.run import Run, launch  # noqa: E402
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
 IDLE_DEADLINE_S = 60.0
@@ -109,8 +108,7 @@ async def wait_until_idle(run: Run) -> None:
 
 async def train(run: Run, s: Settings) -> None:
     """The recipe's loop, with a look at all processes at its beginning, end and afterwards."""
-    loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
             tree = ProcessTree(os.getpid())
@@ -155,4 +153,4 @@ def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__))
+    launch(train, cli(Settings, description=__doc__))

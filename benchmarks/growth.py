@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 from monarch.actor import Actor
 from processes import SHARED_MEMORY, Look, ProcessTree, above_goal, growth, look_at, shared_files, shared_inodes
 from reporting import short
@@ -39,7 +38,7 @@ from monarch_rl.runtime.endpoint import (
     concurrent_endpoint,  # noqa: E402
     members,  # noqa: E402
 )
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 
 
@@ -140,8 +139,7 @@ class Growth:
 
 async def train(run: Run, s: Settings) -> None:
     """The recipe's loop without evaluations, with looks at all processes."""
-    loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     assert isinstance(run._cluster, Cluster)
     growing = Growth(run._cluster)
     every = max(1, s.steps // s.looks)
@@ -180,4 +178,4 @@ def report(growing: Growth, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__))
+    launch(train, cli(Settings, description=__doc__))

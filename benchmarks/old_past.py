@@ -40,7 +40,6 @@ from monarch_rl.pipeline.start import save
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.reasoning_gym import TaskSource
-from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
@@ -92,8 +91,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
             await save(run.actors.trainer, folders[-1])
 
     async with Run.open(replace(job, model=str(model)), cluster) as run:
-        loss = job.trainer.loss
-        await run.start(grpo.task(job), advantage=loss.advantage, objective=reinforcement(loss))
+        await run.start(grpo.task(job), advantage=job.trainer.loss.advantage, objective=job.objective)
         async for _ in run.steps(s.steps):
             await keep(run)
             await run.update()

@@ -34,6 +34,7 @@ from trl_sides import ROOT, make_model
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, grpo
 from monarch_rl.algorithms.group_view import Advantage
+from monarch_rl.algorithms.objectives import CISPO, GSPO, OPSM, SAPO, Objective, PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
@@ -44,7 +45,7 @@ from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.batch import pack
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train
@@ -72,6 +73,7 @@ class Loss:
     """Log-probs that are given: ``old``, ``reference``. Without ``old`` the ratio is 1."""
     advantage: Advantage | None = None
     """Ours; None is the one that the settings name."""
+    objective: Objective = PPOClip()
 
 
 OLD = ("old",)
@@ -86,21 +88,23 @@ LOSSES = {
     "dapo, stale": Loss(TOKENS, DAPO, OLD),
     "grpo, stale": Loss(SEQUENCES, DAPO | {"loss_type": "grpo", "scale_rewards": "group"}, OLD, TRL_GRPO),
     "dr_grpo, stale": Loss(UNCORRECTED, DAPO | {"loss_type": "dr_grpo"}, OLD),
-    "dapo, dual clip, stale": Loss(replace(TOKENS, dual_clip=1.5), DAPO | {"delta": 1.5}, OLD),
+    "dapo, dual clip, stale": Loss(TOKENS, DAPO | {"delta": 1.5}, OLD, objective=PPOClip(dual_clip=1.5)),
     "gspo, stale": Loss(
-        replace(SEQUENCES, policy_loss="gspo", clip_low=0.1, clip_high=0.1),
+        SEQUENCES,
         {"loss_type": "grpo", "scale_rewards": "none", "importance_sampling_level": "sequence"}
         | {"epsilon": 0.1, "epsilon_high": 0.1},
         OLD,
+        objective=GSPO(clip_low=0.1, clip_high=0.1),
     ),
     "cispo, stale": Loss(
-        replace(TOKENS, policy_loss="cispo", clip_high=0.3),
+        TOKENS,
         {"loss_type": "cispo", "scale_rewards": "none", "epsilon_high": 1.3},
         OLD,
+        objective=CISPO(clip_high=0.3),
     ),
-    "sapo, stale": Loss(replace(SEQUENCES, policy_loss="sapo"), {"loss_type": "sapo", "scale_rewards": "none"}, OLD),
+    "sapo, stale": Loss(SEQUENCES, {"loss_type": "sapo", "scale_rewards": "none"}, OLD, objective=SAPO()),
     "dapo, opsm, stale": Loss(
-        replace(TOKENS, corrections=("opsm",), opsm_kl=0.05), DAPO | {"off_policy_mask_threshold": 0.05}, OLD
+        replace(TOKENS, corrections=(OPSM(max_kl=0.05),)), DAPO | {"off_policy_mask_threshold": 0.05}, OLD
     ),
     "dapo, KL k3": Loss(
         replace(TOKENS, kl_coefficient=0.04), DAPO | {"beta": 0.04, "use_bias_correction_kl": False}, ("reference",)
@@ -186,7 +190,7 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
     advantage = loss.advantage or ADVANTAGES[loss.ours.advantage]()
-    metrics, _ = train(policy, shard, LoadedFunctions(advantage, reinforcement(loss.ours)), NEW_TOKENS)
+    metrics, _ = train(policy, shard, LoadedFunctions(advantage, loss_function(loss.objective, loss.ours)), NEW_TOKENS)
     return metrics, gradients(policy)
 
 

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import grpo  # noqa: E402
+
+from monarch_rl.algorithms.objectives import PPOClip  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 
 JobName = Literal["main", "syllogism"]
 MODEL_DEADLINE_S = 1800.0
@@ -100,7 +101,7 @@ def recipe_arguments(job: Job, model: Path, seed: int, steps: int) -> list[str]:
 
 def ours(side: Side, arguments: list[str], folder: Path) -> list[str]:
     """The command of our side. TRL's loss is divided by the tokens that a completion may have."""
-    tokens = tyro.cli(grpo.Settings, args=arguments).rollout.max_new_tokens
+    tokens = cli(grpo.Settings, args=arguments).rollout.max_new_tokens
     loss = ["--trainer.loss.max-tokens", str(tokens)]
     recipe = str(ROOT / "recipes" / "grpo.py")
     return [sys.executable, recipe, *arguments, *loss, *side.arguments, "--output", str(folder)]
@@ -115,7 +116,11 @@ def theirs(python: Path, description: Path, devices: int) -> list[str]:
 
 def describe(arguments: list[str], side: Side, seed: int, held_out: int, folder: Path) -> dict[str, Any]:
     """The job for trl_train.py and trl_evaluate.py: what the recipe would do with ``arguments``."""
-    s = tyro.cli(grpo.Settings, args=arguments)
+    s = cli(grpo.Settings, args=arguments)
+    if not isinstance(s.objective, PPOClip):
+        raise ValueError(
+            f"--objective {s.objective.name}: TRL's side of this benchmark has PPO's clip only. Leave it out"
+        )
     return {
         "folder": str(folder),
         "model": s.model,
@@ -130,8 +135,8 @@ def describe(arguments: list[str], side: Side, seed: int, held_out: int, folder:
         "weight_decay": s.trainer.weight_decay,
         "lr_warmup_steps": s.trainer.lr_warmup_steps,
         "max_grad_norm": s.trainer.max_grad_norm,
-        "clip_low": s.trainer.loss.clip[0],
-        "clip_high": s.trainer.loss.clip[1],
+        "clip_low": s.objective.clip_low,
+        "clip_high": s.objective.clip_high,
         "loss_type": LOSS_TYPES[s.trainer.loss.aggregation],
         "scale_rewards": REWARD_SCALES[s.trainer.loss.advantage],
         "threads": side.threads,

@@ -12,13 +12,13 @@ groups are rolled out, and the student is trained to minimise the reverse KL div
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-import tyro
+from typing import Annotated
 
 from monarch_rl import (
+    Distillation,
     FrozenSettings,
     LossSettings,
+    Objective,
     Range,
     ReasoningGym,
     RolloutSettings,
@@ -27,9 +27,8 @@ from monarch_rl import (
     Task,
     TaskSettings,
     TrainerSettings,
-    distillation,
+    cli,
     launch,
-    reinforcement,
     teacher,
 )
 
@@ -53,14 +52,13 @@ class Settings(RunSettings):
     snapshot_every: Annotated[int, Range(0, 10**9, "0 is never")] = 0
     """Versions after which the teacher loads the student's current weights, for self-distillation: give the student's
     own folder as `teacher`. 0 is never."""
-    by: Literal["loss", "advantage"] = "loss"
-    """`loss`: minimise the divergence directly. `advantage`: use log teacher - log student as each token's advantage in
-    the policy gradient of trainer.loss."""
     steps: int = 100
     """Training steps, each on one batch."""
     evaluate_every: int = 20
     """Steps between evaluations; 0 evaluates only before and after training."""
     task: TaskSettings = field(default_factory=lambda: TASK)
+    # `--objective ppo_clip` instead uses log teacher - log student as each token's advantage in the policy gradient.
+    objective: Objective = field(default_factory=Distillation)
     trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
 
@@ -73,9 +71,8 @@ async def train(run: Run, s: Settings) -> None:
     reader = run.frozen("teacher", s.teacher, s.frozen, snapshot_every=s.snapshot_every)
     # The stage fills the column `teacher`. To train on rewards, too: stages=[reference(reader)], advantage="dr_grpo",
     # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-in reward.
-    objective = distillation(s.trainer.loss) if s.by == "loss" else reinforcement(s.trainer.loss)
-    stages = [teacher(reader, top=s.trainer.loss.teacher_top)]
-    await run.start(task(s), advantage="distillation", objective=objective, stages=stages)
+    top = s.objective.top if isinstance(s.objective, Distillation) else 0
+    await run.start(task(s), advantage="distillation", objective=s.objective, stages=[teacher(reader, top=top)])
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):
@@ -86,4 +83,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-import tyro
-
 from monarch_rl import (
     BySeat,
     FrozenModel,
@@ -28,9 +26,9 @@ from monarch_rl import (
     RunSettings,
     Task,
     TrainerSettings,
+    cli,
     dr_grpo,
     launch,
-    reinforcement,
 )
 
 SEATS = ("first", "second")
@@ -85,7 +83,7 @@ async def train(run: Run, s: Settings) -> None:
     start = run.frozen("start", s.model)
     # Each seat is compared with the same seat in the other games with the same number of stones. The alternative is
     # SeatBaselines(), a running mean of each seat's rewards (RAE, arXiv:2506.24119).
-    await run.start(task(s, start), advantage=BySeat(dr_grpo), objective=reinforcement(s.trainer.loss))
+    await run.start(task(s, start), advantage=BySeat(dr_grpo), objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):
@@ -96,4 +94,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

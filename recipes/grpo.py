@@ -9,15 +9,13 @@ of episodes on the generators and submit them to a buffer; the trainer takes a b
 new weights are transferred to the generators while they decode. No token is trained that is more than
 buffer.max-policy-lag versions old.
 
-The flags that matter most: --model, --steps, --groups-per-step, --task.name, --trainer.lr, --trainer.ranks,
---generator.replicas, --rollout.group-size, --rollout.max-new-tokens, --buffer.max-policy-lag.
+The flags that matter most: --model, --steps, --groups-per-step, --task.name, --objective, --trainer.lr,
+--trainer.ranks, --generator.replicas, --rollout.group-size, --rollout.max-new-tokens, --buffer.max-policy-lag.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import tyro
 
 from monarch_rl import (
     ReasoningGym,
@@ -27,8 +25,8 @@ from monarch_rl import (
     Task,
     TaskSettings,
     TrainerSettings,
+    cli,
     launch,
-    reinforcement,
 )
 
 # The task: the prompt is "cat -> ", the answer "tac". The reward is 1 for exactly the word spelled backward, else 0.
@@ -55,12 +53,11 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    loss = s.trainer.loss
     # The advantage: how much better an episode is than its group; "grpo" divides by the group's standard deviation,
-    # "dr_grpo" does not. The loss: the policy gradient, with importance weights for tokens sampled by older versions
-    # (`--trainer.loss.*`). Both are functions, of a group and of the log-probs of a micro-batch, which you can replace
-    # by your own (docs/algorithms.md).
-    await run.start(task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    # "dr_grpo" does not. The objective: PPO's clip, or `--objective NAME`, with importance weights for tokens sampled
+    # by older versions (`--trainer.loss.corrections`). Instead of either you can give a function of your own, of a
+    # group or of the log-probs of a micro-batch (docs/algorithms.md).
+    await run.start(task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):  # rollouts continue throughout
@@ -73,4 +70,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import grpo
-import tyro
 
-from monarch_rl import LoraSettings, TrainerSettings, launch
+from monarch_rl import LoraSettings, TrainerSettings, cli, launch
 
 # Five times grpo.py's rate: on the tiny model, over three seeds, held-out accuracy rose from 41 to 56 % to 76 to 82 %
 # (benchmarks/results/main_job_lora_cpu.txt; full training: 81 to 87 %). With one of the seeds 3e-3 gave 67 %, and at
@@ -29,4 +28,4 @@ class Settings(grpo.Settings):
 
 
 if __name__ == "__main__":
-    launch(grpo.train, tyro.cli(Settings, description=__doc__), grpo.task)
+    launch(grpo.train, cli(Settings, description=__doc__), grpo.task)

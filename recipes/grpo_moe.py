@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import grpo
-import tyro
 
-from monarch_rl import RolloutSettings, TrainerSettings, launch
+from monarch_rl import RolloutSettings, TrainerSettings, cli, launch
 
 TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, expert_parallel=2, router_replay="replay")
 ROLLOUT = RolloutSettings(max_new_tokens=8, concurrent_groups=64, top_k=20, top_p=0.95, keep_sampling_mask=True)
@@ -31,4 +30,4 @@ class Settings(grpo.Settings):
 
 
 if __name__ == "__main__":
-    launch(grpo.train, tyro.cli(Settings, description=__doc__), grpo.task)
+    launch(grpo.train, cli(Settings, description=__doc__), grpo.task)

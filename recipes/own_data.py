@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from monarch_rl import (
     Questions,
     Range,
@@ -21,10 +19,10 @@ from monarch_rl import (
     RunSettings,
     Task,
     TrainerSettings,
+    cli,
     dr_grpo,
     jsonl,
     launch,
-    reinforcement,
 )
 
 
@@ -57,7 +55,7 @@ def task(s: Settings) -> Task:
 
 async def train(run: Run, s: Settings) -> None:
     words = task(s)
-    await run.start(words, advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    await run.start(words, advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(words.items, range(200))]
@@ -72,4 +70,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import tyro
-
 from monarch_rl import (
     EvaluationSettings,
     Message,
@@ -25,9 +23,9 @@ from monarch_rl import (
     Task,
     TrainerSettings,
     assistant,
+    cli,
     dr_grpo,
     launch,
-    reinforcement,
     run_tools,
     tool,
     user,
@@ -106,7 +104,7 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    await run.start(task(s), advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):
@@ -116,4 +114,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -25,6 +25,7 @@ from monarch_rl.offline.program import run_program
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
 from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.settings import TrainerSettings, check_trained
 from monarch_rl.weights.transport import TransferSettings
@@ -75,6 +76,14 @@ MODELS = {
 
 
 @dataclass(frozen=True)
+class Trainer(TrainerSettings, flags="trainer"):
+    """The trainer mesh, its micro-batches and its critic, as in recipes/ppo.py."""
+
+    critic: CriticSettings = NO_CRITIC
+    """The critic, which the advantage `gae` needs."""
+
+
+@dataclass(frozen=True)
 class Options:
     """Settings of the run (see the top of this file)."""
 
@@ -82,8 +91,8 @@ class Options:
     """A model of the table, or a Hugging Face folder; empty prints the table."""
     gpu: int = 80
     """Memory of a GPU: 24, 40, 80 or 141 GB, or any other number of GiB."""
-    trainer: TrainerSettings = field(
-        default_factory=lambda: TrainerSettings(ranks=1, activation_checkpoint="full", tokens_per_microbatch=8192)
+    trainer: Trainer = field(
+        default_factory=lambda: Trainer(ranks=1, activation_checkpoint="full", tokens_per_microbatch=8192)
     )
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     weights: TransferSettings = field(default_factory=TransferSettings)

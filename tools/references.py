@@ -24,6 +24,7 @@ import platform
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,13 @@ def names_of(value: Any, above: str = "") -> set[str]:
 def flags_of(value: Any, above: str = "") -> dict[str, str]:
     """Each flag of a recipe's settings and its default."""
     found: dict[str, str] = {}
+    hints = typing.get_type_hints(type(value), include_extras=True)
     for field in dataclasses.fields(value):
         inner, name = getattr(value, field.name), above + field.name.replace("_", "-")
+        if tyro.conf.Suppress in typing.get_args(hints[field.name]):
+            continue
+        if field.name == "name" and hasattr(value, "of_name"):  # the flag is the family's: --objective
+            name = above.removesuffix(".")
         found |= flags_of(inner, f"{name}.") if dataclasses.is_dataclass(inner) else {name: str(inner)}
     return found
 

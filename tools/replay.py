@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import runpy
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,17 @@ from monarch_rl.trainer.plan import read_plan
 
 
 def objective_of(name: str, plan: Any) -> ByValue[Any]:
-    """The objective or policy loss called ``name``, or the function ``FILE:FUNCTION``. Raises ValueError if it does not
-    exist, or is incompatible with the run's other loss settings."""
-    from monarch_rl.algorithms.functions import named
-    from monarch_rl.algorithms.losses import POLICY_LOSSES
-    from monarch_rl.trainer.objective import OBJECTIVES, reinforcement
+    """The objective called ``name``, with its default parameters, or the function ``FILE:FUNCTION``. Raises ValueError
+    if it does not exist, or is incompatible with the run's loss settings."""
+    from monarch_rl.algorithms.objectives import Objective
+    from monarch_rl.trainer.objective import loss_function, supervised
 
     path, _, function = name.rpartition(":")
-    if name in POLICY_LOSSES:
-        return ByValue(reinforcement(replace(plan.settings.loss, policy_loss=name)), f"the policy loss {name}")
+    if name == "supervised":
+        return ByValue(supervised, "the objective supervised")
     if not path:
-        return ByValue(named(OBJECTIVES, name, "objective")(plan.settings.loss), f"the objective {name}")
+        objective = Objective.defaults_of(name)
+        return ByValue(loss_function(objective, plan.settings.loss), f"the objective {name}")
     found = runpy.run_path(path, run_name="replayed").get(function)
     if not callable(found):
         raise ValueError(f"{path} has no function {function}")
@@ -128,7 +127,7 @@ def main() -> int:
     parser.add_argument("--from", dest="first", type=int, help="first step to show (default: the first in the journal)")
     parser.add_argument("--to", dest="last", type=int, help="last step (default: the last in the journal)")
     parser.add_argument(
-        "--objective", default="", help="objective, policy loss (such as gspo) or FILE:FUNCTION, instead of the run's"
+        "--objective", default="", help="objective (such as gspo) or FILE:FUNCTION, instead of the run's"
     )
     parser.add_argument("--open", dest="opened", type=int, help="step whose episodes are shown")
     parser.add_argument("--bytes", action="store_true", help="only print the size of the journal")

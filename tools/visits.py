@@ -125,11 +125,9 @@ def follow_launch(tree: Path, output: str) -> None:
 def follow_batch(tree: Path) -> None:
     """Train one batch of the tree's tests on one rank, after another one; prints the turns."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    from monarch_rl.algorithms.advantages import dr_grpo
     from monarch_rl.runtime.network import free_port
     from monarch_rl.trainer import step
-    from monarch_rl.trainer.functions import LoadedFunctions
-    from monarch_rl.trainer.objective import reinforcement
+    from monarch_rl.trainer.functions import TrainingFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.settings import TrainerSettings
     from tests.trainer import batches
@@ -139,7 +137,7 @@ def follow_batch(tree: Path) -> None:
     batches.VOCABULARY = 90  # the model of the references has few more
     settings = TrainerSettings(ranks=1)
     policy = Policy(ROOT / MODEL, settings, total_steps=2)
-    functions = LoadedFunctions(dr_grpo, reinforcement(settings.loss))
+    functions = TrainingFunctions.of_settings(settings.loss).load()
     # What only the first batch does, such as to compile, is no part of the path.
     step.train(policy, packed_shard(policy, 0), functions, batches.MAX_NEW_TOKENS)
     reader = Reader(tree, "trainer/step.py", "train")

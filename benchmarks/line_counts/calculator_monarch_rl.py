@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import tyro
-
-from monarch_rl import Policy, Run, RunSettings, Task, dr_grpo, launch, reinforcement, run_tools
+from monarch_rl import Policy, Run, RunSettings, Task, cli, dr_grpo, launch, run_tools
 
 
 def multiply(a: int, b: int) -> int:
@@ -57,11 +55,11 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    await run.start(task(s), advantage=dr_grpo, objective=s.objective)
     async for _ in run.steps(s.steps):
         await run.step()
     await run.evaluate()
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from monarch_rl import (
     Questions,
     RolloutSettings,
@@ -15,10 +13,10 @@ from monarch_rl import (
     RunSettings,
     Task,
     TrainerSettings,
+    cli,
     dr_grpo,
     jsonl,
     launch,
-    reinforcement,
 )
 
 
@@ -46,7 +44,7 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    await run.start(task(s), advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for _ in run.steps(s.steps):
@@ -55,4 +53,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__), task)

@@ -28,6 +28,19 @@ if TYPE_CHECKING:  # for mypy and "go to definition"; a test compares it with th
     from monarch_rl.algorithms.functions import of_batch as of_batch
     from monarch_rl.algorithms.functions import other_tokens as other_tokens
     from monarch_rl.algorithms.group_view import GroupView as GroupView
+    from monarch_rl.algorithms.objectives import CISPO as CISPO
+    from monarch_rl.algorithms.objectives import DPPO as DPPO
+    from monarch_rl.algorithms.objectives import GSPO as GSPO
+    from monarch_rl.algorithms.objectives import OPSM as OPSM
+    from monarch_rl.algorithms.objectives import SAPO as SAPO
+    from monarch_rl.algorithms.objectives import TIS as TIS
+    from monarch_rl.algorithms.objectives import DecoupledPPO as DecoupledPPO
+    from monarch_rl.algorithms.objectives import Distillation as Distillation
+    from monarch_rl.algorithms.objectives import IcePop as IcePop
+    from monarch_rl.algorithms.objectives import Objective as Objective
+    from monarch_rl.algorithms.objectives import PolicyGradient as PolicyGradient
+    from monarch_rl.algorithms.objectives import PPOClip as PPOClip
+    from monarch_rl.algorithms.objectives import SequenceMask as SequenceMask
     from monarch_rl.buffer.settings import BufferSettings as BufferSettings
     from monarch_rl.checkpoint.journal import JournalSettings as JournalSettings
     from monarch_rl.checkpoint.settings import CheckpointSettings as CheckpointSettings
@@ -53,6 +66,7 @@ if TYPE_CHECKING:  # for mypy and "go to definition"; a test compares it with th
     from monarch_rl.rollout.stages import Stage as Stage
     from monarch_rl.rollout.teachers import reference as reference
     from monarch_rl.rollout.teachers import teacher as teacher
+    from monarch_rl.settings.cli import cli as cli
     from monarch_rl.settings.ranges import Range as Range
     from monarch_rl.tasks.environment import Environment as Environment
     from monarch_rl.tasks.mathematics import MathReward as MathReward
@@ -75,8 +89,6 @@ if TYPE_CHECKING:  # for mypy and "go to definition"; a test compares it with th
     from monarch_rl.trainer.batch import MicroBatch as MicroBatch
     from monarch_rl.trainer.loss_settings import CriticSettings as CriticSettings
     from monarch_rl.trainer.loss_settings import LossSettings as LossSettings
-    from monarch_rl.trainer.objective import distillation as distillation
-    from monarch_rl.trainer.objective import reinforcement as reinforcement
     from monarch_rl.trainer.objective import supervised as supervised
     from monarch_rl.trainer.settings import TrainerSettings as TrainerSettings
     from monarch_rl.trainer.token_logprobs import TokenLogprobs as TokenLogprobs
@@ -87,6 +99,8 @@ _NAMES = {
     "rloo",
     "monarch_rl.algorithms.functions": "entropy_gradient needs of_batch other_tokens",
     "monarch_rl.algorithms.group_view": "GroupView",
+    "monarch_rl.algorithms.objectives": "CISPO DPPO GSPO OPSM SAPO TIS DecoupledPPO Distillation IcePop Objective "
+    "PPOClip PolicyGradient SequenceMask",
     "monarch_rl.buffer.settings": "BufferSettings",
     "monarch_rl.checkpoint.journal": "JournalSettings",
     "monarch_rl.checkpoint.settings": "CheckpointSettings",
@@ -104,6 +118,7 @@ _NAMES = {
     "monarch_rl.rollout.settings": "RolloutSettings",
     "monarch_rl.rollout.stages": "DropGroup Stage",
     "monarch_rl.rollout.teachers": "reference teacher",
+    "monarch_rl.settings.cli": "cli",
     "monarch_rl.settings.ranges": "Range",
     "monarch_rl.tasks.environment": "Environment",
     "monarch_rl.tasks.mathematics": "MathReward",
@@ -119,7 +134,7 @@ _NAMES = {
     "monarch_rl.tasks.verifiers": "Verifiers",
     "monarch_rl.trainer.batch": "MicroBatch",
     "monarch_rl.trainer.loss_settings": "CriticSettings LossSettings",
-    "monarch_rl.trainer.objective": "distillation reinforcement supervised",
+    "monarch_rl.trainer.objective": "supervised",
     "monarch_rl.trainer.settings": "TrainerSettings",
     "monarch_rl.trainer.token_logprobs": "TokenLogprobs",
     "monarch_rl.weights.transport": "TransferSettings",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from monarch_rl.algorithms.advantages import grpo
+from monarch_rl.algorithms.objectives import Distillation, PPOClip
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find, full_name
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
@@ -21,7 +22,7 @@ from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
 from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import distillation, reinforcement, supervised
+from monarch_rl.trainer.objective import loss_function, supervised
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.watch.process_poller import LoopLag
 from tests.trainer.batches import batch, shard
@@ -112,8 +113,9 @@ def test_what_the_objectives_sum_is_in_it() -> None:
         "logprob_difference": "logprob_difference_p50",
     }
     batches[0].columns["teacher"] = batches[0].behaviour_logprobs
-    for objective in (reinforcement(LossSettings()), distillation(LossSettings()), supervised):
-        _, sums = objective(output, batches[0])
+    ours = [loss_function(objective, LossSettings()) for objective in (PPOClip(), Distillation())]
+    for function in [*ours, supervised]:
+        _, sums = function(output, batches[0])
         check([f"trainer/{made_of_them.get(name, name)}" for name in sums])
 
 

@@ -9,13 +9,14 @@ import pytest
 
 from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.algorithms.objectives import PolicyGradient, PPOClip
 from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
 from monarch_rl.offline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import Objective, evaluate_objective, supervised
+from monarch_rl.trainer.objective import LossFunction, evaluate_loss, supervised
 from monarch_rl.trainer.plan import TrainerPlan, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards
@@ -29,12 +30,12 @@ def plan_of(functions: TrainingFunctions | None = None, loss: LossSettings | Non
 
 def test_a_replay_goes_on_with_what_the_functions_remembered() -> None:
     """Also where another objective takes the place of the run's."""
-    functions = TrainingFunctions.of(SeatBaselines(), "reinforcement", LossSettings())
+    functions = TrainingFunctions.of(SeatBaselines(), PPOClip(), LossSettings())
     run, groups = functions.load(), [GroupView.of([1.0, 3.0])]
     advantages_of(groups, run.advantage)
     saved = run.state_dict()
     expected = fingerprint(advantages_of(groups, run.advantage))
-    other: ByValue[Objective] = ByValue(supervised, "the objective")
+    other: ByValue[LossFunction] = ByValue(supervised, "the objective")
     for objective in (None, other):
         replayed = functions_of(plan_of(functions), objective, saved)
         assert fingerprint(advantages_of(groups, replayed.advantage)) == expected
@@ -42,15 +43,16 @@ def test_a_replay_goes_on_with_what_the_functions_remembered() -> None:
     assert fingerprint(advantages_of(groups, begun.advantage)) != expected
 
 
-def test_a_replay_takes_policy_losses_by_name() -> None:
-    plan = plan_of(loss=LossSettings(policy_loss="pg", corrections=()))
+def test_a_replay_takes_objectives_by_name() -> None:
+    loss_settings = LossSettings(corrections=())
+    plan = plan_of(TrainingFunctions.of("dr_grpo", PolicyGradient(), loss_settings), loss_settings)
 
     def loss(name: str | None) -> float:
         chosen = None if name is None else objective_of(name, plan)
-        return evaluate_objective(functions_of(plan, chosen, {}).objective, *made())[0].item()
+        return evaluate_loss(functions_of(plan, chosen, {}).objective, *made())[0].item()
 
     assert loss(None) == loss("pg") != loss("gspo")
-    assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None
+    assert functions_of(plan, objective_of("supervised", plan), {}).objective is supervised
     with pytest.raises(ValueError, match="'gsp'"):
         objective_of("gsp", plan)
 

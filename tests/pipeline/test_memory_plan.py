@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.settings import RunSettings, engine_sides, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.cli import cli
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings, TransportName
 from recipes.grpo import Settings
@@ -226,9 +226,7 @@ def commands_for_gpus() -> list[list[str]]:
 
 def test_the_readmes_commands_train_a_real_model_that_fits_80_gb() -> None:
     """Not with the tiny model's learning rate, answers and task, which are the recipe's defaults."""
-    apart, shared = (
-        tyro.cli(Settings, args=words[words.index("recipes/grpo.py") + 1 :]) for words in commands_for_gpus()
-    )
+    apart, shared = (cli(Settings, args=words[words.index("recipes/grpo.py") + 1 :]) for words in commands_for_gpus())
     assert not apart.colocate and shared.colocate
     for s in (apart, shared):
         check_gpu_memory(MODELS[s.model.removeprefix("Qwen/")], memory_sides(s), gpus(80))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.algorithms.advantages import grpo
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
@@ -168,5 +169,5 @@ async def test_a_filter_that_drops_what_teaches_warns_before_anything_is_spawned
                 patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
                 patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
                 with pytest.raises(RuntimeError, match="spawned"):
-                    await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective="reinforcement")
+                    await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective=PPOClip())
             assert (bool(re.search("warning: buffer.drop-equal-rewards: .*reinforce_pp", said.getvalue()))) == warns

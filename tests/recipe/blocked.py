@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
 
 from monarch_rl.pipeline import run, start  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
@@ -36,4 +35,4 @@ class BlockedTrainer(Trainer):
 
 if __name__ == "__main__":
     start.Trainer = BlockedTrainer  # type: ignore[misc]
-    run.launch(grpo.train, tyro.cli(grpo.Settings, args=sys.argv[2:]))
+    run.launch(grpo.train, cli(grpo.Settings, args=sys.argv[2:]))

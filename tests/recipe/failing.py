@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
 from failing_reward import episode  # type: ignore[import-not-found]  # noqa: E402
 
 from monarch_rl.pipeline import run  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.tasks.task import Task  # noqa: E402
 
 
@@ -32,4 +31,4 @@ async def train(begun: Any, settings: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    run.launch(train, tyro.cli(grpo.Settings), failing)
+    run.launch(train, cli(grpo.Settings), failing)

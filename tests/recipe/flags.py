@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
+import tyro
 
+from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.settings.ranges import Range, limits
+from monarch_rl.settings.ranges import NamedSettings, Range, limits
 from monarch_rl.tasks.task import Task
 from tests.recipe.running import ROOT
 
@@ -65,15 +67,25 @@ def name_of(settings: RunSettings) -> str:
     return type(settings).__module__.removeprefix("recipes.")
 
 
-def flags(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each flag with its value and its type."""
-    hints = typing.get_type_hints(type(settings))
+def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Each flag, the settings that hold it, and its name there; without what a recipe's command line leaves out."""
+    hints = typing.get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+        if tyro.conf.Suppress in typing.get_args(hints[field.name]):
+            continue
         if dataclasses.is_dataclass(value):
-            yield from flags(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
+        elif isinstance(settings, NamedSettings) and field.name == "name":  # it has the family's flag: `--objective`
+            yield prefix.removesuffix("."), settings, field.name
         else:
-            yield name, value, hints[field.name]
+            yield name, settings, field.name
+
+
+def flags(settings: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each flag with its value and its type."""
+    for flag, part, name in leaves(settings):
+        yield flag, getattr(part, name), typing.get_type_hints(type(part))[name]
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -107,7 +119,12 @@ def typed(hint: Any, wrong: str) -> Any:
 def with_flag(settings: Any, flag: str, value: Any) -> Any:
     """Settings with one of them changed."""
     name, _, rest = flag.replace("-", "_").partition(".")
-    return replace(settings, **{name: with_flag(getattr(settings, name), rest, value) if rest else value})
+    inner = getattr(settings, name)
+    if rest:
+        value = with_flag(inner, rest, value)
+    elif isinstance(inner, Objective):
+        value = Objective.defaults_of(value)
+    return replace(settings, **{name: value})
 
 
 class Spawning(Exception):
@@ -137,15 +154,10 @@ def accept(settings: RunSettings) -> Path:
     return cast(Path, reached.value.args[0])
 
 
-def ranges(settings: Any, prefix: str = "") -> Iterator[tuple[str, Range | None]]:
+def ranges(settings: Any) -> Iterator[tuple[str, Range | None]]:
     """Each flag with the range of its numbers."""
-    allowed = limits(type(settings))
-    for field in dataclasses.fields(settings):
-        value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            yield from ranges(value, f"{name}.")
-        else:
-            yield name, allowed[field.name][0]
+    for flag, part, name in leaves(settings):
+        yield flag, limits(type(part))[name][0]
 
 
 def another(value: Any, hint: Any, allowed: Range | None, chance: random.Random) -> Any:
@@ -197,6 +209,10 @@ def sample(
         made = with_flag(made, flag, value)
     accept(made)
     untouched = re.compile("|".join([KEPT.pattern, *map(re.escape, given), *([kept] if kept else [])]))
+    if not untouched.fullmatch("objective"):  # first, because it decides which other flags there are
+        with contextlib.suppress(ValueError):
+            accept(candidate := with_flag(made, "objective", name := chance.choice(Objective.names())))
+            made, changed["objective"] = candidate, name
     allowed, passed = dict(ranges(made)), zeros(made, untouched)
     for flag in chance.sample(sorted(passed), min(ZEROS, len(passed))):
         with contextlib.suppress(ValueError):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 
@@ -18,8 +17,8 @@ from monarch_rl.algorithms.advantages import dr_grpo  # noqa: E402
 from monarch_rl.generator.frozen import FrozenSettings  # noqa: E402
 from monarch_rl.pipeline.run import Run, launch  # noqa: E402
 from monarch_rl.rollout.teachers import reference  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.tasks.task import Policy  # noqa: E402
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
 
 IDS = [5, 6, 7, 8, 9, 10, 11, 12]
 LOADED_AFTER = 2
@@ -44,8 +43,7 @@ async def train(run: Run, s: Settings) -> None:
         return {"length": len(verdict.text) / 8, "likely": float(np.exp(logprobs.mean()))}
 
     task = own_data.task(s).with_episode(episode)
-    objective = reinforcement(s.trainer.loss)
-    await run.start(task, advantage=dr_grpo, objective=objective, stages=[reference(judge)])
+    await run.start(task, advantage=dr_grpo, objective=s.objective, stages=[reference(judge)])
     held = first = await judge.logprobs(IDS)
     async for step in run.steps(s.steps):
         await run.step()
@@ -59,4 +57,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings))
+    launch(train, cli(Settings))

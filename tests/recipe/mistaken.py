@@ -5,19 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import tyro
-
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
 
 from monarch_rl.pipeline.run import Run, launch  # noqa: E402
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 
 
 async def train(run: Run, s: grpo.Settings) -> None:
-    loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in run.steps(s.steps):
         await run.step()
         if run.resumed is not None and step == run.resumed.version + 2:
@@ -25,4 +22,4 @@ async def train(run: Run, s: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(grpo.Settings), grpo.task)
+    launch(train, cli(grpo.Settings), grpo.task)

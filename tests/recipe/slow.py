@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
 
 from monarch_rl.pipeline.run import launch  # noqa: E402
+from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.tasks.reasoning_gym import ReasoningGym  # noqa: E402
 from monarch_rl.tasks.task import EpisodeCode, Policy, Task  # noqa: E402
 
@@ -37,4 +36,4 @@ def task(s: grpo.Settings) -> Task:
 
 if __name__ == "__main__":
     grpo.task = task
-    launch(grpo.train, tyro.cli(grpo.Settings), task)
+    launch(grpo.train, cli(grpo.Settings), task)

@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import tyro
 
+from monarch_rl.algorithms.objectives import Correction, Objective
 from monarch_rl.checkpoint.folders import GROUPS
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.settings.ranges import limits
+from monarch_rl.trainer.loss_settings import CriticSettings
 from tests.recipe.flags import RECIPES, accept, flags, is_number, name_of, ranges, typed, with_flag, words_of
 from tests.recipe.running import ROOT, random_model
 from tests.runtime.launched import Launched
@@ -212,12 +214,14 @@ def test_a_step_of_too_many_episodes_is_refused(settings: RunSettings) -> None:
 def test_every_number_has_a_range() -> None:
     """Or a new one would be the next that cannot work at 1e20."""
     without = []
-    for recipe in (RunSettings(),):
-        for part in [recipe, *nested(recipe)]:
-            for name, (allowed, _) in limits(type(part)).items():
-                hint = typing.get_type_hints(type(part))[name]
-                if is_number(hint) and (allowed is None or not math.isfinite(allowed.high)):
-                    without.append(f"{type(part).__name__}.{name}")
+    kinds: list[type] = [RunSettings, *(type(part) for part in nested(RunSettings()))]
+    kinds += [Objective.of_name(name) for name in Objective.names()]
+    kinds += [Correction.of_name(name) for name in Correction.names()]
+    for kind in kinds:
+        for name, (allowed, _) in limits(kind).items():
+            hint = typing.get_type_hints(kind)[name]
+            if is_number(hint) and (allowed is None or not math.isfinite(allowed.high)):
+                without.append(f"{kind.__name__}.{name}")
     assert without == []
 
 
@@ -231,7 +235,9 @@ def nested(settings: Any) -> Iterator[Any]:
 
 def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
     """In strings of the package, `room.some-flag` is advice to set it."""
-    known = {flag for flag, _, _ in flags(RunSettings())}
+    of_objectives = [RunSettings(objective=Objective.defaults_of(name)) for name in Objective.names()]
+    known = {flag for settings in of_objectives for flag, _, _ in flags(settings)}
+    known |= {CriticSettings.flag(field.name) for field in dataclasses.fields(CriticSettings)}
     rooms = {flag.split(".")[0] for flag in known if "." in flag}
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(rooms))})(?:\.[a-z]+(?:-[a-z]+)*)+(?<!\.md)(?![\w/(:*])")
     wrong = [

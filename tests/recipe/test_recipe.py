@@ -218,8 +218,10 @@ def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path
         "held-out": 8,
     }
     small |= {"buffer.max-policy-lag": 0, "trainer.lr": 1e-2, "trainer.lr-warmup-steps": 0, "trainer.ranks": 1}
-    small |= {"checkpoint.restarts": 0, "trainer.loss.teacher-top": 4}
-    compared = rf"{CHECKED}|by|trainer\.(loss|lora)\..*|generator\.dtype|rollout\.(temperature|top-.|min-p|keep-.*)"
+    small |= {"checkpoint.restarts": 0, "objective.top": 4}
+    compared = (
+        rf"{CHECKED}|objective.*|trainer\.(loss|lora)\..*|generator\.dtype|rollout\.(temperature|top-.|min-p|keep-.*)"
+    )
     run = run_sample("distill", model, given=small | ONE_REPLICA, kept=compared, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
@@ -257,13 +259,15 @@ def test_experts(run_sample: Callable[..., Launched], tmp_path: Path) -> None:
 OWN_RECIPE = """
 import os
 import sys
-import torch, tyro
+import torch
 sys.path.insert(0, {folder!r})
 import grpo
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.pipeline.run import launch
 from monarch_rl.rollout.stages import Stage
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.algorithms.objectives import PPOClip
+from monarch_rl.settings.cli import cli
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.loss_settings import LossSettings
 
 SHIFT = 5.0
@@ -282,7 +286,7 @@ def halved(token_logprobs, batch):
     assert torch.are_deterministic_algorithms_enabled() and torch._C._get_cudnn_deterministic()
     assert not torch._C._get_deterministic_fill_uninitialized_memory() and not torch._C._get_cudnn_benchmark()
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
-    loss, sums = reinforcement(LossSettings(lag_discount=0.5))(token_logprobs, batch)
+    loss, sums = loss_function(PPOClip(), LossSettings(lag_discount=0.5))(token_logprobs, batch)
     return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
 
 async def train(run, s):
@@ -300,7 +304,7 @@ async def train(run, s):
         await run.log(figures)
         await run.evaluate_after(step)
 
-launch(train, tyro.cli(grpo.Settings))
+launch(train, cli(grpo.Settings))
 """
 
 
@@ -429,8 +433,8 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     advantage is of a module beside the recipe, where no process of theirs would look for it."""
     (folder := tmp_path / "recipe").mkdir()
     (folder / "beside.py").write_text("def centred(group):\n    return group.rewards - group.rewards.mean()\n")
-    own = RECIPE.read_text().replace("import tyro\n", "import beside\nimport tyro\n")
-    (folder / RECIPE.name).write_text(own.replace("advantage=loss.advantage", "advantage=beside.centred"))
+    own = RECIPE.read_text().replace("from monarch_rl import (\n", "import beside\n\nfrom monarch_rl import (\n")
+    (folder / RECIPE.name).write_text(own.replace("advantage=s.trainer.loss.advantage", "advantage=beside.centred"))
     assert "beside.centred" in (folder / RECIPE.name).read_text()
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(folder / RECIPE.name)]

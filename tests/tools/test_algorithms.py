@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
-from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES
+from monarch_rl.algorithms.objectives import Correction, Objective, PPOClip
+from monarch_rl.settings.cli import cli
+from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -38,8 +38,16 @@ def algorithms() -> Any:
 def test_every_name_of_the_registry_is_run_or_said_to_need_more(cases: Any) -> None:
     flags = [case.flags for case in cases.plan((0, 1, 2, 3, 4))]
     named = {word for of_case in flags for word in of_case}
-    known = named | set(cases.NEEDS_MORE) | {"reinforcement"}
-    assert not {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS, *OBJECTIVES} - known
+    known = named | set(cases.NEEDS_MORE)
+    assert not {*ADVANTAGES, *Objective.names(), *Correction.names()} - known
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The settings that the cases differ in."""
+
+    objective: Objective = field(default_factory=PPOClip)
+    loss: LossSettings = field(default_factory=LossSettings)
 
 
 def test_the_flags_of_every_case_are_settings(cases: Any) -> None:
@@ -48,10 +56,11 @@ def test_the_flags_of_every_case_are_settings(cases: Any) -> None:
     for flags in cases.FLAGS.values():
         words, of_loss = list[str](), False
         for word in flags:
-            of_loss = word.startswith(prefix) if word.startswith("--") else of_loss
-            words += [word.replace(prefix, "--")] if of_loss else []
-        found = tyro.cli(LossSettings, args=words)
-        assert found.policy_loss in flags or "--trainer.loss.policy-loss" not in flags
+            of_loss = word.startswith((prefix, "--objective")) if word.startswith("--") else of_loss
+            words += [word.replace(prefix, "--loss.")] if of_loss else []
+        found = cli(Loss, args=words)
+        check_objective(found.objective, found.loss)
+        assert found.objective.name in flags or "--objective" not in flags
 
 
 def row(step: int, **values: float) -> dict[str, Any]:

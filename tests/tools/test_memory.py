@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
-from tools.memory import MODELS, Options, device_bytes, fewest, main, sizes_of, table
+from tools.memory import MODELS, Options, Trainer, device_bytes, fewest, main, sizes_of, table
 
 ROOT = Path(__file__).parents[2]
 BILLIONS = {
@@ -53,10 +52,10 @@ def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
         (Options(model="Qwen/Qwen3-8B"), "model Qwen/Qwen3-8B .*Qwen3-0.6B"),
         (Options(model=str(ROOT / "tests")), "tests .*config.json"),
         (
-            Options(model="Qwen3-30B-A3B", trainer=TrainerSettings(ranks=2, tp=2)),
+            Options(model="Qwen3-30B-A3B", trainer=Trainer(ranks=2, tp=2)),
             "trainer.tp 2",
         ),
-        (Options(model="Qwen3-8B", trainer=TrainerSettings(ranks=2, expert_parallel=2)), "expert-parallel 2"),
+        (Options(model="Qwen3-8B", trainer=Trainer(ranks=2, expert_parallel=2)), "expert-parallel 2"),
         (Options(model="Qwen3-8B", generator=GeneratorSettings(tp=3)), "generator.tp 3"),
         (Options(model="Qwen3-8B", generator=GeneratorSettings(context_length=50_000)), "context-length 50000"),
         (Options("Qwen3-8B", weights=TransferSettings("collective"), colocate=True), "collective.*colocate"),
@@ -80,7 +79,7 @@ def test_a_mistake_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_table_leaves_out_what_a_run_refuses() -> None:
     """Tensor-parallel trainer ranks of a mixture of experts, and fewer ranks than there are parts."""
     experts, dense = (
-        fewest(MODELS[name], Options(trainer=TrainerSettings(ranks=2, tp=2)).sides, device_bytes(141))
+        fewest(MODELS[name], Options(trainer=Trainer(ranks=2, tp=2)).sides, device_bytes(141))
         for name in ("Qwen3-30B-A3B", "Qwen3-0.6B")
     )
     assert experts[0] == "-" != experts[1] and dense[0].startswith("2 x ")

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from monarch_rl.algorithms.advantages import gae
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -30,7 +31,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.network import world_store
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train
@@ -50,14 +51,14 @@ def update(policy: Policy, step: int) -> None:
         update_both(policy, step)
         return
     part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-    policy.update(packed(part, policy), reinforcement(policy.settings.loss))
+    policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
 
 
 def update_both(policy: Policy, step: int) -> None:
     groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
     part = cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
-    functions = LoadedFunctions(gae, reinforcement(policy.settings.loss))  # type: ignore[arg-type]
+    functions = LoadedFunctions(gae, loss_function(PPOClip(), policy.settings.loss))  # type: ignore[arg-type]
     metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
     assert metrics["critic/grad_norm"] > 0
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.batches import LR, STEPS, batch, shard
@@ -47,7 +48,7 @@ def train(folder: Path, model: str, settings: TrainerSettings, name: str) -> tup
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         microbatches, parts = packed(part, policy), settings.minibatches
         minibatches = [microbatches[number::parts] for number in range(parts)]
-        metrics = policy.update_batch(minibatches, reinforcement(settings.loss))
+        metrics = policy.update_batch(minibatches, loss_function(PPOClip(), settings.loss))
         figures.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     policy.save(folder / name)
     if policy.rank == 0:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.algorithms.advantages import gae
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.checkpoint.tensors import local_of
@@ -29,7 +30,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import CriticSettings
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train
@@ -99,7 +100,7 @@ def check_returns(folder: Path) -> None:
     expected = float((drawn * [episode.reward for episode in episodes]).sum() / drawn.sum())
     for _ in range(2):
         part = part_of(policy, rewarded)
-        metrics, _ = train(policy, part, LoadedFunctions(writing, reinforcement(made.loss)), MAX_NEW_TOKENS)
+        metrics, _ = train(policy, part, LoadedFunctions(writing, loss_function(PPOClip(), made.loss)), MAX_NEW_TOKENS)
         assert abs(metrics["critic/return"] - expected) < 1e-5, metrics
         assert all(parts == {} for of_group in part.parts for parts in of_group)
     assert metrics["critic/value"] != 0
@@ -111,7 +112,7 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
     made = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lr=LR, critic=critic, **settings)  # type: ignore[arg-type]
     policy = Policy(folder / model, made, total_steps=steps)
     advantage = partial(gae, gamma=critic.gamma, lam=critic.lam)
-    functions = LoadedFunctions(advantage, reinforcement(made.loss))  # type: ignore[arg-type]
+    functions = LoadedFunctions(advantage, loss_function(PPOClip(), made.loss))  # type: ignore[arg-type]
     weights = [local_of(weight) for weight in policy.model.trained_state().values()]
     assert policy.critic is not None
     critic_weights = list(policy.critic.model.module.parameters())

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import SamplingMasks
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import Checkpointing, RouterReplay, TrainerSettings
 from tests.episode.trees import tree_of
@@ -113,7 +114,7 @@ def check_reference(folder: Path, degree: int) -> None:
     settings = TrainerSettings(2, degree, router_replay="replay", lr=0.0, reference=True, loss=loss)
     policy = Policy(folder / "model", settings, total_steps=1)
     batch = packed(episodes(policy.rank, with_kept_sets=False, expert_routes=True), policy.device)
-    metrics = policy.update([batch], reinforcement(loss))
+    metrics = policy.update([batch], loss_function(PPOClip(), loss))
     assert metrics["routes_differ"] > 0.1 and metrics["kl_reference"] < 1e-9, metrics
 
 
@@ -140,7 +141,7 @@ def main(folder: Path, degree: int) -> None:
             save_file({k: v.contiguous() for k, v in found.items()}, folder / f"shared.{name}")
             # One rank has nothing this time.
             batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
-            metrics = policy.update(batches, reinforcement(LossSettings()))
+            metrics = policy.update(batches, loss_function(PPOClip(), LossSettings()))
             (folder / f"{name}.json").write_text(json.dumps(metrics))
     check_reference(folder, degree)
     policy.close()

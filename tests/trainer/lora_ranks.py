@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.attention_layout import separate_layout
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_span
@@ -68,7 +69,7 @@ def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Poli
     policy.save(folder / f"{name}_start")
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        policy.update(packed(part, policy), reinforcement(settings.loss))
+        policy.update(packed(part, policy), loss_function(PPOClip(), settings.loss))
     check_base(policy, folder / kind)
     policy.save(folder / name)
     check_base(policy, folder / kind)

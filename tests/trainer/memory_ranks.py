@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.trainer.batch import MicroBatch, pack
-from monarch_rl.trainer.objective import Sums, reinforcement
+from monarch_rl.trainer.objective import Sums, loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.manifest import make_manifest
@@ -69,7 +70,7 @@ def work(folder: Path, case: Case) -> None:
     dist.all_gather_object(owned, published.owned_spans())
     manifest = make_manifest([(name, shape, torch.float32) for name, shape in published.tensors()], owned)
     sender = make_sender(manifest, policy.rank, TransferSettings(), "127.0.0.1", policy.device)
-    of_settings = reinforcement(case.trainer.loss)
+    of_settings = loss_function(PPOClip(), case.trainer.loss)
 
     @functools.wraps(of_settings)
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from monarch_rl.trainer.objective import reinforcement, supervised
+from monarch_rl.algorithms.objectives import PPOClip
+from monarch_rl.trainer.objective import loss_function, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard, single
@@ -42,7 +43,7 @@ def check_counts(policy: Policy, training: str) -> None:
 def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> Policy:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
     single_episode = training == "moe_single"
-    objective = supervised if single_episode else reinforcement(settings.loss)
+    objective = supervised if single_episode else loss_function(PPOClip(), settings.loss)
     policy = Policy(folder / TRAININGS[training], settings, total_steps=STEPS)
     steps = []
     for step in range(STEPS):
@@ -64,7 +65,7 @@ def go_on_with_another_degree(folder: Path, before: TrainerSettings, after: Trai
 
     def update(policy: Policy, step: int) -> None:
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        policy.update(packed(part, policy), reinforcement(policy.settings.loss))
+        policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
 
     policy = Policy(folder / "moe", before, total_steps=STEPS)
     update(policy, 0)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from monarch_rl.algorithms.advantages import SeatBaselines, gae
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import Advantage, GroupView
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -37,7 +38,7 @@ from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import CriticSettings
-from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
+from monarch_rl.trainer.objective import LossFunction, Sums, loss_function, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_span
@@ -77,13 +78,13 @@ def publish(policy: Policy, dtype: torch.dtype) -> str:
     return said_by(ShardChecksums(manifest, 0, views).take)
 
 
-def update(policy: Policy, objective: Objective | None = None) -> str:
+def update(policy: Policy, objective: LossFunction | None = None) -> str:
     """What an update says."""
     groups = batch(0)
     for episode in (episode for group in groups for episode in group.episodes):
         episode.turns[0].token_ids[:] %= TOKENS
     batches = packed(shard(groups, 0, 0, 1, token_budget=500), policy)
-    return said_by(lambda: policy.update(batches, objective or reinforcement(policy.settings.loss)))
+    return said_by(lambda: policy.update(batches, objective or loss_function(PPOClip(), policy.settings.loss)))
 
 
 def spoiled(state: dict[str, torch.Tensor], name: str, place: tuple[int, ...], value: float) -> None:
@@ -146,7 +147,7 @@ def part_of(minibatches: int = 1, last_reward: float = 1.0, wrong: tuple[int, in
 def kept_after_a_failure(folder: Path) -> dict[str, Any]:
     """What a checkpoint has of what an advantage remembers, after an update that failed when that had run."""
     policy, advantage = policy_of(folder / "good"), SeatBaselines()
-    functions = LoadedFunctions(advantage, reinforcement(policy.settings.loss))
+    functions = LoadedFunctions(advantage, loss_function(PPOClip(), policy.settings.loss))
     train(policy, part_of(), functions, MAX_NEW_TOKENS)
     made = advantage.state_dict()
     policy.checkpoint.note(1, functions.state_dict())
@@ -236,7 +237,7 @@ def half_made(folder: Path) -> dict[str, str]:
     the second one's reward is beyond float32."""
     critic = CriticSettings(lr=1e-3, warmup=1)
     policy = Policy(folder / "good", TrainerSettings(ranks=1, lr=0.0, minibatches=2, critic=critic), total_steps=2)
-    functions = LoadedFunctions(cast(Advantage, gae), reinforcement(policy.settings.loss))
+    functions = LoadedFunctions(cast(Advantage, gae), loss_function(PPOClip(), policy.settings.loss))
     policy.checkpoint.note(0, {})
     policy.checkpoint.stage()
     failed = said_by(lambda: train(policy, part_of(2, last_reward=1e30), functions, MAX_NEW_TOKENS))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
+from monarch_rl.algorithms.objectives import CISPO, Objective, PolicyGradient, PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.serialization import PackedGroup, pack_group
@@ -34,7 +35,7 @@ from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.metrics import check_agreement, reduced_metrics
-from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
+from monarch_rl.trainer.objective import LossFunction, Sums, loss_function, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
@@ -59,6 +60,7 @@ from tests.trainer.programs import saved
 from tests.trainer.reference import CONFIGS
 
 CLIPPED: tuple[Aggregation, ...] = ("sequence_mean", "token_mean")
+PPO_CLIP = PPOClip()
 
 
 def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str) -> Policy:
@@ -98,7 +100,9 @@ class Marks:
         return True
 
 
-def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3") -> Policy:
+def train(
+    folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3", objective: Objective = PPO_CLIP
+) -> Policy:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
     policy = Policy(folder / kind, settings, total_steps=STEPS)
     for step in range(STEPS):
@@ -106,7 +110,7 @@ def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3
         assert len(part.places) > 1
         batches, changes, marks = packed(part, policy), list[GpuOperation | None](), Marks()
         device_work.use_device("cuda", changes.append, marks.make)
-        metrics = policy.update(batches, reinforcement(settings.loss))
+        metrics = policy.update(batches, loss_function(objective, settings.loss))
         device_work.use_device("cpu")
         # What a GPU that hangs would be found by: each micro-batch, then what waits for them all.
         sizes = [each.token_ids.numel() for each in batches]
@@ -134,7 +138,7 @@ def train_by_hand(folder: Path, name: str, settings: TrainerSettings) -> None:
     for step in range(STEPS):
         policy.optimizers.zero_grad()
         for microbatch in packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy):
-            reinforcement(settings.loss)(policy.token_logprobs(microbatch), microbatch)[0].backward()
+            loss_function(PPOClip(), settings.loss)(policy.token_logprobs(microbatch), microbatch)[0].backward()
         torch.nn.utils.clip_grad_norm_(policy.module.parameters(), settings.max_grad_norm, foreach=True)
         policy.optimizers.step()
     policy.save(folder / name)
@@ -150,7 +154,7 @@ def train_several(folder: Path, name: str) -> None:
         advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
         minibatches = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
         assert len(minibatches) == 2 and len(minibatches[1]) > 1
-        metrics = policy.update_batch(minibatches, reinforcement(loss), settings.epochs)
+        metrics = policy.update_batch(minibatches, loss_function(PPOClip(), loss), settings.epochs)
         assert metrics["tokens"] == part.trainable_tokens
         assert metrics["optimizer_steps"] == 4 * (step + 1)
         assert metrics["drift_k3"] > 1e-5  # within the batch; that of single updates is 0
@@ -162,10 +166,10 @@ def check_old_and_drift(folder: Path) -> None:
     """With several updates a batch, whatever the objective reads: ``old`` is of the policy before the first one, which
     takes a pass of its own only for mini-batches that are trained after it; mismatch is measured against it, and drift
     from it."""
-    objectives: list[tuple[str, Objective]] = [
-        ("ratio to the engine", reinforcement(LossSettings(ratio_to="behaviour"))),
-        ("cispo", reinforcement(LossSettings(policy_loss="cispo", ratio_to="behaviour"))),
-        ("pg", reinforcement(LossSettings(policy_loss="pg", corrections=()))),
+    objectives: list[tuple[str, LossFunction]] = [
+        ("ratio to the engine", loss_function(PPOClip(ratio_to="behaviour"), LossSettings())),
+        ("cispo", loss_function(CISPO(ratio_to="behaviour"), LossSettings())),
+        ("pg", loss_function(PolicyGradient(), LossSettings(corrections=()))),
         ("of a recipe", supervised),
     ]
     for name, objective in objectives:
@@ -215,7 +219,7 @@ def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> 
     """Rows are trained at temperature 1, whatever that of the policy is."""
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS, temperature=temperature)
-    functions = LoadedFunctions(dr_grpo, reinforcement(settings.loss))
+    functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), settings.loss))
     for step in range(STEPS):
         metrics, _ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
         assert metrics["supervised_tokens"] == sum(len(row["answer"]) for row in rows_of(step))
@@ -230,7 +234,7 @@ def check_mixed_gradient(folder: Path) -> None:
     """That of a batch with rows beside it is the weighted sum of the two. Writes that of the rows."""
     still = TrainerSettings(lr=0.0, max_grad_norm=1e9)
     policy = Policy(folder / "qwen3", still, total_steps=9)
-    functions = LoadedFunctions(dr_grpo, reinforcement(still.loss))
+    functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), still.loss))
 
     def gradient(part: PackedShard) -> dict[str, torch.Tensor]:
         make_step(policy, part, functions, MAX_NEW_TOKENS)
@@ -270,9 +274,10 @@ def check_reference_of_lora(folder: Path, full: Policy) -> None:
     policy, kls = Policy(folder / "qwen3", settings, total_steps=3), list[float]()
     for step in range(3):
         batches = packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy)
-        kls.append(policy.update(batches, reinforcement(loss))["kl_reference"])
+        kls.append(policy.update(batches, loss_function(PPOClip(), loss))["kl_reference"])
         full.update(
-            again := packed(shard(batch(step), step, full.rank, full.world_size, 50), full), reinforcement(loss)
+            again := packed(shard(batch(step), step, full.rank, full.world_size, 50), full),
+            loss_function(PPOClip(), loss),
         )
         for one, other in zip(batches, again, strict=True):
             torch.testing.assert_close(one.columns["reference"], other.columns["reference"], rtol=0, atol=1e-5)
@@ -336,7 +341,7 @@ def check_filled_old(policy: Policy) -> None:
     batches = packed(part, policy)
     for each in batches:
         each.columns["old"] = each.behaviour_logprobs.clone()
-    metrics = policy.update_batch([batches], reinforcement(loss), epochs=2)
+    metrics = policy.update_batch([batches], loss_function(PPOClip(), loss), epochs=2)
     assert metrics["mismatch_k3_all"] == 0, "old was computed anew"
     assert all(torch.equal(each.columns["old"], each.behaviour_logprobs) for each in batches)
 
@@ -350,8 +355,8 @@ def main(folder: Path) -> None:
     for name, kind in (("trained", "qwen3"), ("biased", "qwen2")):
         check_snapshot(train(folder, name, settings, kind), folder / name)
     for aggregation in CLIPPED:
-        loss = LossSettings(advantage="grpo", ratio_to="behaviour", aggregation=aggregation)
-        train(folder, f"clipped_{aggregation}", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, loss=loss))
+        clipped = replace(settings, loss=LossSettings(advantage="grpo", aggregation=aggregation))
+        train(folder, f"clipped_{aggregation}", clipped, objective=PPOClip(ratio_to="behaviour"))
     train_by_hand(folder, "by_hand", settings)
     train_several(folder, "several")
     check_old_and_drift(folder)

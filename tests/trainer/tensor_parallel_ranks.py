@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.trainer import saving
 from monarch_rl.trainer.batch import MicroBatch, pack
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import loss_function
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import has_columns
@@ -78,7 +79,7 @@ def train(policy: Policy, folder: Path, name: str) -> None:
     steps = []
     for step in range(STEPS):
         part = shard(batch(step), step, policy.data_rank, policy.settings.data_ranks, token_budget=50)
-        metrics = policy.update(packed(part, policy), reinforcement(policy.settings.loss))
+        metrics = policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
         assert metrics["tokens"] == part.trainable_tokens
         assert 0 <= metrics["imbalance"] < 0.5
         steps.append({key: metrics[key] for key in ("loss", "grad_norm", "tokens", "entropy", "computed_share")})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,36 @@ import torch
 
 from monarch_rl.algorithms.functions import Columns, differentiates_entropy, needed_columns, other_token_columns
 from monarch_rl.algorithms.group_view import GroupView
-from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.algorithms.objectives import (
+    CISPO,
+    DPPO,
+    GSPO,
+    OPSM,
+    SAPO,
+    TIS,
+    Correction,
+    DecoupledPPO,
+    Distillation,
+    IcePop,
+    Objective,
+    PolicyGradient,
+    PolicyObjective,
+    PPOClip,
+    RatioObjective,
+    SequenceMask,
+)
+from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.trainer.advantages import with_overlong_penalty
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.finite import finite_only
 from monarch_rl.trainer.loss_settings import LossSettings, loss_warnings
-from monarch_rl.trainer.objective import distillation, evaluate_objective, reinforcement
+from monarch_rl.trainer.objective import evaluate_loss, loss_function
+from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs
 from tests.trainer.batches import batch
 
 CPU = torch.device("cpu")
+PPO_CLIP = PPOClip()
 
 
 def made(seed: int = 1, columns: bool = True) -> tuple[TokenLogprobs, MicroBatch]:
@@ -40,9 +59,11 @@ def made(seed: int = 1, columns: bool = True) -> tuple[TokenLogprobs, MicroBatch
     return TokenLogprobs(logprobs, entropies, torch.ones(n)), microbatch
 
 
-def loss_of(**settings: Any) -> tuple[float, dict[str, torch.Tensor], TokenLogprobs, MicroBatch]:
+def loss_of(
+    objective: Objective = PPO_CLIP, **settings: Any
+) -> tuple[float, dict[str, torch.Tensor], TokenLogprobs, MicroBatch]:
     output, microbatch = made()
-    loss, sums = evaluate_objective(reinforcement(LossSettings(**settings)), output, microbatch)
+    loss, sums = evaluate_loss(loss_function(objective, LossSettings(**settings)), output, microbatch)
     loss.backward()
     return loss.item(), sums, output, microbatch
 
@@ -93,17 +114,17 @@ def test_kl_in_the_reward_changes_the_advantage_and_has_no_gradient_of_its_own()
 
 
 def test_kl_in_the_loss_is_weighed_where_the_policy_loss_itself_weighs_what_another_policy_drew() -> None:
-    flags: dict[str, Any] = {"ratio_to": "behaviour", "clip_low": 0.2, "clip_high": 0.28}
-    with_kl, _, output, microbatch = loss_of(**flags, kl_coefficient=0.3, kl_estimate="k2", importance_cap=1.5)
-    without, *_ = loss_of(**flags)
+    objective = PPOClip(ratio_to="behaviour")
+    with_kl, _, output, microbatch = loss_of(objective, kl_coefficient=0.3, kl_estimate="k2")
+    without, *_ = loss_of(objective)
     d = numbers(output, microbatch)
-    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 1.5)
+    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 2)
     divergence = (d["new"] - d["reference"]) ** 2 / 2
     assert with_kl - without == pytest.approx((0.3 * weight * divergence * d["weights"]).sum(), rel=1e-4)
 
 
 def test_tokens_that_decoupled_drops_count_as_limited() -> None:
-    _, sums, output, microbatch = loss_of(policy_loss="decoupled", behaviour_cap=0.9)
+    _, sums, output, microbatch = loss_of(DecoupledPPO(behaviour_cap=0.9))
     d = numbers(output, microbatch)
     ratio, rho = np.exp(d["new"] - d["old"]), np.exp(d["old"] - d["behaviour"])
     limited = (ratio < 0.8) | (ratio > 1.2) | (rho > 0.9)
@@ -114,16 +135,17 @@ def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_dr
     output, microbatch = made()
     microbatch.columns["teacher"] = microbatch.behaviour_logprobs - 0.3
     settings = LossSettings(kl_coefficient=0.2, kl_estimate="k2", entropy_coefficient=0.1)
-    loss, sums = evaluate_objective(distillation(settings), output, microbatch)
+    function = loss_function(Distillation(), settings)
+    loss, sums = evaluate_loss(function, output, microbatch)
     d = numbers(output, microbatch)
     weight, apart = np.minimum(np.exp(d["old"] - d["behaviour"]), 2), d["new"] - d["teacher"]
     cost = weight * (apart**2 / 2 + 0.2 * (d["new"] - d["reference"]) ** 2 / 2) - 0.1 * d["entropies"]
     assert loss.item() == pytest.approx((cost * d["weights"]).sum(), rel=1e-5)
     assert sums["reverse_kl"].item() == pytest.approx(apart.sum(), rel=1e-5)
-    assert set(needed_columns(distillation(settings))) == {"reference", "teacher"}
+    assert set(needed_columns(function)) == {"reference", "teacher"}
 
 
-TOP = LossSettings(teacher_top=1, teacher_divergence="forward")
+TOP = Distillation(top=1, divergence="forward")
 
 
 def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_who_drew() -> None:
@@ -135,101 +157,104 @@ def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_
     output = output._replace(others=torch.full((count, 1), 0.2).log().requires_grad_())
     divergence = 0.6 * np.log(0.6 / 0.2) + 0.4 * np.log(0.4 / 0.8)
 
-    loss, sums = evaluate_objective(distillation(TOP), output, microbatch)
+    loss, sums = evaluate_loss(loss_function(TOP, LossSettings()), output, microbatch)
     assert loss.item() == pytest.approx(divergence * d["weights"].sum(), rel=1e-4)
     assert sums["top_k_kl"].item() == pytest.approx(divergence * count, rel=1e-4)
     assert rho.max() > rho.min() and sums["importance_weight"] == count
 
-    anchored = replace(TOP, kl_coefficient=0.2, kl_estimate="k2", importance_cap=1.2)
-    loss, _ = evaluate_objective(distillation(anchored), output, microbatch)
+    anchored = LossSettings(kl_coefficient=0.2, kl_estimate="k2", corrections=(TIS(cap=1.2),))
+    loss, _ = evaluate_loss(loss_function(TOP, anchored), output, microbatch)
     anchor = np.minimum(rho, 1.2) * (d["new"] - d["reference"]) ** 2 / 2  # an estimate from the token that was drawn
     assert loss.item() == pytest.approx(((divergence + 0.2 * anchor) * d["weights"]).sum(), rel=1e-4)
 
     sequences = microbatch.sequences.numpy()
     means = np.asarray([np.log(rho)[sequences == sequence].mean() for sequence in sequences])
     middle = float(np.median(np.unique(means)))
-    masked = replace(TOP, corrections=("sequence_mask",), sequence_range=(0.0, float(np.exp(middle))))
-    loss, sums = evaluate_objective(distillation(masked), output, microbatch)
+    masked = LossSettings(corrections=(SequenceMask(low=0.0, high=float(np.exp(middle))),))
+    loss, sums = evaluate_loss(loss_function(TOP, masked), output, microbatch)
     kept = means <= middle
     assert 0 < kept.sum() < count and sums["importance_weight"] == kept.sum()
     assert loss.item() == pytest.approx(divergence * d["weights"][kept].sum(), rel=1e-4)
 
 
 def test_what_distillation_does_not_read_is_refused() -> None:
-    assert other_token_columns(distillation(TOP)) == ("teacher_id_0",) and not other_token_columns(
-        distillation(LossSettings())
-    )
-    with pytest.raises(ValueError, match=r"trainer\.loss\.teacher-top"):
-        LossSettings(teacher_divergence="forward")
-    for flag, changes in (
-        ("positives-only", {"positives_only": True}),
-        ("corrections opsm", {"corrections": ("opsm",)}),
-        ("kl-in reward", {"kl_coefficient": 0.1, "kl_in": "reward"}),
-    ):
+    assert other_token_columns(loss_function(TOP, LossSettings())) == ("teacher_id_0",)
+    assert not other_token_columns(loss_function(Distillation(), LossSettings()))
+    with pytest.raises(ValueError, match=r"objective\.divergence forward .*objective\.top"):
+        Distillation(divergence="forward")
+    changes: dict[str, dict[str, Any]] = {
+        "positives-only": {"positives_only": True},
+        "corrections opsm": {"corrections": (OPSM(),)},
+        "kl-in reward": {"kl_coefficient": 0.1, "kl_in": "reward"},
+        "overlong-limit": {"overlong_limit": 100},
+    }
+    for flag, change in changes.items():
         with pytest.raises(ValueError, match=rf"^trainer\.loss\.{flag}: .*\bdistillation\b"):
-            distillation(LossSettings(**changes))  # type: ignore[arg-type]
-    for unused in ({"clip_low": 0.1}, {"clip_high": 0.5}, {"dual_clip": 3.0}, {"overlong_limit": 100}):
-        name = next(iter(unused)).replace("_", "-")
-        with pytest.raises(ValueError, match=rf"trainer\.loss\.{name}: .*\bdistillation\b"):
-            distillation(LossSettings(**unused))  # type: ignore[arg-type]
-    weighed: list[dict[str, Any]] = [{"corrections": ("tis",)}, {"corrections": ("sequence_mask", "icepop")}]
-    for weighing in [*weighed, {"importance_cap": 3.0}]:
-        with pytest.raises(
-            ValueError, match=r"trainer\.loss\.(corrections (tis|icepop)|importance-cap): .*teacher-top"
-        ):
-            distillation(replace(TOP, **weighing))
-    for flag, unread in (
-        ("ratio-to behaviour", {"ratio_to": "behaviour"}),
-        ("policy-loss decoupled", {"policy_loss": "decoupled"}),
-    ):
-        with pytest.raises(ValueError, match=rf"^trainer\.loss\.{flag}: .*\bdistillation\b"):
-            distillation(LossSettings(**unread))  # type: ignore[arg-type]
+            loss_function(Distillation(), LossSettings(**change))
+    weighed: list[tuple[Correction, ...]] = [(TIS(),), (TIS(cap=3.0),), (SequenceMask(), IcePop())]
+    for corrections in weighed:
+        loss_function(Distillation(), LossSettings(corrections=corrections))
+        with pytest.raises(ValueError, match=r"^trainer\.loss\.corrections (tis|icepop): .*objective\.top"):
+            loss_function(TOP, LossSettings(corrections=corrections))
 
 
 def test_positives_only() -> None:
-    _, _, output, microbatch = loss_of(positives_only=True, policy_loss="pg")
+    _, _, output, microbatch = loss_of(PolicyGradient(), positives_only=True)
     assert output.logprobs.grad is not None
     assert ((output.logprobs.grad != 0) == (microbatch.advantages > 0)).all()
 
 
-CHOICES = list(
-    itertools.product(POLICY_LOSSES, ("trainer", "behaviour"), (None, (), *((name,) for name in CORRECTIONS)))
-)
+def policy_objectives() -> list[PolicyObjective]:
+    """Each with its defaults, and with each denominator of its ratio."""
+    found = [PolicyObjective.defaults_of(name) for name in PolicyObjective.names()]
+    return found + [replace(each, ratio_to="behaviour") for each in found if isinstance(each, RatioObjective)]
 
 
-@pytest.mark.parametrize(("policy_loss", "ratio_to", "corrections"), CHOICES)
+CORRECTIONS: dict[str, tuple[Correction, ...] | None] = {"default": None, "none": ()}
+CORRECTIONS |= {name: (Correction.defaults_of(name),) for name in Correction.names()}
+
+
+def label(objective: Objective) -> str:
+    """A test's name."""
+    return f"{objective.name} to {objective.ratio_to}" if isinstance(objective, RatioObjective) else objective.name
+
+
+@pytest.mark.parametrize("objective", policy_objectives(), ids=label)
+@pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_every_combination_trains_or_is_refused_by_the_name_of_a_flag(
-    policy_loss: str, ratio_to: Any, corrections: Any
+    objective: PolicyObjective, corrections: tuple[Correction, ...] | None
 ) -> None:
     """In float32, and with nothing that is not finite."""
+    settings, output, microbatch = LossSettings(corrections=corrections), *made()
+    weighed = any(correction.has_importance_ratio for correction in corrections or ())
     try:
-        settings = LossSettings(policy_loss=policy_loss, ratio_to=ratio_to, corrections=corrections)
+        function = loss_function(objective, settings)
     except ValueError as error:
-        assert str(error).startswith("trainer.loss.")
+        assert str(error).startswith("trainer.loss.corrections ") and weighed and objective.has_importance_ratio
         return
-    output, microbatch = made()
-    loss, sums = evaluate_objective(reinforcement(settings), output, microbatch)
+    assert not (weighed and objective.has_importance_ratio)
+    loss, sums = evaluate_loss(function, output, microbatch)
     loss.backward()
     assert loss.dtype == torch.float32 and output.logprobs.grad is not None and output.logprobs.grad.isfinite().all()
-    dropped = "sequence_mask" in settings.applied_corrections
+    dropped = SequenceMask() in settings.applied_corrections(objective)
     assert dropped or output.logprobs.grad.abs().sum() > 0
     assert all(value.isfinite().all() for value in sums.values())
 
 
 def test_an_objective_names_the_columns_and_gradients_that_it_needs() -> None:
-    def needed(**settings: Any) -> set[str]:
-        return set(needed_columns(reinforcement(LossSettings(**settings))))
+    def needed(objective: Objective = PPO_CLIP, **settings: Any) -> set[str]:
+        return set(needed_columns(loss_function(objective, LossSettings(**settings))))
 
     assert needed() == set()
-    assert needed(ratio_to="behaviour", kl_coefficient=0.1) == {"reference"}
-    assert not differentiates_entropy(reinforcement(LossSettings()))
-    assert differentiates_entropy(reinforcement(LossSettings(entropy_coefficient=0.1)))
+    assert needed(PPOClip(ratio_to="behaviour"), kl_coefficient=0.1) == {"reference"}
+    assert not differentiates_entropy(loss_function(PPOClip(), LossSettings()))
+    assert differentiates_entropy(loss_function(PPOClip(), LossSettings(entropy_coefficient=0.1)))
 
 
 def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> None:
     output, microbatch = made(columns=False)
     (loss, sums), n = (
-        evaluate_objective(reinforcement(LossSettings(corrections=())), output, microbatch),
+        evaluate_loss(loss_function(PPOClip(), LossSettings(corrections=())), output, microbatch),
         len(output.logprobs),
     )
     assert loss.item() == pytest.approx(-(microbatch.advantages * microbatch.weights).sum().item(), rel=1e-6)
@@ -239,24 +264,9 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"policy_loss": "ppo"}, "trainer.loss.policy-loss must be one of pg, ppo_clip, cispo"),
-        ({"corrections": ("tis", "none")}, "trainer.loss.corrections must be .* each one of tis, icepop"),
-        ({"corrections": ("tis", "icepop")}, "corrections tis icepop: .*at most one of tis and icepop"),
-        ({"corrections": ("opsm", "opsm")}, "corrections opsm opsm: .*each at most once"),
-        ({"corrections": ("tis",), "ratio_to": "behaviour"}, "corrections tis weights .* so does ratio-to behaviour"),
-        ({"corrections": ("icepop",), "policy_loss": "decoupled"}, "and so does the policy loss decoupled"),
-        (
-            {"policy_loss": "decoupled", "ratio_to": "behaviour"},
-            "ratio-to behaviour: the policy loss decoupled already has both",
-        ),
-        ({"policy_loss": "pg", "ratio_to": "behaviour"}, "ratio-to behaviour: the policy loss pg has no ratio"),
-        ({"policy_loss": "sapo", "clip_low": 0.1}, "trainer.loss.clip-low: the policy loss sapo has no clip"),
-        (
-            {"policy_loss": "gspo", "dual_clip": 3.0},
-            "trainer.loss.dual-clip is for ppo_clip, and the policy loss is gspo",
-        ),
-        ({"dual_clip": 1.1}, "dual-clip 1.1 must be above the clip's ceiling, 1.28"),
-        ({"icepop_range": (2.0, 0.5)}, "icepop-range 2 0.5: give the lowest first"),
+        ({"corrections": (TIS(), "none")}, "trainer.loss.corrections must be .*Correction"),
+        ({"corrections": (TIS(), IcePop())}, "corrections tis icepop: .*at most one of tis and icepop"),
+        ({"corrections": (OPSM(), OPSM(max_kl=0.1))}, "corrections opsm opsm: .*each at most once"),
         ({"overlong_buffer": 5}, "overlong-buffer 5 is more than trainer.loss.overlong-limit 0"),
         (
             {"advantage": "max_rl", "overlong_limit": 100},
@@ -266,23 +276,8 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
             {"advantage": "sequence_distillation", "overlong_limit": 100},
             "overlong-limit 100 .*sequence_distillation",
         ),
-        ({"positives_only": True, "dual_clip": 3.0}, "dual-clip: .*positives-only"),
-        (
-            {"positives_only": True, "policy_loss": "sapo", "tau_negative": 2.0},
-            "tau-negative: .*positives-only",
-        ),
-        ({"positives_only": True, "corrections": ("opsm",)}, r"opsm .*trainer\.loss\.positives-only"),
+        ({"positives_only": True, "corrections": (OPSM(),)}, r"opsm .*trainer\.loss\.positives-only"),
         ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1"),
-        ({"tau_negative": 2.0}, "tau-negative: .*ppo_clip"),
-        ({"max_change": 0.1}, "max-change: "),
-        ({"behaviour_cap": 2.0}, "behaviour-cap: "),
-        (
-            {"ratio_to": "behaviour", "importance_cap": 4.0},
-            "importance-cap: .*corrections .*none",
-        ),
-        ({"icepop_range": (0.1, 3.0)}, "icepop-range: .*corrections .*tis"),
-        ({"sequence_range": (0.1, 3.0)}, "sequence-range: "),
-        ({"opsm_kl": 0.1}, "opsm-kl: "),
         ({"kl_in": "reward"}, r"kl-in: .*trainer\.loss\.kl-coefficient\b.*\b0\b"),
         ({"kl_estimate": "k2"}, "kl-estimate: "),
         ({"overlong_penalty": 0.5}, r"overlong-penalty: .*trainer\.loss\.overlong-limit\b.*\b0\b"),
@@ -294,29 +289,62 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str)
         LossSettings(**settings)
 
 
-@pytest.mark.parametrize("policy_loss", ["cispo", "gspo", "sapo", "dppo_tv", "decoupled"])
-def test_a_ratio_that_is_1_by_construction_warns(policy_loss: str) -> None:
-    (warning,) = loss_warnings(LossSettings(policy_loss=policy_loss), 1)
-    assert f"policy-loss {policy_loss}" in warning
-    assert loss_warnings(LossSettings(policy_loss=policy_loss), 2) == []
-    if policy_loss != "decoupled":
-        assert loss_warnings(LossSettings(policy_loss=policy_loss, ratio_to="behaviour"), 1) == []
+@pytest.mark.parametrize(
+    ("objective", "settings", "said"),
+    [
+        (
+            PPOClip(ratio_to="behaviour"),
+            {"corrections": (TIS(),)},
+            "corrections tis weights .* so does ratio-to behaviour",
+        ),
+        (DecoupledPPO(), {"corrections": (IcePop(),)}, "corrections icepop .*so does the objective decoupled"),
+        (PPOClip(dual_clip=3.0), {"positives_only": True}, r"^objective\.dual-clip: .*positives-only"),
+        (SAPO(tau_negative=2.0), {"positives_only": True}, r"^objective\.tau-negative: .*positives-only"),
+    ],
+)
+def test_what_contradicts_the_objective_is_refused(objective: Objective, settings: dict[str, Any], said: str) -> None:
+    """When a loss function is made of them, and before that in the settings of a run."""
+    loss = LossSettings(**settings)
+    with pytest.raises(ValueError, match=said):
+        loss_function(objective, loss)
+    with pytest.raises(ValueError, match=said):
+        RunSettings(objective=objective, trainer=TrainerSettings(loss=loss))
+
+
+def test_parameters_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^objective\.dual-clip 1\.1 must be above the clip's ceiling, 1\.28"):
+        PPOClip(dual_clip=1.1)
+    for bounded in (IcePop, SequenceMask):
+        with pytest.raises(ValueError, match=rf"{bounded.__name__}\(low=2, high=0\.5\)"):
+            bounded(low=2.0, high=0.5)
+
+
+@pytest.mark.parametrize("objective", [CISPO(), GSPO(), SAPO(), DPPO(), DecoupledPPO()], ids=label)
+def test_a_ratio_that_is_1_by_construction_warns(objective: PolicyObjective) -> None:
+    (warning,) = loss_warnings(objective, LossSettings(), 1)
+    assert f"objective {objective.name}" in warning
+    assert loss_warnings(objective, LossSettings(), 2) == []
+    if isinstance(objective, RatioObjective):
+        assert loss_warnings(replace(objective, ratio_to="behaviour"), LossSettings(), 1) == []
     else:
         assert "behaviour-cap 5" in warning
-    assert loss_warnings(LossSettings(), 1) == []
-    assert len(loss_warnings(LossSettings(clip_high=0.3), 1)) == 1
+
+
+def test_the_default_objective_warns_of_its_ratio_only_if_a_parameter_of_it_is_given() -> None:
+    assert loss_warnings(PPOClip(), LossSettings(), 1) == []
+    assert len(loss_warnings(PPOClip(clip_high=0.3), LossSettings(), 1)) == 1
 
 
 def test_several_updates_without_a_ratio_and_another_estimate_in_the_reward_warn() -> None:
-    (warning,) = loss_warnings(LossSettings(policy_loss="pg"), 4)
-    assert "pg with 4 updates" in warning and loss_warnings(LossSettings(policy_loss="pg"), 1) == []
-    (warning,) = loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward", kl_estimate="k3"), 1)
+    (warning,) = loss_warnings(PolicyGradient(), LossSettings(), 4)
+    assert "pg with 4 updates" in warning and loss_warnings(PolicyGradient(), LossSettings(), 1) == []
+    (warning,) = loss_warnings(PPOClip(), LossSettings(kl_coefficient=0.1, kl_in="reward", kl_estimate="k3"), 1)
     assert "kl-estimate k3 with kl-in reward" in warning
-    assert loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward"), 1) == []
+    assert loss_warnings(PPOClip(), LossSettings(kl_coefficient=0.1, kl_in="reward"), 1) == []
 
 
 def test_a_tokens_clip_with_gspo_warns() -> None:
-    (warning,) = loss_warnings(LossSettings(policy_loss="gspo", ratio_to="behaviour", clip_low=0.2, clip_high=0.2), 1)
+    (warning,) = loss_warnings(GSPO(ratio_to="behaviour", clip_low=0.2, clip_high=0.2), LossSettings(), 1)
     assert "clip-low 0.2 and clip-high 0.2 with gspo" in warning
 
 
@@ -354,7 +382,7 @@ def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: s
         "column 'reference'": columns["reference"],
     }
     others = replace(microbatch, weights=microbatch.weights * (microbatch.sequences != 2))
-    expected, _ = reinforcement(settings)(output, others)
+    expected, _ = loss_function(PPOClip(), settings)(output, others)
     expected.backward()
     assert output.logprobs.grad is not None
 
@@ -362,7 +390,7 @@ def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: s
     again = output._replace(logprobs=logprobs.requires_grad_())
     chosen, trained, left_out = finite_only(again, microbatch)
     assert left_out.causes == {2: cause} and left_out.tokens == int((microbatch.sequences == 2).sum())
-    loss, sums = evaluate_objective(reinforcement(settings), chosen, trained)
+    loss, sums = evaluate_loss(loss_function(PPOClip(), settings), chosen, trained)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums["tokens"] == len(logprobs) - left_out.tokens

@@ -12,20 +12,23 @@ import pytest
 import torch
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae, grpo, rloo
+from monarch_rl.algorithms.distillation import top_columns
 from monarch_rl.algorithms.functions import Columns
+from monarch_rl.algorithms.objectives import GSPO, TIS, DecoupledPPO, Distillation, Objective, PPOClip, SequenceMask
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, distillation, evaluate_objective, reinforcement, supervised
+from monarch_rl.trainer.objective import LossFunction, evaluate_loss, loss_function, made_from, supervised
 from monarch_rl.trainer.plan import TrainerPlan, read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.test_objective import made
 
-LOSS = LossSettings(policy_loss="gspo", corrections=("tis",), clip_high=0.3)
+LOSS = LossSettings(corrections=(TIS(cap=4.0), SequenceMask()), lag_discount=0.9)
+PPO_CLIP = PPOClip()
 SETTINGS = TrainerSettings(ranks=2, lr=1e-3, loss=LOSS, lora=LoraSettings(rank=4))
 
 
-def plan(advantage: Any = "grpo", objective: Any = "reinforcement", generation: int = 0) -> TrainerPlan:
+def plan(advantage: Any = "grpo", objective: Objective | LossFunction = PPO_CLIP, generation: int = 0) -> TrainerPlan:
     functions = TrainingFunctions.of(advantage, objective, LossSettings())
     return TrainerPlan(Path("a model"), SETTINGS, 7, 0.5, 8, functions, generation=generation)
 
@@ -58,26 +61,38 @@ def test_code_of_the_package_that_has_changed_trains_in_another_way(monkeypatch:
     assert trained_as(of) != before
 
 
-GIVEN = {"gspo": reinforcement(LOSS), "distilled": distillation(LossSettings()), "cross-entropy": supervised}
+GIVEN: dict[str, Objective | LossFunction] = {name: Objective.defaults_of(name) for name in Objective.names()}
+GIVEN |= {
+    "own parameters": DecoupledPPO(clip_low=0.1, behaviour_cap=3.0),
+    "the teacher's likely tokens": Distillation(top=3, divergence="forward"),
+    "own settings": loss_function(GSPO(clip_high=0.3), LOSS),
+    "cross-entropy": supervised,
+}
 
 
-@pytest.mark.parametrize("name", [*OBJECTIVES, *GIVEN])
+@pytest.mark.parametrize("name", GIVEN)
 def test_objectives_of_the_package_are_names_and_settings(tmp_path: Path, name: str) -> None:
-    before = plan("distillation" if name == "distillation" else "grpo", GIVEN.get(name, name))
+    before = plan("distillation" if name == "distillation" else "grpo", GIVEN[name])
     values = written(tmp_path, before)
-    assert values["functions"]["objective"]["name"] in OBJECTIVES
+    assert "cloudpickle" not in values["functions"]["objective"] and "monarch_rl." not in json.dumps(values)
+    assert trained_as(read_plan(tmp_path)) == trained_as(before)
     after = read_plan(tmp_path)
     assert before.functions is not None and after.functions is not None
+    made_of, given = made_from(before.functions.objective.load()), made_from(after.functions.objective.load())
+    assert made_of == given and (given is not None) == (name != "cross-entropy")
     output, batch = made()
-    batch = replace(batch, columns=Columns({**batch.columns, "teacher": batch.columns["old"] - 0.5}))
-    losses = [
-        evaluate_objective(each.objective.load(), output, batch)[0] for each in (before.functions, after.functions)
-    ]
+    teacher = batch.columns["old"] - 0.5
+    ids, logprobs = top_columns(3)
+    likely = dict.fromkeys([*ids, *logprobs], torch.full_like(teacher, 0.2).log())
+    batch = replace(batch, columns=Columns({**batch.columns, "teacher": teacher, **likely}))
+    if name == "the teacher's likely tokens":
+        output = output._replace(others=torch.full((len(teacher), 3), 0.1).log().requires_grad_())
+    losses = [evaluate_loss(each.objective.load(), output, batch)[0] for each in (before.functions, after.functions)]
     assert torch.equal(*losses)
 
 
 def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
-    own, inner, bias = SeatBaselines(0.5), reinforcement(LOSS), 2.0
+    own, inner, bias = SeatBaselines(0.5), loss_function(GSPO(clip_high=0.3), LOSS), 2.0
 
     @wraps(inner)
     def wrapper(*arguments: Any) -> Any:
@@ -86,14 +101,12 @@ def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
 
     before = plan(own, wrapper)
     values = written(tmp_path, before)["functions"]
-    assert "name" not in values["advantage"] and "name" not in values["objective"]
+    assert "name" not in values["advantage"] and not {"name", "objective"} & set(values["objective"])
     after = read_plan(tmp_path).functions
     assert after is not None
     advantage: Any = after.advantage.load()
     assert advantage.decay == 0.5
-    assert torch.equal(
-        evaluate_objective(after.objective.load(), *made())[0], evaluate_objective(inner, *made())[0] + bias
-    )
+    assert torch.equal(evaluate_loss(after.objective.load(), *made())[0], evaluate_loss(inner, *made())[0] + bias)
 
 
 def test_what_another_version_needs_to_read_names_it(tmp_path: Path) -> None:

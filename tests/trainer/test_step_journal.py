@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.checkpoint import journal as journal_module
 from monarch_rl.checkpoint.journal import JournalBatch, JournalWriter, Made
 from monarch_rl.pipeline.replayed_steps import common_batches, replay_summary
@@ -104,7 +105,7 @@ def test_a_batch_whose_step_never_ended_is_tried_once(tmp_path: Path) -> None:
 
 def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     two = replace(PLAN, settings=TrainerSettings(ranks=2))
-    own = replace(PLAN, functions=TrainingFunctions.of(lambda group: group.rewards, "reinforcement", LossSettings()))
+    own = replace(PLAN, functions=TrainingFunctions.of(lambda group: group.rewards, PPOClip(), LossSettings()))
     folder = journal(tmp_path, (two, [0, 1]), (PLAN, [2, 3]))
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 1, 0) == [] and versions(folder, 2, 0) == [2, 3]

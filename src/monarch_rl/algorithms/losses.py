@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -362,7 +362,7 @@ def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
     return torch.pow(torch.tensor(factor, dtype=torch.float32, device=lags.device), lags)
 
 
-# -- policy losses and corrections by their names in the settings, with a common signature -----------------------------
+# -- the inputs of policy losses and corrections, which ``objectives.py`` passes on -----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,98 +375,10 @@ class LossInputs:
     """float32[N]: under the trainer's policy at the start of the batch; equal to ``new`` with one update per batch."""
     behaviour: torch.Tensor
     """float32[N]: under the policy that sampled each token."""
-    ratio_to: torch.Tensor
-    """float32[N]: the denominator of the ratio, ``old`` or ``behaviour``."""
     advantages: torch.Tensor
     """float32[N]."""
     sequences: torch.Tensor
     """int64[N]: index of each token's sequence."""
-
-
-class Parameters(Protocol):
-    """The fields of ``LossSettings`` that rules read; they are documented there."""
-
-    @property
-    def clip(self) -> tuple[float, float]: ...
-    @property
-    def dual_clip(self) -> float: ...
-    @property
-    def tau_positive(self) -> float: ...
-    @property
-    def tau_negative(self) -> float: ...
-    @property
-    def max_change(self) -> float: ...
-    @property
-    def behaviour_cap(self) -> float: ...
-    @property
-    def importance_cap(self) -> float: ...
-    @property
-    def icepop_range(self) -> tuple[float, float]: ...
-    @property
-    def sequence_range(self) -> tuple[float, float]: ...
-    @property
-    def opsm_kl(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """A policy loss that can be named on the command line."""
-
-    rule: Callable[[LossInputs, Parameters], TokenLoss]
-    clip: tuple[float, float] | None = None
-    """Default of ``(clip_low, clip_high)``. None: it does not clip."""
-    has_ratio: bool = True
-    """Whether it uses the ratio to the policy that ``ratio_to`` names."""
-    has_importance_ratio: bool = False
-    """Whether it multiplies by pi_old / pi_behaviour itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """A correction that can be named on the command line."""
-
-    weights: Callable[[LossInputs, Parameters], torch.Tensor]
-    """Returns float32[N], without gradient: factors on the token losses."""
-    has_importance_ratio: bool = False
-    """Whether it multiplies by pi_old / pi_behaviour; other corrections only drop sequences."""
-
-
-def _policy_gradient(p: LossInputs, _: Parameters) -> TokenLoss:
-    return TokenLoss(policy_gradient(p.new, p.advantages), torch.zeros_like(p.advantages, dtype=torch.bool))
-
-
-POLICY_LOSSES = {
-    "pg": PolicyLoss(_policy_gradient, has_ratio=False),
-    "ppo_clip": PolicyLoss(
-        lambda p, s: clipped_ratio(p.new, p.ratio_to, p.advantages, *s.clip, s.dual_clip), (0.2, 0.28)
-    ),
-    "cispo": PolicyLoss(lambda p, s: cispo(p.new, p.ratio_to, p.advantages, *s.clip), (1.0, 3.0)),
-    "gspo": PolicyLoss(lambda p, s: gspo(p.new, p.ratio_to, p.advantages, p.sequences, *s.clip), (3e-4, 4e-4)),
-    "sapo": PolicyLoss(lambda p, s: sapo(p.new, p.ratio_to, p.advantages, s.tau_positive, s.tau_negative)),
-    "dppo_tv": PolicyLoss(lambda p, s: dppo_tv(p.new, p.ratio_to, p.advantages, s.max_change)),
-    "decoupled": PolicyLoss(
-        lambda p, s: decoupled(p.new, p.old, p.behaviour, p.advantages, *s.clip, s.behaviour_cap),
-        (0.2, 0.2),
-        has_importance_ratio=True,
-    ),
-}
-"""Policy losses by their names in the settings."""
-
-CORRECTIONS = {
-    "tis": Correction(lambda p, s: truncated_importance_weights(p.old, p.behaviour, s.importance_cap), True),
-    "icepop": Correction(lambda p, s: icepop_weights(p.old, p.behaviour, *s.icepop_range), True),
-    "sequence_mask": Correction(lambda p, s: sequence_mask(p.old, p.behaviour, p.sequences, *s.sequence_range)),
-    "opsm": Correction(lambda p, s: off_policy_sequence_mask(p.new, p.behaviour, p.advantages, p.sequences, s.opsm_kl)),
-}
-"""Corrections by their names in the settings. A token's weight is the product of all applied ones."""
-
-if TYPE_CHECKING:
-    PolicyLossName = str
-    CorrectionName = str
-else:
-    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
-    CorrectionName = Literal[tuple(CORRECTIONS)]
-"""Types for settings, whose command line and checks read the choices."""
 
 
 # -- estimators of the KL divergence from a reference, KL(pi || reference), at each sampled token ---------------------

@@ -214,8 +214,7 @@ METRICS = (
     Metric(
         "trainer/top_k_kl",
         "nats",
-        "The divergence that the objective `distillation` minimizes with `--trainer.loss.teacher-top`; mean over "
-        "tokens.",
+        "The divergence that the objective `distillation` minimizes with `--objective.top`; mean over tokens.",
         "learning",
     ),
     Metric("trainer/logprob", "nats", "Log-probability of the sampled tokens; mean over tokens.", "learning"),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.advantages import BatchAdvantages
     from monarch_rl.trainer.batch import MicroBatch
     from monarch_rl.trainer.functions import LoadedFunctions
-    from monarch_rl.trainer.objective import Objective
+    from monarch_rl.trainer.objective import LossFunction
     from monarch_rl.trainer.plan import TrainerPlan
     from monarch_rl.trainer.policy import Policy
 
@@ -59,7 +59,7 @@ class ReplayJob:
     """Checkpoint of version ``start``; None for version 0, the model that the run began with."""
     optimizer_steps: int = 0
     """Optimiser steps made up to ``start``."""
-    objective: ByValue[Objective] | None = None
+    objective: ByValue[LossFunction] | None = None
     """Replaces the run's objective."""
     generation: int = 0
     """Generation of the run whose trainer plan is used."""
@@ -204,7 +204,7 @@ def replay_rank(rank: int, folder: Path, job: ReplayJob, port: int) -> None:
     policy.close()
 
 
-def functions_of(plan: TrainerPlan, objective: ByValue[Objective] | None, states: dict[str, Any]) -> LoadedFunctions:
+def functions_of(plan: TrainerPlan, objective: ByValue[LossFunction] | None, states: dict[str, Any]) -> LoadedFunctions:
     """The functions of the updates, with their state restored.
 
     Args:

@@ -1,13 +1,13 @@
 """A training run: its actors, policy versions and metrics. Recipes are written with :class:`Run` and :func:`launch`.
 
     async def train(run: Run, s: Settings) -> None:
-        await run.start(task(s), advantage=dr_grpo, objective=...)
+        await run.start(task(s), advantage=dr_grpo, objective=s.objective)
         async for step in run.steps(s.steps):
             metrics = await run.update()
             await run.publish()
             await run.log(metrics)
 
-    launch(train, tyro.cli(Settings), task)
+    launch(train, cli(Settings), task)
 
 Rollouts continue throughout, from the first step to the last; the buffer bounds the staleness of trained tokens. The
 simulator, tests and benchmarks use the same :class:`Run` with actors that they start themselves (:meth:`Run.begin`).
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from monarch_rl.algorithms.group_view import Advantage
+from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
@@ -81,7 +82,7 @@ from monarch_rl.trainer.functions import (
     equal_rewards_warning,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
-from monarch_rl.trainer.objective import Objective
+from monarch_rl.trainer.objective import LossFunction
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import Watch, watched
 
@@ -263,7 +264,12 @@ class Run:
         return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
     async def start(
-        self, task: Task, *, advantage: Advantage | str, objective: Objective | str, stages: Sequence[Stage] = ()
+        self,
+        task: Task,
+        *,
+        advantage: Advantage | str,
+        objective: Objective | LossFunction,
+        stages: Sequence[Stage] = (),
     ) -> None:
         """Start all actors, serve the model as version 0 (or the restored version), and start to watch the processes.
 
@@ -271,8 +277,8 @@ class Run:
             task: the episodes to roll out, and their rewards.
             advantage: maps a group to the advantages of its sequences, turns or tokens
                 (:data:`monarch_rl.algorithms.group_view.Advantage`), or a name in ``ADVANTAGES``.
-            objective: the loss of a micro-batch (:data:`monarch_rl.trainer.objective.Objective`), or a name in
-                ``OBJECTIVES``, which uses ``trainer.loss``.
+            objective: an objective, whose loss function also reads ``trainer.loss``, or a loss function of your own
+                (:data:`monarch_rl.trainer.objective.LossFunction`).
             stages: applied to each group in turn, between its rollout and its training.
 
         Raises:
@@ -698,7 +704,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
-        for warning in loss_warnings(settings.trainer.loss, settings.trainer.updates_per_batch):
+        trainer = settings.trainer
+        for warning in loss_warnings(settings.objective, trainer.loss, trainer.updates_per_batch):
             print(f"warning: {warning}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import psutil
 import torch
 
+from monarch_rl.algorithms.objectives import Objective, PPOClip
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.checkpoint.settings import CheckpointSettings
@@ -42,6 +43,7 @@ from monarch_rl.rollout.settings import (
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
+from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
 from monarch_rl.watch.watch import STALL_S
 from monarch_rl.weights.transport import TRANSPORTS, TransferSettings
@@ -79,6 +81,7 @@ class RunSettings(CheckedSettings, flags=""):
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a stuck process is reported and replaced; the run ends if it cannot be replaced. If nothing
     advances but no process is stuck, the run ends after twice as long."""
+    objective: Objective = field(default_factory=PPOClip)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -112,6 +115,10 @@ class RunSettings(CheckedSettings, flags=""):
         """Seconds that a step may take."""
         generation_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
         return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_objective(self.objective, self.trainer.loss)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. False for the last step, after which recipes always evaluate."""

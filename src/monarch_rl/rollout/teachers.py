@@ -50,7 +50,7 @@ def teacher(engine: FrozenModel, prompt: Prompt | None = None, top: int = 0, con
     Args:
         prompt: messages that the teacher reads instead of the policy's first prompt, such as the same question with its
             solution; the rest of the conversation is the policy's. None means the policy's own prompt.
-        top: number of the teacher's most likely tokens that also get columns (``trainer.loss.teacher-top``).
+        top: number of the teacher's most likely tokens that also get columns (``objective.top``).
         concurrency: groups at a time, per worker.
 
     Raises:

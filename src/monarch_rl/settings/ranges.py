@@ -1,11 +1,11 @@
 """Allowed values of settings: declared with each field, and checked when the settings are created.
 
     @dataclass(frozen=True)
-    class LossSettings(CheckedSettings, flags="trainer.loss"):
-        clip_low: Annotated[float, Range(0, 0.99)] = 0.2
+    class TrainerSettings(CheckedSettings, flags="trainer"):
+        lr_min_factor: Annotated[float, Range(0, 1)] = 1.0
 
-``LossSettings(clip_low=math.nan)`` raises ``ValueError: trainer.loss.clip-low must be a finite number, got nan: give 0
-to 0.99``, also if it is created from the command line.
+``TrainerSettings(lr_min_factor=math.nan)`` raises ``ValueError: trainer.lr-min-factor must be a finite number, got nan:
+give 0 to 1``, also if it is created from the command line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from monarch_rl.errors import SettingsError
 
@@ -90,6 +90,63 @@ class CheckedSettings:
         return f"{cls._flags}.{name}".lstrip(".").replace("_", "-")
 
 
+class NamedSettings(CheckedSettings):
+    """Base class of a family of settings classes, of which a name chooses one: on the command line
+    (``settings/cli.py``) and in JSON. Each class has a field ``name``, whose default is its name.
+
+    ``flags`` of the family's base is the flag that takes the name, and the prefix of all other fields.
+    """
+
+    name: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name != type(self).own_name():
+            raise SettingsError(
+                f"{self.flag('name')} {self.name}: these are the parameters of {self.own_name()}. In Python, use "
+                f"{self._family().of_name(self.name).__name__}; parse a command line with monarch_rl.cli()"
+            )
+
+    @classmethod
+    def own_name(cls) -> str:
+        """The name of this class; "" for the base of a family."""
+        default = cls.__dict__.get("name", "")
+        return default if isinstance(default, str) else ""
+
+    @classmethod
+    def _family(cls) -> type[NamedSettings]:
+        return next(base for base in cls.__mro__ if NamedSettings in base.__bases__)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all classes derived from this one, in the order of their definition."""
+        found = [cls.own_name()] if cls.own_name() else []
+        return [*found, *(name for derived in cls.__subclasses__() for name in derived.names())]
+
+    @classmethod
+    def of_name(cls, name: str) -> type[Self]:
+        """The derived class of this name.
+
+        Raises:
+            ValueError: there is none; lists the names.
+        """
+        if name and cls.own_name() == name:
+            return cls
+        for derived in cls.__subclasses__():
+            if name in derived.names():
+                return derived.of_name(name)
+        raise SettingsError(f"{cls._flags} must be one of {', '.join(cls.names())}, got {name!r}")
+
+    @classmethod
+    def defaults_of(cls, name: str) -> Self:
+        """Settings of this name, with their default values. Raises ValueError as :meth:`of_name`."""
+        return cls.of_name(name)()
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        return cls._flags if name == "name" else super().flag(name)
+
+
 def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
     """For each field: the range of its numbers, None if any number is allowed, and its allowed strings, empty if any
     string is allowed."""
@@ -120,6 +177,8 @@ def to_plain(settings: CheckedSettings) -> dict[str, Any]:
 def from_plain(settings: type[C], values: Mapping[str, Any]) -> C:
     """The inverse of :func:`to_plain`. Raises ValueError for fields that ``settings`` does not have, and for invalid
     values."""
+    if issubclass(settings, NamedSettings) and not settings.own_name():
+        settings = settings.of_name(values.get("name", ""))
     names = {field.name for field in dataclasses.fields(cast(Any, settings))}
     if unknown := sorted(values.keys() - names):
         raise SettingsError(f"{settings.__name__} has no {unknown[0]}")
@@ -133,6 +192,8 @@ def _from_plain(hint: Any, value: Any) -> Any:
             return from_plain(member, value)
         if isinstance(value, str) and member is Path:
             return Path(value)
+        if isinstance(value, list) and get_origin(member) is tuple:
+            return tuple(_from_plain(get_args(member)[0], each) for each in value)
     return tuple(value) if isinstance(value, list) else value
 
 

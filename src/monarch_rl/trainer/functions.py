@@ -8,13 +8,24 @@ from functools import partial
 from typing import Any, cast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, gae
-from monarch_rl.algorithms.functions import named, needed_columns, other_token_columns, place_of
+from monarch_rl.algorithms.functions import named, needed_columns, place_of
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
+from monarch_rl.algorithms.objectives import Distillation, Objective, PPOClip
 from monarch_rl.episode.serialization import BEHAVIOUR
 from monarch_rl.errors import SettingsError
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
+from monarch_rl.trainer.objective import (
+    OLD,
+    REFERENCE,
+    RETURNS,
+    TEACHER,
+    VALUE,
+    LossFunction,
+    loss_function,
+    made_from,
+    supervised,
+)
 
 FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}
 """Columns that the trainer always fills, for objectives, and their contents."""
@@ -30,8 +41,8 @@ CRITIC = {
 
 BEYOND_THE_GROUP = ("reinforce_pp", "seat_baselines", "gae")
 """Advantages that also compare with rewards of other groups or a critic, so that groups of equal rewards teach."""
-WITHOUT_REWARDS = {"advantage": ("distillation",), "objective": ("distillation", "supervised")}
-"""Advantages and objectives that read no rewards; ``sequence_distillation`` is a partial of the first."""
+WITHOUT_REWARDS = ("distillation", "sequence_distillation")
+"""Advantages that read no rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class TrainingFunctions:
     ``functools.partial`` objects work."""
 
     advantage: ByValue[Advantage]
-    objective: ByValue[Objective]
+    objective: ByValue[LossFunction]
     advantage_columns: tuple[str, ...] = ()
     """Columns that the advantage reads: every rank gets them for all episodes of a batch."""
 
@@ -48,18 +59,19 @@ class TrainingFunctions:
     def of(
         cls,
         advantage: Advantage | str,
-        objective: Objective | str,
+        objective: Objective | LossFunction,
         loss: LossSettings,
         critic: CriticSettings = NO_CRITIC,
     ) -> TrainingFunctions:
-        """Functions given as such, or by name (``ADVANTAGES``, ``OBJECTIVES``).
+        """An advantage given as a function or by its name in ``ADVANTAGES``, and an objective or a loss function.
 
         Args:
-            loss: settings of objectives given by name.
+            loss: the settings that all objectives share. A recipe's own loss function reads only their aggregation,
+                through ``MicroBatch.weights``.
             critic: settings of the critic. If enabled, it fills the column ``value``, and ``gae`` uses its discounts.
 
         Raises:
-            ValueError: no function has this name; the settings do not fit the functions, or name another advantage; or
+            ValueError: no advantage has this name; the settings do not fit the functions, or name another advantage; or
                 a ``functools.partial`` of ``gae`` has other discounts than the critic.
             TypeError: a function cannot be sent to other processes; states why.
         """
@@ -70,25 +82,19 @@ class TrainingFunctions:
         if name:
             loss = replace(loss, advantage=name)  # raises if the other settings do not fit it
         advantage = _discounted(advantage, critic)
-        if isinstance(objective, str):
-            if objective == "supervised":
-                _check_supervised(loss)
-            objective = named(OBJECTIVES, objective, "objective")(loss)
-        if loss.teacher_top and not other_token_columns(objective):
-            raise SettingsError(
-                f"trainer.loss.teacher-top {loss.teacher_top}: the objective {place_of(objective)} reads log-probs of "
-                "the sampled tokens only. Give the objective distillation, or leave the flag out"
-            )
+        if objective is supervised:
+            _check_supervised(loss)
+        function = loss_function(objective, loss) if isinstance(objective, Objective) else objective
         return cls(
             ByValue(advantage, f"the advantage {place_of(advantage)}"),
-            ByValue(objective, f"the objective {place_of(objective)}"),
+            ByValue(function, f"the objective {place_of(function)}"),
             tuple(name for name in needed_columns(advantage) if not (critic.enabled and name == VALUE)),
         )
 
     @classmethod
     def of_settings(cls, loss: LossSettings, critic: CriticSettings = NO_CRITIC) -> TrainingFunctions:
-        """The functions that the settings name."""
-        return cls.of(loss.advantage, "reinforcement", loss, critic)
+        """The advantage that the settings name, and the default objective."""
+        return cls.of(loss.advantage, PPOClip(), loss, critic)
 
     def load(self) -> LoadedFunctions:
         """Unpickle the functions, on a trainer rank."""
@@ -101,7 +107,7 @@ class LoadedFunctions:
     micro-batches of its own rank."""
 
     advantage: Advantage
-    objective: Objective
+    objective: LossFunction
     advantage_columns: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -237,21 +243,18 @@ def equal_rewards_warning(functions: TrainingFunctions) -> str:
         ValueError: the functions read no rewards, so groups of equal rewards teach like all others.
     """
     flag = "buffer.drop-equal-rewards"
-    kinds: dict[str, ByValue[Any]] = {"objective": functions.objective, "advantage": functions.advantage}
-    by_name: dict[str, dict[str, object]] = {
-        "objective": {name: make(LossSettings()) for name, make in OBJECTIVES.items()},
-        "advantage": {name: make() for name, make in ADVANTAGES.items()},
-    }
-    name = ""
-    for kind, function in kinds.items():
-        # Reversed, because a partial, which follows its function, has the same place.
-        names = {place_of(by_name[kind][name]): name for name in reversed(by_name[kind])}
-        name = names.get(place_of(function.load()), "")
-        if name in WITHOUT_REWARDS[kind]:
-            raise SettingsError(
-                f"{flag}: the {kind} {name} reads no rewards, so groups of equal rewards teach as much as others, and "
-                "would be dropped. Leave the flag out"
-            )
+    function, name = functions.objective.load(), name_of(functions.advantage.load())
+    made = made_from(function)
+    without_rewards = f"the advantage {name}" if name in WITHOUT_REWARDS else ""
+    if made is not None and isinstance(made[0], Distillation):
+        without_rewards = "the objective distillation"
+    if place_of(function) == place_of(supervised):
+        without_rewards = "the objective supervised"
+    if without_rewards:
+        raise SettingsError(
+            f"{flag}: {without_rewards} reads no rewards, so groups of equal rewards teach as much as others, and "
+            "would be dropped. Leave the flag out"
+        )
     if name not in BEYOND_THE_GROUP:
         return ""
     return (
@@ -269,7 +272,7 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
     read = {*needed_columns(functions.advantage.load()), *needed_columns(functions.objective.load())}
     for name in columns:
         if name not in read:
-            instead = "teacher(..., top=s.trainer.loss.teacher_top)"
+            instead = "teacher(..., top=s.objective.top)"
             instead = "trainer.loss.kl-coefficient, such as 0.001" if name == REFERENCE else instead
             instead = "the objective or the advantage distillation" if name == TEACHER else instead
             raise SettingsError(

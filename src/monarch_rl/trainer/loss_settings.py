@@ -1,4 +1,4 @@
-"""Settings of the policy loss and the critic. docs/algorithms.md has the formulas, and when to use which."""
+"""Settings that all objectives share, and the critic's. docs/algorithms.md has the formulas, and when to use which."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
-from monarch_rl.algorithms.losses import (
-    CORRECTIONS,
-    POLICY_LOSSES,
-    Aggregation,
-    CorrectionName,
-    EstimateName,
-    PolicyLoss,
-    PolicyLossName,
+from monarch_rl.algorithms.losses import Aggregation, EstimateName
+from monarch_rl.algorithms.objectives import (
+    GSPO,
+    TIS,
+    Correction,
+    Corrections,
+    DecoupledPPO,
+    Distillation,
+    Objective,
+    PolicyGradient,
+    PolicyObjective,
+    PPOClip,
+    RatioObjective,
 )
 from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import CheckedSettings, Range
@@ -24,7 +29,7 @@ WIDE_FOR_SEQUENCES = 0.01
 
 @dataclass(frozen=True)
 class LossSettings(CheckedSettings, flags="trainer.loss"):
-    """The policy-gradient loss: advantage x policy loss x corrections, then aggregation (docs/algorithms.md)."""
+    """What all objectives share: advantage, corrections, KL, entropy and aggregation (docs/algorithms.md)."""
 
     advantage: AdvantageName = "dr_grpo"
     """How rewards R become advantages. Over the group: `dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std
@@ -35,51 +40,12 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     column `teacher` instead of rewards: `distillation`: log teacher - log policy of the token, and
     `sequence_distillation`: the same, summed to the end of the sequence (arXiv:2306.08543). An advantage whose column
     nothing fills is refused."""
-    policy_loss: PolicyLossName = "ppo_clip"
-    """`pg`: A log pi; `ppo_clip`: clipped ratio (PPO, DAPO); `cispo`: clipped weight (arXiv:2506.13585); `gspo`:
-    clipped ratio of the sequence (arXiv:2507.18071); `sapo`: smooth gate (arXiv:2511.20347); `dppo_tv`: bound on the
-    change of a token's probability (arXiv:2602.04879); `decoupled`: clip around the trainer's policy, weighted by
-    pi_trainer / pi_engine (arXiv:2505.24298). With one update per batch and `ratio_to trainer` the ratio is 1, and all
-    of them are the policy gradient (`decoupled`: with its weight)."""
-    ratio_to: Literal["trainer", "behaviour"] = "trainer"
-    """Denominator of the ratio. `trainer`: the trainer's policy at the start of the batch; `corrections` then weight
-    stale tokens. `behaviour`: the policy that sampled the token; the clip then bounds staleness."""
-    clip_low: Annotated[float | None, Range(0, 1)] = None
-    """The ratio is clipped below at 1 - clip_low. None: the policy loss's own default, 0.2 for `ppo_clip` (PPO,
-    arXiv:1707.06347) and `decoupled`, 1 for `cispo` (no floor), 0.0003 for `gspo`. Has an effect only where the ratio
-    is not 1: with `ratio_to behaviour`, or several updates per batch."""
-    clip_high: Annotated[float | None, Range(0, 1000)] = None
-    """The ratio is clipped above at 1 + clip_high. None: the policy loss's own default, 0.28 for `ppo_clip` (DAPO,
-    arXiv:2503.14476), 0.2 for `decoupled`, 3 for `cispo` (arXiv:2510.13786), 0.0004 for `gspo`. Has an effect only
-    where `clip_low` has."""
-    dual_clip: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
-    """With `ppo_clip`: bounds the loss of a token of negative advantage to dual_clip x |A|; 3 is usual
-    (arXiv:1912.09729). 0 is off."""
-    tau_positive: Annotated[float, Range(0.001, 1000)] = 1.0
-    """With `sapo`: how steeply the gate closes for tokens with A > 0 (arXiv:2511.20347). Larger values stay nearer to
-    the old policy."""
-    tau_negative: Annotated[float, Range(0.001, 1000)] = 1.05
-    """With `sapo`: how steeply the gate closes for tokens with A <= 0."""
-    max_change: Annotated[float, Range(1e-6, 1)] = 0.2
-    """With `dppo_tv`: largest change of a token's probability in the direction of its advantage (arXiv:2602.04879)."""
-    behaviour_cap: Annotated[float, Range(0.001, 1_000_000)] = 5.0
-    """With `decoupled`: drops tokens whose pi_trainer / pi_engine is above this (arXiv:2505.24298)."""
-    corrections: tuple[CorrectionName, ...] | None = None
+    corrections: Corrections = None
     """Off-policy corrections of tokens that another policy sampled. `tis`: weight by pi_trainer / pi_engine, capped at
-    `importance_cap`; `icepop`: weight by it, and drop tokens outside `icepop_range`; `sequence_mask`: drop sequences
-    whose mean ratio is outside `sequence_range`; `opsm`: drop sequences of negative advantage whose divergence is above
-    `opsm_kl`. At most one of `tis` and `icepop`. None: `tis`, unless the ratio or the policy loss already weights by
-    the policy that sampled."""
-    importance_cap: Annotated[float, Range(0.001, 1_000_000)] = 2.0
-    """With `tis`: a token's weight is min(pi_trainer / pi_engine, importance_cap). Larger: less bias, more variance."""
-    icepop_range: Annotated[tuple[float, float], Range(0, 1_000_000)] = (0.5, 2.0)
-    """With `icepop`: lowest and highest pi_trainer / pi_engine of the tokens that are trained (arXiv:2510.18855)."""
-    sequence_range: Annotated[tuple[float, float], Range(0, 1_000_000)] = (0.99, 1.01)
-    """With `sequence_mask`: lowest and highest geometric mean of pi_trainer / pi_engine of the sequences that are
-    trained."""
-    opsm_kl: Annotated[float, Range(0, 1_000_000)] = 1e-4
-    """With `opsm`: largest mean of log(pi_engine / pi), in nats, over a sequence of negative advantage that is trained
-    (arXiv:2512.02556)."""
+    2; `icepop`: weight by it, and drop tokens outside 0.5 to 2; `sequence_mask`: drop sequences whose mean ratio is
+    outside 0.99 to 1.01; `opsm`: drop sequences of negative advantage whose divergence is above 1e-4. At most one of
+    `tis` and `icepop`. In the recipe they take other parameters: TIS(cap=4.0). None: `tis`, unless the objective itself
+    divides by the policy that sampled."""
     lag_discount: Annotated[float, Range(0, 1, "1 is off")] = 1.0
     """Multiplies each token's weight by lag_discount ** lag (a heuristic); 1 is off. Smaller values trust stale tokens
     less, and learn less from them."""
@@ -96,13 +62,6 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     entropy_coefficient: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
     """Coefficient of an entropy bonus, which raises the policy's entropy; 0 is off. Takes a few more tensors of the
     size of a chunk's logits (trainer.logprob-chunk)."""
-    teacher_top: Annotated[int, Range(0, 1000, "0 is the sampled token alone")] = 0
-    """With the objective `distillation`: compute the divergence over this many of the teacher's most likely tokens,
-    each of which adds 8 bytes per sampled token to what is transferred. The divergence is then an expectation over the
-    next token, to which no importance weight applies. 0 estimates it from the sampled token alone."""
-    teacher_divergence: Literal["reverse", "forward"] = "reverse"
-    """With `teacher_top`: `reverse` is KL(pi, teacher), mode-seeking: generate only what the teacher would. `forward`
-    is KL(teacher, pi), mode-covering: miss nothing that the teacher might generate (GKD, arXiv:2306.13649)."""
     overlong_limit: Annotated[int, Range(0, 2**31 - 1, "0 is off")] = 0
     """Sampled tokens at which an episode loses the full `overlong_penalty`, such as rollout.max-new-tokens (DAPO's soft
     overlong punishment, arXiv:2503.14476); 0 is off."""
@@ -126,19 +85,6 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         return self.overlong_buffer or max(self.overlong_limit // 5, 1)
 
     @property
-    def clip(self) -> tuple[float, float]:
-        """``(clip_low, clip_high)``, each by default the policy loss's; zeros if it does not clip."""
-        low, high = self._policy_loss.clip or (0.0, 0.0)
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
-
-    @property
-    def applied_corrections(self) -> tuple[CorrectionName, ...]:
-        """The given corrections, or the default ones."""
-        if self.corrections is not None:
-            return self.corrections
-        return () if self.has_importance_ratio else ("tis",)
-
-    @property
     def estimates_kl_by(self) -> EstimateName:
         """The given KL estimator, or the default one."""
         return self.kl_estimate or ("k1" if self.kl_in == "reward" else "k3")
@@ -149,46 +95,19 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     @property
-    def _policy_loss(self) -> PolicyLoss:
-        return POLICY_LOSSES[self.policy_loss]
-
-    @property
-    def has_importance_ratio(self) -> bool:
-        """Whether the policy loss itself divides by the policy that sampled."""
-        return self.ratio_to == "behaviour" or self._policy_loss.has_importance_ratio
-
-    @property
     def needed_columns(self) -> tuple[str, ...]:
         """Columns that the loss reads besides ``old``, which always exists: ``reference``, or none."""
         return ("reference",) * bool(self.kl_coefficient)
 
+    def applied_corrections(self, objective: Objective) -> tuple[Correction, ...]:
+        """The given corrections, or the default ones with this objective."""
+        if self.corrections is not None:
+            return self.corrections
+        return () if isinstance(objective, PolicyObjective) and objective.has_importance_ratio else (TIS(),)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_parameters()
         self._check_corrections()
-        _check_for_unread_values(self)
-        if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
-            raise SettingsError(
-                "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
-                "Give trainer.loss.kl-in reward, or kl-estimate k2 or k3"
-            )
-
-    def _check_parameters(self) -> None:
-        """Refuse parameters that the policy loss does not read, and parameters that contradict each other."""
-        name, rule = self.policy_loss, self._policy_loss
-        if self.ratio_to == "behaviour" and (rule.has_importance_ratio or not rule.has_ratio):
-            has = "already has both ratios" if rule.has_importance_ratio else "has no ratio"
-            raise SettingsError(f"trainer.loss.ratio-to behaviour: the policy loss {name} {has}. Leave it out")
-        for bound in ("clip_low", "clip_high"):
-            if getattr(self, bound) is not None and rule.clip is None:
-                raise SettingsError(f"{self.flag(bound)}: the policy loss {name} has no clip. Leave it out")
-        if self.dual_clip and name != "ppo_clip":
-            raise SettingsError(f"trainer.loss.dual-clip is for ppo_clip, and the policy loss is {name}. Leave it out")
-        if 0 < self.dual_clip <= 1 + self.clip[1]:
-            raise SettingsError(
-                f"trainer.loss.dual-clip {self.dual_clip:g} must be above the clip's ceiling, {1 + self.clip[1]:g}, or "
-                "it would remove the gradient of tokens within the clip: 3 is usual"
-            )
         if self.overlong_buffer > self.overlong_limit:
             raise SettingsError(
                 f"trainer.loss.overlong-buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
@@ -204,97 +123,123 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
                 f"trainer.loss.advantage max_rl needs rewards of at least 0, and trainer.loss.overlong-limit "
                 f"{self.overlong_limit} lowers the rewards of long answers: leave one of them out"
             )
-        if self.teacher_divergence == "forward" and not self.teacher_top:
+        if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
             raise SettingsError(
-                "trainer.loss.teacher-divergence forward is an expectation over the teacher's tokens, which cannot be "
-                "estimated from the sampled token alone: give trainer.loss.teacher-top, such as 8"
+                "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
+                "Give trainer.loss.kl-in reward, or kl-estimate k2 or k3"
             )
-        for bounds in ("icepop_range", "sequence_range"):
-            low, high = getattr(self, bounds)
-            if low > high:
-                raise SettingsError(f"{self.flag(bounds)} {low:g} {high:g}: give the lowest first, then the highest")
+        self._check_for_unread_values()
 
     def _check_corrections(self) -> None:
-        given = self.applied_corrections
-        if self.positives_only and "opsm" in given:
+        names = [correction.name for correction in self.corrections or ()]
+        if self.positives_only and "opsm" in names:
             raise SettingsError(
                 "trainer.loss.corrections opsm drops sequences of negative advantage, and trainer.loss.positives-only "
                 "trains on none: leave one of them out"
             )
-        weights = [name for name in given if CORRECTIONS[name].has_importance_ratio]
-        if len(set(given)) < len(given) or len(weights) > 1:
+        weights = [correction for correction in self.corrections or () if correction.has_importance_ratio]
+        if len(set(names)) < len(names) or len(weights) > 1:
             raise SettingsError(
-                f"trainer.loss.corrections {' '.join(given)}: give each at most once, and at most one of tis and icepop"
+                f"trainer.loss.corrections {' '.join(names)}: give each at most once, and at most one of tis and icepop"
             )
-        if weights and self.has_importance_ratio:
-            other = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
+
+    def _check_for_unread_values(self) -> None:
+        """Refuse values that have no effect."""
+        for names, is_read, reason in (
+            (("kl_in", "kl_estimate"), self.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
+            (("overlong_penalty",), self.overlong_limit > 0, "trainer.loss.overlong-limit is 0"),
+            (("max_tokens",), self.aggregation == "constant", f"the aggregation is {self.aggregation}"),
+        ):
+            for name in names:
+                if not is_read and getattr(self, name) != LossSettings.__dataclass_fields__[name].default:
+                    raise SettingsError(f"{self.flag(name)}: no effect, because {reason}. Leave it out")
+
+
+def check_objective(objective: Objective, loss: LossSettings) -> None:
+    """Refuse shared settings that contradict an objective, or that it does not read.
+
+    Raises:
+        SettingsError: names both, and what to leave out.
+    """
+    if isinstance(objective, Distillation):
+        _check_distilled(objective, loss)
+    if not isinstance(objective, PolicyObjective):
+        return
+    weights = [correction.name for correction in loss.corrections or () if correction.has_importance_ratio]
+    if weights and objective.has_importance_ratio:
+        other = "ratio-to behaviour" if isinstance(objective, RatioObjective) else f"the objective {objective.name}"
+        raise SettingsError(
+            f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: leave one "
+            "of them out"
+        )
+    for name in ("dual_clip", "tau_negative"):
+        default = next((field.default for field in fields(objective) if field.name == name), None)
+        if loss.positives_only and getattr(objective, name, None) != default:
             raise SettingsError(
-                f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: "
-                "leave one of them out"
+                f"{objective.flag(name)}: no effect, because trainer.loss.positives-only drops tokens of negative "
+                "advantage. Leave it out"
             )
 
 
-def _check_for_unread_values(settings: LossSettings) -> None:
-    """Refuse values that have no effect."""
-    applied = settings.applied_corrections
-    corrects = f"the corrections are {' '.join(applied) or 'none'}"
-    capped = "tis" in applied or (
-        settings.kl_coefficient > 0 and settings.kl_in == "loss" and settings.has_importance_ratio
-    )
-    loss = f"the policy loss is {settings.policy_loss}"
-    positives = "trainer.loss.positives-only drops tokens of negative advantage"
-    for names, is_read, reason in (
-        (("tau_positive", "tau_negative"), settings.policy_loss == "sapo", loss),
-        (("dual_clip", "tau_negative"), not settings.positives_only, positives),
-        (("max_change",), settings.policy_loss == "dppo_tv", loss),
-        (("behaviour_cap",), settings.policy_loss == "decoupled", loss),
-        (("importance_cap",), capped, corrects),
-        (("icepop_range",), "icepop" in applied, corrects),
-        (("sequence_range",), "sequence_mask" in applied, corrects),
-        (("opsm_kl",), "opsm" in applied, corrects),
-        (("kl_in", "kl_estimate"), settings.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
-        (("overlong_penalty",), settings.overlong_limit > 0, "trainer.loss.overlong-limit is 0"),
-        (("max_tokens",), settings.aggregation == "constant", f"the aggregation is {settings.aggregation}"),
+def _check_distilled(objective: Distillation, loss: LossSettings) -> None:
+    instead = "Leave it out, or train by the advantage distillation (--objective ppo_clip)"
+    names = [correction.name for correction in loss.corrections or ()]
+    for flag, is_given in (
+        (loss.flag("positives_only"), loss.positives_only),
+        (f"{loss.flag('corrections')} opsm", "opsm" in names),
+        (f"{loss.flag('kl_in')} reward", loss.takes_kl_from_reward),
+        (loss.flag("overlong_limit"), loss.overlong_limit > 0),
     ):
-        for name in names:
-            if not is_read and getattr(settings, name) != LossSettings.__dataclass_fields__[name].default:
-                raise SettingsError(f"{settings.flag(name)}: no effect, because {reason}. Leave it out")
+        if is_given:
+            raise SettingsError(f"{flag}: the objective distillation reads no rewards and no advantages. {instead}")
+    weights = [correction.name for correction in loss.corrections or () if correction.has_importance_ratio]
+    if objective.top and weights and not loss.kl_coefficient:
+        raise SettingsError(
+            f"trainer.loss.corrections {weights[0]}: with objective.top the objective distillation is an expectation "
+            "over the next token, to which no importance weight applies. Leave it out"
+        )
 
 
-def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
-    """Warnings, a sentence each, about settings of the objective ``reinforcement`` that work, but hardly as
-    intended."""
+def loss_warnings(objective: Objective, loss: LossSettings, updates_per_batch: int) -> list[str]:
+    """Warnings, a sentence each, about an objective and settings that work, but hardly as intended."""
     warnings = []
-    clips = loss.clip_low is not None or loss.clip_high is not None or bool(loss.dual_clip)
-    if updates_per_batch == 1 and loss.ratio_to == "trainer" and (loss.policy_loss not in ("pg", "ppo_clip") or clips):
-        effect = (
-            "nothing is clipped, and this is the policy gradient. Give trainer.loss.ratio-to behaviour, or more updates"
-        )
-        if loss.policy_loss == "decoupled":
-            effect = (
-                "its clip has no effect, and this is the policy gradient, weighted by pi_trainer / pi_engine, without "
-                f"tokens where that is above behaviour-cap {loss.behaviour_cap:g}. Give more updates"
-            )
-        warnings.append(
-            f"trainer.loss.policy-loss {loss.policy_loss}: with one update per batch (trainer.epochs 1, "
-            f"trainer.minibatches 1) the ratio to the trainer's own policy is 1 by construction, so {effect}"
-        )
-    if updates_per_batch > 1 and loss.policy_loss == "pg":
-        warnings.append(
-            f"trainer.loss.policy-loss pg with {updates_per_batch} updates per batch: it neither weights nor clips "
-            "tokens for what the earlier updates of the batch have changed. Give ppo_clip, or one update"
-        )
+    if isinstance(objective, PolicyObjective):
+        warnings += _ratio_warnings(objective, updates_per_batch)
     if loss.takes_kl_from_reward and loss.estimates_kl_by != "k1":
         warnings.append(
             f"trainer.loss.kl-estimate {loss.estimates_kl_by} with kl-in reward: its gradient is not that of "
             "KL(pi, reference). Give k1, or kl-in loss"
         )
-    if loss.policy_loss == "gspo" and max(loss.clip) > WIDE_FOR_SEQUENCES:
+    if isinstance(objective, GSPO) and max(objective.clip) > WIDE_FOR_SEQUENCES:
         warnings.append(
-            f"trainer.loss.clip-low {loss.clip[0]:g} and clip-high {loss.clip[1]:g} with gspo: ratios of whole "
-            "sequences stay so close to 1 that nothing is clipped. The paper uses 0.0003 and 0.0004"
+            f"objective.clip-low {objective.clip_low:g} and clip-high {objective.clip_high:g} with gspo: ratios of "
+            "whole sequences stay so close to 1 that nothing is clipped. The paper uses 0.0003 and 0.0004"
         )
     return warnings
+
+
+def _ratio_warnings(objective: PolicyObjective, updates_per_batch: int) -> list[str]:
+    once = "with one update per batch (trainer.epochs 1, trainer.minibatches 1) the ratio to the trainer's own policy "
+    once += "is 1 by construction, so"
+    if updates_per_batch > 1:
+        if not isinstance(objective, PolicyGradient):
+            return []
+        return [
+            f"objective pg with {updates_per_batch} updates per batch: it neither weights nor clips tokens for what "
+            "the earlier updates of the batch have changed. Give ppo_clip, or one update"
+        ]
+    if isinstance(objective, DecoupledPPO):
+        return [
+            f"objective decoupled: {once} its clip has no effect, and this is the policy gradient, weighted by "
+            "pi_trainer / pi_engine, without tokens where that is above behaviour-cap "
+            f"{objective.behaviour_cap:g}. Give more updates"
+        ]
+    if isinstance(objective, RatioObjective) and objective.ratio_to == "trainer" and objective != PPOClip():
+        return [
+            f"objective {objective.name}: {once} nothing is clipped, and this is the policy gradient. Give "
+            "objective.ratio-to behaviour, or more updates"
+        ]
+    return []
 
 
 # -- the critic -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.algorithms.group_view import Advantage
+from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
 from monarch_rl.errors import SettingsError
@@ -21,7 +22,7 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, Objective, name_and_settings
+from monarch_rl.trainer.objective import LossFunction, loss_function, made_from, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 
 
@@ -39,8 +40,8 @@ class TrainerPlan:
     max_new_tokens: int
     """Most tokens that an episode may generate: the normaliser of the ``constant`` aggregation."""
     functions: TrainingFunctions | None = None
-    """Advantage and objective. None: those that ``settings.loss`` names. With a custom objective only the aggregation
-    of these settings has an effect, through ``MicroBatch.weights``."""
+    """Advantage and loss function. None: the advantage that ``settings.loss`` names, and PPO's clip. With a custom loss
+    function only the aggregation of these settings has an effect, through ``MicroBatch.weights``."""
     journal: Path | None = None
     """Folder in which each rank records its batches; None: no journal."""
     journal_bytes: int = 0
@@ -55,8 +56,9 @@ class TrainerPlan:
 #      "max_new_tokens": ..., "generation": ..., "functions": null, or
 #         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 #
-# A FUNCTION of this package is stored as name and arguments, so that a later version can read it even if it has moved
-# to another module. A recipe's own function is stored by value (cloudpickle, base64), and can run code when it is read.
+# A FUNCTION of this package is stored by its name and arguments, or as an objective and the settings ``trainer.loss``,
+# so that a later version can read it even if it has moved to another module. A recipe's own function is stored by value
+# (cloudpickle, base64), and can run code when it is read.
 
 FORMAT = 1
 
@@ -143,9 +145,12 @@ def _training_functions(values: dict[str, Any]) -> TrainingFunctions:
         of_advantage = ByValue(function, f"the advantage {advantage['name']}")
     else:
         of_advantage = _unpickled(advantage)
-    if "name" in objective:
-        function = OBJECTIVES[objective["name"]](from_plain(LossSettings, objective["loss"]))
-        of_objective = ByValue(function, f"the objective {objective['name']}")
+    if "objective" in objective:
+        value = from_plain(Objective, objective["objective"])
+        function = loss_function(value, from_plain(LossSettings, objective["loss"]))
+        of_objective = ByValue(function, f"the objective {value.name}")
+    elif objective.get("name") == "supervised":
+        of_objective = ByValue(supervised, "the objective supervised")
     else:
         of_objective = _unpickled(objective)
     return TrainingFunctions(of_advantage, of_objective, tuple(values["advantage_columns"]))
@@ -166,10 +171,12 @@ def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
     return {"name": name, "arguments": given}
 
 
-def _named_objective(objective: Objective) -> dict[str, Any] | None:
-    """Name and settings; None for a recipe's own."""
-    made = name_and_settings(objective)
-    return None if made is None else {"name": made[0], "loss": to_plain(made[1])}
+def _named_objective(function: LossFunction) -> dict[str, Any] | None:
+    """The objective and settings that a loss function was made from; None for a recipe's own."""
+    if place_of(function) == place_of(supervised):
+        return {"name": "supervised"}
+    made = made_from(function)
+    return None if made is None else {"objective": to_plain(made[0]), "loss": to_plain(made[1])}
 
 
 def _pickled(function: ByValue[Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from monarch_rl.trainer.metrics import reduced_metrics, summed, waste_metrics  #
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
-from monarch_rl.trainer.objective import OLD, REFERENCE, Objective, Sums, evaluate_objective, rows_objective  # noqa: E402
+from monarch_rl.trainer.objective import OLD, REFERENCE, LossFunction, Sums, evaluate_loss, rows_loss  # noqa: E402
 from monarch_rl.trainer.platform import make_deterministic  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
@@ -213,14 +213,14 @@ class Policy:
             "choices_of_a_layer": torch.tensor(float(choices), device=self.device),
         }
 
-    def update(self, microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+    def update(self, microbatches: Sequence[MicroBatch], objective: LossFunction) -> dict[str, float]:
         """One optimiser step over micro-batches: :meth:`update_batch` of one mini-batch."""
         return self.update_batch([microbatches], objective)
 
     def update_batch(
         self,
         minibatches: Sequence[Sequence[MicroBatch]],
-        objective: Objective,
+        objective: LossFunction,
         epochs: int = 1,
         learns: bool = True,
         lr_factor: float = 1.0,
@@ -307,7 +307,7 @@ class Policy:
             return self.token_logprobs(batch, module=self._reference).logprobs
 
     def _optimise(
-        self, microbatches: Sequence[MicroBatch], objective: Objective, learns: bool, lr_factor: float
+        self, microbatches: Sequence[MicroBatch], objective: LossFunction, learns: bool, lr_factor: float
     ) -> tuple[Sums, float]:
         """One optimiser step. Returns the sums over this rank's tokens, and the norm of the gradient."""
         self.optimizers.zero_grad()
@@ -319,9 +319,9 @@ class Policy:
         with device_work.operation("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
             return totals, self._step(totals, learns, lr_factor)
 
-    def _add_gradient(self, batch: MicroBatch, objective: Objective) -> Sums:
+    def _add_gradient(self, batch: MicroBatch, objective: LossFunction) -> Sums:
         """Forward and backward pass of a micro-batch. Returns its sums."""
-        objective = rows_objective if batch.supervised else objective
+        objective = rows_loss if batch.supervised else objective
         output = self.token_logprobs(
             batch, entropy_gradient=differentiates_entropy(objective), others=other_token_columns(objective)
         )
@@ -331,10 +331,8 @@ class Policy:
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
-        # Not by evaluate_objective(), which would refuse the names of these sums.
-        loss, sums = (
-            rows_objective(output, trained) if batch.supervised else evaluate_objective(objective, output, trained)
-        )
+        # Not by evaluate_loss(), which would refuse the names of these sums.
+        loss, sums = rows_loss(output, trained) if batch.supervised else evaluate_loss(objective, output, trained)
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}

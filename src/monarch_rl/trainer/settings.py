@@ -9,6 +9,7 @@ from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 
@@ -86,10 +87,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """Keep the model that training starts from on the trainer's devices, and fill the column `reference` with its
     log-probs, which `trainer.loss.kl-coefficient` reads. Takes 4 bytes per parameter, sharded over the ranks, and one
     forward pass per batch; with LoRA only the forward pass."""
-    critic: CriticSettings = NO_CRITIC
-    """The critic, which the advantage `gae` needs."""
+    critic: NotAFlag[CriticSettings] = NO_CRITIC
+    """The critic, which the advantage `gae` needs: `recipes/ppo.py` has it."""
     loss: LossSettings = LossSettings()
-    """The policy-gradient loss."""
+    """What all objectives share."""
 
     def computes_in(self, on_gpu: bool) -> str:
         """Name of the dtype of forward and backward passes."""

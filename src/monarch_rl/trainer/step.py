@@ -30,7 +30,7 @@ from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.metrics import batch_metrics, check_agreement
-from monarch_rl.trainer.objective import RETURNS, VALUE, rows_objective
+from monarch_rl.trainer.objective import RETURNS, VALUE, rows_loss
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.supervised import mixed, pack_rows
 
@@ -94,7 +94,7 @@ def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
     assert packed.supervised is not None
     minibatches = pack_rows(packed.supervised, policy.device)
     with _not_finite_in(f"step {packed.version + 1}, which is supervised"):
-        metrics = policy.update_batch(minibatches, rows_objective, lr_factor=packed.supervised.lr_factor)
+        metrics = policy.update_batch(minibatches, rows_loss, lr_factor=packed.supervised.lr_factor)
     _report_rows_left_out(policy, minibatches, packed)
     return metrics
 

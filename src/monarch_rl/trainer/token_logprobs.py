@@ -69,7 +69,7 @@ class SampledTokens:
         if self.sampling_masks is not None:
             raise ValueError(
                 "log-probs of a teacher's tokens cannot be computed with sampling masks, which may exclude these "
-                "tokens: leave out trainer.loss.teacher-top, or sample from all tokens"
+                "tokens: leave out objective.top, or sample from all tokens"
             )
         # An episode with a non-finite id is left out of the loss: any valid id will do in its place.
         others = torch.stack([torch.where(column.isfinite(), column, 0.0).long() for column in columns], -1)

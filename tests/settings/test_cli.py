@@ -1,0 +1,243 @@
+"""The command line of settings, and the settings classes that a name chooses: on it, in Python, and in JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import tyro
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.algorithms.objectives import (
+    GSPO,
+    OPSM,
+    TIS,
+    Correction,
+    CorrectionName,
+    Corrections,
+    Distillation,
+    Objective,
+    ObjectiveName,
+    PPOClip,
+)
+from monarch_rl.settings.cli import NotAFlag, cli
+from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, from_plain, limits, to_plain
+from monarch_rl.trainer.loss_settings import LossSettings, check_objective
+
+OBJECTIVES = [Objective.of_name(name) for name in Objective.names()]
+CORRECTIONS = [Correction.of_name(name) for name in Correction.names()]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A recipe's settings with little else."""
+
+    steps: int = 1
+    objective: Objective = field(default_factory=PPOClip)
+    corrections: Corrections = None
+    hidden: NotAFlag[LossSettings] = LossSettings(lag_discount=0.5)
+
+
+def refusal(*args: str, kind: type = Settings) -> str:
+    """What a command line is refused with, on one line."""
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), pytest.raises(SystemExit) as ended:
+        cli(kind, args=args)
+    assert ended.value.code == 2
+    return re.sub(r"[\s\u2500-\u257f]+|-{5,}", " ", error.getvalue())
+
+
+def own(kind: type[NamedSettings]) -> list[str]:
+    """The names of a class's parameters."""
+    return [each.name for each in dataclasses.fields(kind) if each.name != "name"]  # type: ignore[arg-type]
+
+
+def test_the_names_that_types_list_are_those_of_the_classes() -> None:
+    assert list(get_args(ObjectiveName)) == Objective.names()
+    assert list(get_args(CorrectionName)) == Correction.names()
+    for kind in [*OBJECTIVES, *CORRECTIONS]:
+        assert kind().name == kind.own_name()
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_a_name_chooses_its_class_which_has_its_own_flags_and_no_others(kind: type[Objective]) -> None:
+    name = kind.own_name()
+    assert cli(Settings, args=["--objective", name]).objective == Objective.defaults_of(name)
+    others = {flag for other in OBJECTIVES for flag in own(other)} - {*own(kind)}
+    for flag in sorted(others):
+        given = f"--{kind.flag(flag)}"
+        assert given in refusal(f"--objective={name}", f"{given}=1"), f"{given} is no flag of {name}"
+
+
+def values(kind: type[NamedSettings], name: str) -> st.SearchStrategy[Any]:
+    """Values of a parameter that its range or its list of words allows."""
+    allowed, words = limits(kind)[name]
+    if words:
+        return st.sampled_from(words)
+    assert allowed is not None, f"{kind.__name__}.{name} has no range"
+    if get_type_hints(kind)[name] is int:
+        return st.integers(int(allowed.low), int(allowed.high))
+    return st.floats(allowed.low, allowed.high)
+
+
+@st.composite
+def named(draw: st.DrawFn, kinds: list[Any]) -> NamedSettings:
+    """Settings of one of these classes with any allowed parameters."""
+    kind: type[NamedSettings] = draw(st.sampled_from(kinds))
+    chosen = {name: draw(values(kind, name)) for name in own(kind) if draw(st.booleans())}
+    try:
+        return kind(**chosen)
+    except ValueError:  # parameters that contradict each other
+        assume(False)
+        raise
+
+
+@settings(max_examples=30, deadline=None)
+@given(named(OBJECTIVES))
+def test_an_objective_is_read_from_the_command_line_as_it_is_written(objective: Objective) -> None:
+    changed = {name: getattr(objective, name) for name in own(type(objective))}
+    args = [f"--{objective.flag(name)}={value}" for name, value in changed.items()]
+    assert cli(Settings, args=[*args, "--objective", objective.name]).objective == objective
+
+
+@given(named([*OBJECTIVES, *CORRECTIONS]))
+def test_named_settings_come_back_from_json(value: NamedSettings) -> None:
+    """Read by their family, which has no parameters itself."""
+    plain = json.loads(json.dumps(to_plain(value)))
+    family: Any = Objective if isinstance(value, Objective) else Correction
+    assert from_plain(family, plain) == value and type(from_plain(family, plain)) is type(value)
+    loss = LossSettings(corrections=(value,)) if isinstance(value, Correction) else LossSettings()
+    assert from_plain(LossSettings, json.loads(json.dumps(to_plain(loss)))) == loss
+
+
+@pytest.mark.parametrize("kind", [*OBJECTIVES, *CORRECTIONS])
+def test_a_wrong_parameter_is_refused_by_its_flag(kind: type[NamedSettings]) -> None:
+    for name in own(kind):
+        for wrong in (-1, 10**20, float("nan"), float("inf"), "nonsense", None):
+            with pytest.raises(ValueError, match=rf"^{re.escape(kind.flag(name))} must "):
+                kind(**{name: wrong})
+    with pytest.raises(TypeError, match="positional"):
+        kind(kind.own_name())  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("family", [Objective, Correction])
+def test_an_unknown_name_is_refused_with_all_names(family: type[NamedSettings]) -> None:
+    said = rf"^{re.escape(family.flag('name'))} must be one of {', '.join(family.names())}, got "
+    for wrong in ("gsp", "", "Objective"):
+        with pytest.raises(ValueError, match=said):
+            family.of_name(wrong)
+        with pytest.raises(ValueError, match=said):
+            from_plain(family, {"name": wrong})
+    with pytest.raises(ValueError, match=said):
+        from_plain(family, {})
+
+
+def test_an_unknown_name_on_the_command_line_is_refused_with_all_names() -> None:
+    for args in (["--objective", "gsp"], ["--objective=gsp"], ["--objective=gspo", "--objective", "gsp"]):
+        said = refusal(*args)
+        assert (
+            "--objective" in said and "'gsp'" in said and [name for name in Objective.names() if name not in said] == []
+        )
+    assert "--objective" in refusal("--objective")
+
+
+def test_the_last_of_several_names_is_the_one() -> None:
+    args = ["--objective", "gspo", "--steps", "3", "--objective=cispo", "--objective.clip-high", "4"]
+    found = cli(Settings, args=args)
+    assert found.steps == 3 and found.objective == Objective.of_name("cispo")(clip_high=4.0)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Distilling(Settings):
+    """A recipe with an objective and parameters of its own."""
+
+    objective: Objective = field(default_factory=lambda: Distillation(top=4))
+
+
+def test_the_parameters_of_a_recipe_are_those_of_its_own_objective() -> None:
+    assert cli(Distilling, args=[]).objective == Distillation(top=4)
+    forward = Distillation(top=4, divergence="forward")
+    for args in ([], ["--objective", "distillation"]):
+        assert cli(Distilling, args=[*args, "--objective.divergence", "forward"]).objective == forward
+    assert cli(Distilling, args=["--objective", "gspo"]).objective == GSPO()
+    assert "--objective.top" in refusal("--objective=gspo", "--objective.top=4", kind=Distilling)
+
+
+@dataclass(frozen=True)
+class Contradicted(CheckedSettings, flags=""):
+    """A recipe whose shared settings fit its own objective only."""
+
+    objective: Objective = field(default_factory=PPOClip)
+    loss: LossSettings = field(default_factory=lambda: LossSettings(positives_only=True))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_objective(self.objective, self.loss)
+
+
+def test_a_name_may_be_given_with_what_the_recipe_contradicts_it_in() -> None:
+    args = ["--objective", "distillation"]
+    assert cli(Contradicted, args=[*args, "--loss.no-positives-only"]).objective == Distillation()
+    assert "trainer.loss.positives-only: the objective distillation" in refusal(*args, kind=Contradicted)
+
+
+def test_help_has_the_flags_of_the_named_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli(Settings, args=["--objective", "sapo", "--help"], description="Of this recipe.")
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "Of this recipe." in said and "--objective.tau-negative" in said
+    assert "clip-high" not in said and "hidden" not in said
+
+
+def test_another_name_without_its_class_is_refused_with_what_to_do() -> None:
+    """As plain tyro would have it."""
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), pytest.raises(SystemExit):
+        tyro.cli(Settings, args=["--objective", "gspo"])
+    said = re.sub(r"[\s\u2500-\u257f]+", " ", error.getvalue())
+    assert "objective gspo: " in said and "ppo_clip" in said and "GSPO" in said and "monarch_rl.cli()" in said
+    with pytest.raises(ValueError, match="^objective gspo: .*GSPO"):
+        PPOClip(name="gspo")
+
+
+def test_corrections_are_given_by_name() -> None:
+    assert cli(Settings, args=[]).corrections is None
+    assert cli(Settings, args=["--corrections"]).corrections == ()
+    assert cli(Settings, args=["--corrections", "tis", "opsm"]).corrections == (TIS(), OPSM())
+    assert [name for name in Correction.names() if name not in refusal("--corrections", "tis", "opms")] == []
+
+
+def test_what_is_no_flag_keeps_the_recipes_value() -> None:
+    assert cli(Settings, args=["--steps", "2"]).hidden.lag_discount == 0.5
+    assert "--hidden.lag-discount" in refusal("--hidden.lag-discount", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(NamedSettings, flags="kind"):
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(Kind):
+    name: str = "round"
+    radius: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oval(Round):
+    name: str = "oval"
+
+
+def test_a_named_class_may_be_derived_from_another_one() -> None:
+    assert Kind.names() == ["round", "oval"] and Round.names() == ["round", "oval"] and Oval.names() == ["oval"]
+    assert Kind.of_name("oval") is Round.of_name("oval") is Oval and Kind.of_name("round") is Round
+    assert from_plain(Kind, to_plain(Oval(radius=2.0))) == Oval(radius=2.0)
+    with pytest.raises(ValueError, match="^kind must be one of oval, got 'round'"):
+        Oval.of_name("round")
