@@ -34,11 +34,10 @@ MORE: dict[str, tuple[str, ...]] = {
     "dapo, opsm": (*FOUR["dapo"], CORRECTED, "opsm"),
     "gspo, clip 0.2": (*FOUR["gspo"], "--objective.clip-low", "0.2", "--objective.clip-high", "0.2"),
     "gspo, opsm": (*FOUR["gspo"], CORRECTED, "opsm"),
-    "lag discount 0.8": ("--trainer.loss.lag-discount", "0.8"),
     "token mean": ("--trainer.loss.aggregation", "token_mean"),
     "sequence mean": ("--trainer.loss.aggregation", "sequence_mean"),
     "positives only": ("--trainer.loss.positives-only",),
-    "overlong penalty": ("--trainer.loss.overlong-limit", "8", "--trainer.loss.overlong-buffer", "2"),
+    "overlong penalty": ("--trainer.loss.overlong-limit", "8"),
     "entropy bonus 0.01": ("--trainer.loss.entropy-coefficient", "0.01"),
     "KL in the loss (k2, 0.01)": ("--trainer.reference", "--trainer.loss.kl-coefficient", "0.01")
     + ("--trainer.loss.kl-estimate", "k2"),
@@ -57,7 +56,7 @@ MENDED = {"decoupled, opsm": "decoupled", "cispo, opsm": "cispo"}
 ``tis`` and ``icepop``, because they weigh by the policy that drew themselves; ``sequence_mask`` breaks stale runs."""
 ALIKE = {
     LAGS[0]: ("dapo", "cispo", "decoupled"),
-    OTHER_LAG: ("pg, tis", "advantage dr_grpo", "advantage rloo", "lag discount 0.8"),
+    OTHER_LAG: ("pg, tis", "advantage dr_grpo", "advantage rloo"),
 }
 """By lag, cases with one gradient but for a factor, which AdamW does not see: their ratios are 1, or ``rloo`` is
 ``dr_grpo`` times 8/7, or every token has one lag. What they differ by is noise."""

@@ -112,7 +112,7 @@ def test_deadlines_name_who_holds_what(process: Any) -> None:
             await buffer.admit.call_one("rollout worker 8", 0.1)
         message = str(failure.value.exception)
         assert "rollout worker 8 waited 0.1 s for a free slot" in message
-        assert "--rollout.slot-deadline-s" in message
+        assert "--patience" in message
         assert "0 free of 3, 1 in progress, 2 complete" in message
         await buffer.drop.call_one(1, "score hung")  # the call that gave up was given no slot
         assert (await buffer.counts.call_one()).slots_free == 1

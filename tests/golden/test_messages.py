@@ -57,7 +57,7 @@ def waits(is_lost: bool) -> None:
         if is_lost:
             asyncio.get_running_loop().call_later(7, lose, "generator 1", "its process 100 was killed by signal 9")
         what = "generator 1 to answer a request of group 327"
-        await within(20.0, asyncio.Event().wait(), what, on="generator 1", flag="rollout.generate-deadline-s")
+        await within(20.0, asyncio.Event().wait(), what, on="generator 1", flag="patience")
 
     run_virtual(answer())
 

@@ -165,7 +165,7 @@ def program(name: str, folder: Path, *flags: str) -> str:
 ONE_REPLICA = {"generator.replicas": 1}
 """An engine costs half of a start."""
 CHECKED = (
-    r"trainer\.(compile|betas|weight-decay|epochs|minibatches|compute-dtype|max-grad-norm|lr.*|lora\.(rank|alpha))"
+    r"trainer\.(compile|weight-decay|epochs|minibatches|compute-dtype|max-grad-norm|lr.*|lora\.(rank|alpha))"
     r"|buffer\..*|evaluate-every|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
 )
 """Flags that change which groups, evaluations and rollouts are told, and how much a weight changes; and those that make
@@ -318,7 +318,7 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
     (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
-    rules += ["--trainer.loss.lag-discount=0.5", "--evaluate-every=2", "--trainer.deterministic"]
+    rules += ["--evaluate-every=2", "--trainer.deterministic"]
     rules += ["--steps=4", "--journal.mib=8", "--checkpoint.every-steps=3", "--checkpoint.keep=5"]
     _, *arguments = recipe(model, tmp_path / "runs", *rules)
     run = start([sys.executable, str(own), *arguments])

@@ -587,7 +587,7 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_mak
     replica: Any = SilentReplica()
     for episode in (guessing, stubborn):
         player = EpisodeRunner(Dispatcher([replica], settings.generate_limit_s), template, settings)
-        with pytest.raises(DeadlineExceeded, match=r"generator 0 .* group 5 .*--rollout\.generate-deadline-s"):
+        with pytest.raises(DeadlineExceeded, match=r"generator 0 .* group 5 .*--patience"):
             run(player.play(task(episode), 7, "", Sampling(), 5))
     with pytest.raises(ScorerBroken):
         play(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())

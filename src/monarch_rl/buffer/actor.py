@@ -41,8 +41,6 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.runtime.wait_registry import Wait
 
-SLOT_DEADLINE = "rollout.slot-deadline-s"
-
 
 @dataclass(frozen=True, slots=True)
 class SavedBuffer:
@@ -132,7 +130,7 @@ class Buffer(FailureReports):
                 self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
             return bool(tickets) or self._core.closed
 
-        await self._wait(self._slots, try_admit, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
+        await self._wait(self._slots, try_admit, timeout_s, worker, "a free slot of the buffer", "patience")
         return tickets
 
     @persistent_endpoint
@@ -147,7 +145,7 @@ class Buffer(FailureReports):
             return self._core.reserve(group_id, nbytes, attempt)
 
         what = f"memory for the {nbytes} bytes of group {group_id}"
-        await self._wait(self._memory, try_reserve, timeout_s, worker, what, SLOT_DEADLINE)
+        await self._wait(self._memory, try_reserve, timeout_s, worker, what, "patience")
         self._slots.serve()  # a trained group that was retired to free memory may have freed its slot
 
     @persistent_endpoint
@@ -241,7 +239,7 @@ class Buffer(FailureReports):
             return batch is not None or self._core.closed
 
         what = f"the batch that updates version {version}"
-        await self._wait(self._batches, try_take, timeout_s, f"trainer rank {dp_rank}", what, "update-deadline-s")
+        await self._wait(self._batches, try_take, timeout_s, f"trainer rank {dp_rank}", what, "patience")
         self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from monarch_rl.errors import SettingsError
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 
@@ -29,19 +30,19 @@ class BufferSettings(CheckedSettings, flags="buffer"):
     generated."""
     reject_lag: Annotated[int | None, Range(0, 10_000)] = None
     """Reject groups or tokens with a larger lag than this; must be below max-policy-lag. None rejects nothing."""
-    reject: Literal["drop", "mask"] = "mask"
+    reject: NotAFlag[Literal["drop", "mask"]] = "mask"
     """What reject-lag excludes: `drop`: the whole group; `mask`: only its stale tokens."""
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal, and generate others instead (dynamic sampling, DAPO, arXiv:2503.14476).
     Meant for advantages within the group, where such groups carry no signal. With `reinforce_pp`, `seat_baselines` and
     `gae` they do carry signal, and the run warns. Refused where no reward is read (distillation)."""
-    max_filtered: Annotated[int, Range(1, 1_000_000)] = 10
+    max_filtered: NotAFlag[Annotated[int, Range(1, 1_000_000)]] = 10
     """Maximum groups that drop-equal-rewards may drop per step, in batches (10 in DAPO's own code). Further groups are
     trained, so that a solved task does not stop the run."""
-    partial: Literal["train", "drop"] = "train"
+    partial: NotAFlag[Literal["train", "drop"]] = "train"
     """What happens to a group with failed episodes. `train`: train the others, if at least two are left; `drop`: drop
     the group."""
-    max_mib: Annotated[int, Range(1, 2**30)] = 4096
+    max_mib: NotAFlag[Annotated[int, Range(1, 2**30)]] = 4096
     """MiB of complete groups that the buffer holds; workers hold the rest. 4096 holds 30,000 episodes of 16,000 tokens
     each. Groups of the next batch always fit."""
 

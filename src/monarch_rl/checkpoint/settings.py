@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 
@@ -21,7 +22,7 @@ class CheckpointSettings(CheckedSettings, flags="checkpoint"):
     here and in every-steps, a checkpoint is made only at a signal and when the run fails, before its last step."""
     keep: Annotated[int, Range(1, 1_000_000)] = 2
     """Number of newest checkpoints to keep on disk."""
-    keep_best: bool = True
+    keep_best: NotAFlag[bool] = True
     """Also keep the checkpoint of the version with the best evaluation result, by evaluation.best. A checkpoint is made
     after each evaluation with a new best result, unless every-steps and every-minutes are 0."""
     grace_s: Annotated[float, Range(0, FOREVER_S, "0 saves nothing then")] = 20.0

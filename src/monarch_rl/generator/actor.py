@@ -67,7 +67,7 @@ class Replica(ResilientActor):
             Engine.start(model_path, settings, index, name=name, **engine),
             f"SGLang's engine of {name} to load {model_path}",
             on="the start of an engine",  # its processes are registered only once it has started
-            flag="generator.start-deadline-s",
+            flag="patience",
         )
         wait_registry.register(name, self._engine.requests.waits)
         freeze_heap()
@@ -250,9 +250,7 @@ class Generator(Replica):
         weights.received = None
         connecting = weights.receiver.connect(addresses, position, receivers)
         what = f"the trainer ranks to connect to {self._name}"
-        await within(
-            weights.deadline_s + TRANSFER_GRACE_S, connecting, what, on="trainer ranks", flag="weights.deadline-s"
-        )
+        await within(weights.deadline_s + TRANSFER_GRACE_S, connecting, what, on="trainer ranks", flag="patience")
 
     @persistent_endpoint
     async def receive(self, version: int, snapshot: int) -> int:
@@ -271,7 +269,7 @@ class Generator(Replica):
             transfer = weights.receiver.receive(version, snapshot)
             what = f"version {version} from the trainer ranks ({self._name})"
             limit_s = weights.deadline_s + TRANSFER_GRACE_S
-            nbytes = sum(await within(limit_s, transfer, what, on="trainer ranks", flag="weights.deadline-s"))
+            nbytes = sum(await within(limit_s, transfer, what, on="trainer ranks", flag="patience"))
             weights.received = version
             return nbytes
 

@@ -164,7 +164,7 @@ class Commits:
         if self._in_flight not in ("resume", "drain"):
             return
         deadline = self.max_commit_delay_s
-        remedy = "Allow more time (generator.drain-deadline-s), limit answers to fewer tokens"
+        remedy = "Allow more time (--patience), limit answers to fewer tokens"
         if self._in_flight == "resume":
             self._requests.interrupt_running()
             remedy = "The engine was told to end them and did not"

@@ -40,7 +40,7 @@ class Dispatcher:
         replicas: Sequence[ReplicaHandle],
         deadline_s: float,
         kind: str = "generator",
-        flag: str = "rollout.generate-deadline-s",
+        flag: str = "patience",
         losses: int | None = None,
     ) -> None:
         """

@@ -20,6 +20,7 @@ from monarch_rl.model.config import read_frozen
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.rollout.settings import RolloutSettings, template_options
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -58,7 +59,7 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
     request_losses: Annotated[int, Range(0, 1_000_000)] = 2
     """How many replicas may be lost during a request, which is then sent to another one. One more loss fails the
     episode: a request that crashes engines must not crash all of them."""
-    start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
+    start_deadline_s: NotAFlag[Annotated[float | None, Range(30, FOREVER_S)]] = None
     """Seconds within which an engine must start. None is as for a generator."""
 
     def chat(self, otherwise: RolloutSettings) -> tuple[dict[str, Any], str]:

@@ -15,6 +15,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.device_work import COMPILATION_S
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
@@ -51,18 +52,18 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     tokens are computed again. `resume`: sequences are ended and resumed from their sampled tokens, which costs the same
     and one more step. `drain`: the commit waits until all have ended, and new requests wait for the commit; nothing is
     computed twice, but part of the batch is idle."""
-    drain_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
+    drain_deadline_s: NotAFlag[Annotated[float, Range(0.1, FOREVER_S)]] = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
-    part_tokens: Annotated[int, Range(1, 1_000_000)] = 64
+    part_tokens: NotAFlag[Annotated[int, Range(1, 1_000_000)]] = 64
     """A request's tokens are sent to its caller in steps of this many; if the replica is lost, another one continues
     from there, so at most this many tokens per request are sampled again. Smaller steps cost more messages. Shorter
     answers are sent once, when they are complete. SGLang's scheduler reports in such steps anyway, of 50 by default."""
     random_seed: Annotated[int, SEED] = 0
     """Seed of the engines' sampling; replica r uses random_seed + r."""
-    deterministic: bool = False
+    deterministic: NotAFlag[bool] = False
     """SGLang's deterministic mode, on a GPU: a seeded request samples the same tokens whatever else is in the batch, at
     SGLang's cost in speed. On a CPU, seeds are always honoured and this has no effect."""
-    start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
+    start_deadline_s: NotAFlag[Annotated[float | None, Range(30, FOREVER_S)]] = None
     """Seconds within which an engine must start. It takes 10 to 30 on two CPU cores, minutes for a large model on a
     cold disk. On a GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, 300 on a CPU,
     and 20 more per GB of the model."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from monarch_rl.errors import SettingsError
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -35,7 +36,7 @@ class LoraSettings(CheckedSettings, flags="trainer.lora"):
     """The projections that get an adapter. The default is all of them, after the same paper: attention alone learns
     less. In a mixture of experts, gate_proj, up_proj and down_proj give each expert its own adapter, and a version then
     holds the weights with adapters merged in, because the engine cannot serve such adapters on a CPU."""
-    seed: Annotated[int, SEED] = 0
+    seed: NotAFlag[Annotated[int, SEED]] = 0
     """Seed of the initial values of A. B starts at zero, so training starts from the unchanged model."""
 
     def __post_init__(self) -> None:

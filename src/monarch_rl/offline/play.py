@@ -47,8 +47,9 @@ class LocalEngine:
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """Generate one turn."""
-        generating, flag = self._engine.generate(prompt_ids, sampling), RolloutSettings.flag("generate_deadline_s")
-        return await within(self._deadline_s, generating, "the engine to generate a turn", on="the engine", flag=flag)
+        generating = self._engine.generate(prompt_ids, sampling)
+        what = "the engine to generate a turn"
+        return await within(self._deadline_s, generating, what, on="the engine", flag="patience")
 
 
 class Table:

@@ -550,7 +550,7 @@ class Publication:
                 replica.handle.commit.call_one(self.version, snapshot, checksums),
                 f"{replica.name} to commit version {self.version}",
                 on=replica.name,
-                flag="weights.deadline-s",
+                flag="patience",
             )
             for replica in arrived
         ]
@@ -583,7 +583,7 @@ class Publication:
             error = last_line(failed[replica])
             if replica in gone or (is_last and not gone):
                 reason = gone.get(replica) or (
-                    f"failed to load version {self.version} in {self._attempts} attempts (--weights.attempts)"
+                    f"failed to load version {self.version} in {self._attempts} attempts (--patience)"
                 )
                 self._replicas.remove(replica.index, f"{reason}: {error}")
             else:
@@ -638,7 +638,7 @@ class TransferCall:
 async def _answer_or_loss(call: TransferCall, deadline_s: float) -> Any:
     """The answer to a call. Raises RuntimeError if its replica is lost meanwhile: a hung replica never answers."""
     what = f"{call.name} {call.what}"
-    answer = asyncio.ensure_future(within(deadline_s, call.answer, what, on=call.name, flag="weights.deadline-s"))
+    answer = asyncio.ensure_future(within(deadline_s, call.answer, what, on=call.name, flag="patience"))
     try:
         # waits: until the call's deadline
         await asyncio.wait({answer, call.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -709,7 +709,7 @@ class TransferGroup:
         """Copy the trainer's weights as ``version``; returns the seconds of the slowest rank."""
         call = self._trainer.snapshot.call(version, snapshot_index(version))
         what = f"trainer ranks to copy version {version}"
-        seconds = await within(self.settings.deadline_s, call, what, on="trainer ranks", flag="weights.deadline-s")
+        seconds = await within(self.settings.deadline_s, call, what, on="trainer ranks", flag="patience")
         return float(max(seconds.values()))
 
     async def transfer(

@@ -41,6 +41,7 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -56,7 +57,7 @@ class RecoverySettings(CheckedSettings, flags="recovery"):
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
     """Times that each process may be restarted within per-s seconds; 0 is never. After one more loss the run continues
     without it."""
-    per_s: Annotated[float, Range(0, FOREVER_S, above=True)] = 600.0
+    per_s: NotAFlag[Annotated[float, Range(0, FOREVER_S, above=True)]] = 600.0
     """Seconds for which a loss counts towards `restarts`."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from monarch_rl.rollout.settings import (
     check_rollout,
 )
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
@@ -74,10 +76,13 @@ class RunSettings(CheckedSettings, flags=""):
     """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
     `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
     the run cannot resume with them."""
-    update_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
+    patience: Annotated[float, Range(0.1, 1000)] = 1.0
+    """Multiplies the deadlines that have no flag of their own: for the start of an engine, a request to it, a slot, a
+    transfer (and the attempts at it), a drain and an update. Raise it on a slow or crowded machine or network."""
+    update_deadline_s: NotAFlag[Annotated[float | None, Range(30, FOREVER_S)]] = None
     """Seconds that a step may take, from waiting for its batch to the end of its update, before the run fails. None:
     600, or 300 + rollout.max-new-tokens / 20 if that is more. After the first step the limit drops to 10 times the
-    longest recent step, but not below generator.start-deadline-s + 60."""
+    longest recent step, but not below the deadline of an engine's start + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a stuck process is reported and replaced; the run ends if it cannot be replaced. If nothing
     advances but no process is stuck, the run ends after twice as long."""
@@ -105,16 +110,21 @@ class RunSettings(CheckedSettings, flags=""):
 
     @property
     def transfers(self) -> TransferSettings:
-        """The transfer settings with the transport resolved: with ``colocate`` the default is ``shared_memory``."""
-        if self.colocate and self.weights.transport is None:
-            return replace(self.weights, transport="shared_memory")
-        return self.weights
+        """The transfer settings with ``patience``, and the transport resolved: with ``colocate`` the default is
+        ``shared_memory``."""
+        weights, transport = self.weights, self.weights.transport
+        return replace(
+            weights,
+            transport="shared_memory" if self.colocate and transport is None else transport,
+            deadline_s=min(self.patience * weights.deadline_s, FOREVER_S),
+            attempts=math.ceil(self.patience * weights.attempts),
+        )
 
     @property
     def update_limit_s(self) -> float:
         """Seconds that a step may take."""
         generation_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
-        return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s)
+        return self.patience * (self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +189,7 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
 
 
 def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sides | None = None) -> S:
-    """The settings with automatic values resolved for these devices.
+    """The settings with automatic values resolved for these devices, and ``patience`` in the deadlines.
 
     Args:
         model: None leaves values that depend on the model unresolved.
@@ -198,11 +208,20 @@ def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sid
     resolved = replace(
         s.generator,
         max_running_requests=requests,
-        start_deadline_s=limit_s,
+        start_deadline_s=min(s.patience * limit_s, FOREVER_S),
+        drain_deadline_s=min(s.patience * s.generator.drain_deadline_s, FOREVER_S),
         memory_fraction=fraction,
         max_total_tokens=tokens,
     )
-    return replace(s, generator=resolved, weights=s.transfers)
+    rollout = replace(
+        s.rollout,
+        generate_deadline_s=min(s.patience * s.rollout.generate_limit_s, FOREVER_S),
+        slot_deadline_s=min(s.patience * s.rollout.slot_deadline_s, FOREVER_S),
+    )
+    update_s = min(s.update_limit_s, FOREVER_S)
+    return replace(
+        s, generator=resolved, rollout=rollout, weights=s.transfers, update_deadline_s=update_s, patience=1.0
+    )
 
 
 def memory_sides(s: RunSettings) -> Sides:

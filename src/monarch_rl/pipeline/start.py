@@ -266,7 +266,7 @@ async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patie
         # The rank's own deadline comes first, because its error has the buffer's report on what the batch lacks.
         call = trainer.update.call(version, limit_s)
         what = f"trainer ranks to make step {version + 1}"
-        answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks", flag="update-deadline-s")
+        answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks", flag="patience")
     await within(CALL_DEADLINE_S, buffer.trained.call_one(version + 1), "the buffer to note the step", on="buffer")
     wait_registry.progress("step trained")
     return list(answers.values())

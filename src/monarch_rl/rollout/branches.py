@@ -292,7 +292,7 @@ class Branches:
         if excess is not None:
             raise GroupFull(
                 f"no room for {what}: the episode would have {excess}, which is its share of the limits of a group "
-                "(--rollout.max-sequences, --rollout.max-tokens)"
+                "(RolloutSettings.max_sequences, max_tokens)"
             )
 
 

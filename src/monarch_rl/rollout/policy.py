@@ -35,7 +35,8 @@ from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
 LENGTH_FLAGS = (
-    "--trainer.tokens-per-microbatch, --generator.context-length, --generator.max-total-tokens or --rollout.max-tokens"
+    "--trainer.tokens-per-microbatch, --generator.context-length, --generator.max-total-tokens or, in the recipe, "
+    "RolloutSettings.max_tokens"
 )
 """Settings that limit the tokens of an episode."""
 
@@ -171,7 +172,7 @@ class Rollout:
         if excess is not None:
             raise EpisodeFailed(
                 "episode is larger than its share of a group",
-                report=f"It has {excess} (--rollout.max-sequences, --rollout.max-tokens).",
+                report=f"It has {excess} (RolloutSettings.max_sequences, max_tokens).",
             )
         return found
 

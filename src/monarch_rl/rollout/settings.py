@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.errors import SettingsError
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -48,10 +49,10 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Groups that one worker runs at once. More groups in total than the buffer has slots have no effect."""
     group_size: Annotated[int, Range(1, 1_000_000)] = 8
     """Episodes per prompt, which are compared with each other (GRPO, arXiv:2402.03300; most code uses 8)."""
-    max_sequences: Annotated[int | None, Range(1, 100_000_000)] = None
+    max_sequences: NotAFlag[Annotated[int | None, Range(1, 100_000_000)]] = None
     """Maximum sequences of a group whose episodes have seats or branches; each episode has an equal share. None means
     16 per episode."""
-    max_tokens: Annotated[int | None, Range(1, 2**31 - 1)] = None
+    max_tokens: NotAFlag[Annotated[int | None, Range(1, 2**31 - 1)]] = None
     """Maximum total tokens of a group's sequences, prompts included; each episode has an equal share. None means
     `max_sequences` times the maximum tokens of one sequence."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 64
@@ -85,13 +86,13 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     episode_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
     """Seconds that an episode's own code may take between two turns of the policy and after the last one, including its
     wait for a scoring process; exceeding it costs the episode."""
-    generate_deadline_s: Annotated[float | None, Range(0.1, FOREVER_S)] = None
+    generate_deadline_s: NotAFlag[Annotated[float | None, Range(0.1, FOREVER_S)]] = None
     """Deadline in seconds of one turn of the policy; exceeding it ends the run. None means 600, or the time for
     `max_new_tokens` at 20 per second, if that is more."""
     logged_groups: Annotated[int, Range(0, 1_000_000, "0 is none")] = 1
     """Groups of each step's batch that are written to rollouts.jsonl, chosen at random; 0 writes none. Costs one call
     to every trainer rank and worker, and decoding, per step."""
-    slot_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 3600.0
+    slot_deadline_s: NotAFlag[Annotated[float, Range(30, FOREVER_S)]] = 3600.0
     """Seconds that a worker may wait for a free slot or free space in the buffer, that is, for the trainer; exceeding
     it ends the run."""
 

@@ -163,7 +163,7 @@ class TicketQueue:
                     call,
                     "a slot from the buffer",
                     on="buffer",
-                    flag="rollout.slot-deadline-s",
+                    flag="patience",
                 )
             except Exception as error:
                 failed, self._waiting = self._waiting, []

@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 from monarch_rl.tasks.task import Outcome, Policy, Task
 from monarch_rl.tasks.template import check_template, fill
@@ -56,7 +57,7 @@ class TaskSettings(CheckedSettings, flags="task"):
     partial credit that may be gamed (spell_backward gives 0.8 for the right letters followed by others)."""
     seed: Annotated[int, SEED] = 0
     """Seed of the items. With every seed the held-out questions are separate from the others."""
-    train_size: Annotated[int, Range(1, 10_000_000)] = 10_000
+    train_size: NotAFlag[Annotated[int, Range(1, 10_000_000)]] = 10_000
     """Number of training items, after which they repeat."""
     held_out_size: Annotated[int, Range(1, 20_000)] = 200
     """Number of held-out items. Their questions are never trained on."""

@@ -161,7 +161,7 @@ class Trainer(ResilientActor):
             ),
             f"the batch of step {version + 1}",
             on="buffer",
-            flag="update-deadline-s",
+            flag="patience",
         )
         taken = time.perf_counter()
         if self._mixed is not None:

@@ -21,6 +21,7 @@ from monarch_rl.algorithms.objectives import (
     RatioObjective,
 )
 from monarch_rl.errors import SettingsError
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 WIDE_FOR_SEQUENCES = 0.01
@@ -46,7 +47,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     outside 0.99 to 1.01; `opsm`: drop sequences of negative advantage whose divergence is above 1e-4. At most one of
     `tis` and `icepop`. In the recipe they take other parameters: TIS(cap=4.0). None: `tis`, unless the objective itself
     divides by the policy that sampled."""
-    lag_discount: Annotated[float, Range(0, 1, "1 is off")] = 1.0
+    lag_discount: NotAFlag[Annotated[float, Range(0, 1, "1 is off")]] = 1.0
     """Multiplies each token's weight by lag_discount ** lag (a heuristic); 1 is off. Smaller values trust stale tokens
     less, and learn less from them."""
     positives_only: bool = False
@@ -65,10 +66,10 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     overlong_limit: Annotated[int, Range(0, 2**31 - 1, "0 is off")] = 0
     """Sampled tokens at which an episode loses the full `overlong_penalty`, such as rollout.max-new-tokens (DAPO's soft
     overlong punishment, arXiv:2503.14476); 0 is off."""
-    overlong_buffer: Annotated[int, Range(0, 2**31 - 1, "0 is a fifth of the limit")] = 0
+    overlong_buffer: NotAFlag[Annotated[int, Range(0, 2**31 - 1, "0 is a fifth of the limit")]] = 0
     """Tokens below `overlong_limit` over which the penalty grows linearly from 0; 0 is a fifth of the limit (DAPO:
     4,096 of 20,480)."""
-    overlong_penalty: Annotated[float, Range(0, 1000)] = 1.0
+    overlong_penalty: NotAFlag[Annotated[float, Range(0, 1000)]] = 1.0
     """Reward that an episode of `overlong_limit` tokens loses. Larger makes answers shorter, and at some point
     worse."""
     aggregation: Aggregation = "constant"

@@ -41,7 +41,7 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     lr: Annotated[float, Range(0, 1)] = 1e-6
     """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA train
     with larger rates."""
-    betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
+    betas: NotAFlag[Annotated[tuple[float, float], Range(0, 0.999999)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment (torchtitan's default)."""
     weight_decay: Annotated[float, Range(0, 100)] = 0.0
     """AdamW's weight decay."""
@@ -50,7 +50,7 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     lr_decay_ratio: Annotated[float | None, Range(0, 1)] = None
     """Share of the optimiser steps, at the end of the run, over which the learning rate decays to lr x lr_min_factor.
     None: all steps after warm-up."""
-    lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    lr_decay_type: NotAFlag[Literal["linear", "sqrt", "cosine"]] = "linear"
     """Shape of the learning-rate decay."""
     lr_min_factor: Annotated[float, Range(0, 1, "1 keeps the rate constant")] = 1.0
     """Final learning rate as a share of `lr`; 1 keeps it constant."""

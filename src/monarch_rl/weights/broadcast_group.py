@@ -255,9 +255,7 @@ class Transfers:
                 before it. The groups are left.
         """
         self._raise_if_aborted()
-        calling = within(
-            self._deadline_s, self._thread.run(call, *arguments), what, on=self._peers, flag="weights.deadline-s"
-        )
+        calling = within(self._deadline_s, self._thread.run(call, *arguments), what, on=self._peers, flag="patience")
         self._running = asyncio.ensure_future(calling)
         hangs = True
         try:

@@ -242,7 +242,7 @@ class RdmaReceiver:
             if any([buffer.size() for buffer in buffers.data] != expected for buffers in owner):
                 raise TransferError(
                     f"trainer rank {rank} registered other reads than this generator expects: its manifest or "
-                    "weights.bucket-mib differs"
+                    "weights.bucket_mib differs"
                 )
         self._owners = owners
         deadline = time.monotonic() + self._settings.deadline_s
@@ -353,7 +353,7 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
     except Exception as error:
         raise TransferError(
             f"could not read {what} within {seconds} s: its process is dead, stuck or closed, "
-            f"or too many bytes are in flight (reduce --weights.bucket-mib): {error}"
+            f"or too many bytes are in flight (reduce TransferSettings.bucket_mib): {error}"
         ) from error
 
 

@@ -24,6 +24,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 if TYPE_CHECKING:  # memory plans and checks of settings read this module without torch
@@ -101,17 +102,17 @@ class TransferSettings(CheckedSettings, flags="weights"):
     this is memory of the first trainer rank, read while decoding pauses: use it with one GPU, or NVLink. `auto`:
     measures the transports that work at the start, with the run's own model, and uses the fastest. None: `collective`,
     or `shared_memory` if trainer ranks and replicas share devices."""
-    bucket_mib: Annotated[int, Range(1, 65_536)] = 64
+    bucket_mib: NotAFlag[Annotated[int, Range(1, 65_536)]] = 64
     """MiB sent at a time. With `collective` each replica holds two buckets in addition to a version; smaller buckets
     need more calls. At most 4 with weights.delta."""
     delta: bool = False
     """Send only the elements whose bits changed; lossless. Costs up to three more copies of a rank's shards, two more
     versions on a replica, and one pass over every byte; see docs/weights.md for when it pays off. Of no use with
     `shared_memory`, which sends nothing over a network."""
-    deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 120.0
+    deadline_s: NotAFlag[Annotated[float, Range(0.1, FOREVER_S)]] = 120.0
     """Seconds that one transfer may take before it fails, plus 20 per GB of a version. After a failure the old version
     stays served."""
-    attempts: Annotated[int, Range(1, 1000)] = 3
+    attempts: NotAFlag[Annotated[int, Range(1, 1000)]] = 3
     """How often a version is sent to a replica that responds but could not load it, the last time to this replica
     alone. Then the replica is removed."""
 
