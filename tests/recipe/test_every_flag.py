@@ -255,7 +255,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 # -- a sample of what passes is started ------------------------------------------------------------------------------
 
-SAMPLED_IN_TEST_RECIPE = {"distill", "game", "grpo_lora", "grpo_moe"}
+SAMPLED_IN_TEST_RECIPE = {"distill", "game", "grpo_lora", "grpo_moe", "ppo"}
 """Their runs in test_recipe.py have a sample of flags, too."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -235,6 +236,19 @@ def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path
         assert line["frozen/teacher/device_s"] > 0 and line["frozen/teacher/requests"] >= 16 * line["step"]
     assert "frozen/teacher/version" not in first and second["frozen/teacher/version"] == 2
     assert [path.name for path in (folder / "snapshots").iterdir()] == ["version-00000002"]
+
+
+def test_a_critic(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
+    """Of recipes/ppo.py, in every step: it is asked before the policy's update, and trained after it."""
+    kept = rf"{CHECKED}|trainer\.(critic|loss)\..*"
+    run = run_sample("ppo", model, given=SMALL_RUN | ONE_REPLICA, kept=kept, share=0.8)
+    check_run(run.output(), model, max_policy_lag=2)
+    (folder,) = (tmp_path / "runs").iterdir()
+    trainer = json.loads((folder / "settings.json").read_text())["trainer"]
+    assert trainer["critic"]["lr"] > 0 and trainer["loss"]["advantage"] == "gae"
+    steps = [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "lag/max" in row]
+    assert len(steps) == STEPS and all(row["critic/loss"] > 0 for row in steps)
+    assert all(math.isfinite(row["critic/explained_variance"]) for row in steps)
 
 
 def test_experts(run_sample: Callable[..., Launched], tmp_path: Path) -> None:

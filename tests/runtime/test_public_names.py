@@ -14,13 +14,14 @@ import monarch_rl
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = """
-BufferSettings BySeat CheckpointSettings CriticSettings DropGroup Environment EvaluationSettings FrozenModel
-FrozenSettings GeneratorSettings GroupView JournalSettings LoraSettings LossSettings MathReward Message MicroBatch
-Mixture OpenEnv Outcome Policy Questions Range ReasoningGym RecoverySettings RemoteJudge Reply RolloutSettings Run
-RunSettings Sandbox SeatBaselines Stage Task TaskSettings TextArena TokenLogprobs ToolCall TrainerSettings
-TransferSettings Verifiers assistant data_set distillation dr_grpo entropy_gradient gae grpo jsonl launch max_rl needs
-of_batch other_tokens overlong_penalty parquet reference reinforce_pp reinforcement resampled rloo run_tools
-supervised system teacher tool user
+BufferSettings BySeat CISPO CheckpointSettings CriticSettings DPPO DecoupledPPO Distillation DropGroup Environment
+EvaluationSettings FrozenModel FrozenSettings GSPO GeneratorSettings GroupView IcePop JournalSettings LoraSettings
+LossSettings MathReward Message MicroBatch Mixture OPSM Objective OpenEnv Outcome PPOClip Policy PolicyGradient
+Questions Range ReasoningGym RecoverySettings RemoteJudge Reply RolloutSettings Run RunSettings SAPO Sandbox
+SeatBaselines SequenceMask Stage TIS Task TaskSettings TextArena TokenLogprobs ToolCall TrainerSettings
+TransferSettings Verifiers assistant cli data_set dr_grpo entropy_gradient gae grpo jsonl launch max_rl needs of_batch
+other_tokens overlong_penalty parquet reference reinforce_pp resampled rloo run_tools supervised system teacher tool
+user
 """.split()  # noqa: SIM905
 """Removing one, or giving one another meaning, needs a line in CHANGELOG.md."""
 HEAVY = ["torch", "monarch", "sglang", "transformers", "numpy"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,6 +101,51 @@ def test_a_field_that_is_declared_anew_keeps_its_range_unless_it_has_another() -
     assert Derived(above=0.0).above == 0.0
     with pytest.raises(ValueError, match=r"a\.b\.above must be at most 20"):
         Derived(above=21)
+
+
+RECIPE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Annotated
+from monarch_rl.settings.ranges import CheckedSettings, Range
+
+@dataclass(frozen=True)
+class Inner(CheckedSettings, flags="inner"):
+    share: Annotated[float, Range(0, 1)] = 0.5
+
+@dataclass(frozen=True)
+class Outer(CheckedSettings, flags="outer"):
+    inner: Inner = Inner()
+    count: int | None = None
+"""
+ELSEWHERE = """
+import pickle, sys
+from dataclasses import replace
+settings = pickle.load(sys.stdin.buffer)
+print(replace(settings, count=3))
+for wrong in ({"count": "some"}, {"inner": 1}):
+    try:
+        replace(settings, **wrong)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_recipes_own_class_is_checked_in_another_process_which_has_no_such_module() -> None:
+    recipe = types.ModuleType("some_recipe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, recipe.__name__, recipe)
+        exec(RECIPE, vars(recipe))
+        cloudpickle.register_pickle_by_value(recipe)
+        try:
+            data = cloudpickle.dumps(recipe.Outer())
+        finally:
+            cloudpickle.unregister_pickle_by_value(recipe)
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], input=data, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()
+    whole, count, inner = done.stdout.decode().splitlines()
+    assert whole == "Outer(inner=Inner(share=0.5), count=3)"
+    assert count.startswith("outer.count must ") and inner.startswith("outer.inner must be an instance of Inner")
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(), st.booleans())

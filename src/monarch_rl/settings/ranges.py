@@ -11,15 +11,27 @@ give 0 to 1``, also if it is created from the command line.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import numbers
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from monarch_rl.errors import SettingsError
 
@@ -58,6 +70,14 @@ SEED = Range(0, 2**31 - 1)
 """Seeds that numpy, torch and SGLang all accept."""
 
 
+class _Field(NamedTuple):
+    """What a field may be: its type, the range of its numbers, and its strings; empty if it allows any string."""
+
+    hint: Any
+    allowed: Range | None
+    words: tuple[str, ...]
+
+
 class CheckedSettings:
     """Base class of settings dataclasses. A derived class with a ``__post_init__`` must call this one's first.
 
@@ -67,6 +87,7 @@ class CheckedSettings:
     """
 
     _flags: ClassVar[str] = ""
+    _fields: ClassVar[dict[str, _Field]]
 
     def __init_subclass__(cls, flags: str | None = None) -> None:
         """``flags``: prefix of the field names on a recipe's command line."""
@@ -76,11 +97,11 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting's flag, the value, and the allowed values."""
-        for name, (allowed, words) in _limits(type(self)).items():
+        for name, (hint, allowed, words) in _fields(type(self)).items():
             value = getattr(self, name)
             parts = value if isinstance(value, tuple) else (value,)
             problems = (_problem(part, allowed, words) for part in parts)
-            problem = next(filter(None, problems), None) or _wrong_type(value, _hints(type(self))[name], allowed)
+            problem = next(filter(None, problems), None) or _wrong_type(value, hint, allowed)
             if problem:
                 raise SettingsError(f"{self.flag(name)} {problem}")
 
@@ -161,8 +182,13 @@ def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
     return {field.name: (allowed.get(field.name), _words(hints[field.name])) for field in dataclasses.fields(settings)}
 
 
-_limits: Callable[[type], dict[str, tuple[Range | None, tuple[str, ...]]]] = functools.cache(limits)
-_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
+def _fields(settings: type[CheckedSettings]) -> dict[str, _Field]:
+    # Remembered by the class itself: one that a recipe defines is pickled by value, and in another process the names in
+    # its annotations cannot be resolved.
+    if "_fields" not in vars(settings):
+        hints = get_type_hints(settings)
+        settings._fields = {name: _Field(hints[name], *allowed) for name, allowed in limits(settings).items()}
+    return settings._fields
 
 
 C = TypeVar("C", bound=CheckedSettings)
@@ -182,8 +208,8 @@ def from_plain(settings: type[C], values: Mapping[str, Any]) -> C:
     names = {field.name for field in dataclasses.fields(cast(Any, settings))}
     if unknown := sorted(values.keys() - names):
         raise SettingsError(f"{settings.__name__} has no {unknown[0]}")
-    hints = _hints(settings)
-    return settings(**{name: _from_plain(hints[name], value) for name, value in values.items()})
+    fields = _fields(settings)
+    return settings(**{name: _from_plain(fields[name].hint, value) for name, value in values.items()})
 
 
 def _from_plain(hint: Any, value: Any) -> Any:
