@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -92,6 +93,26 @@ def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
     )
     assert replace(together, weights=TransferSettings("rdma")).transfers.resolved_transport == "rdma"
     assert resolve(together, CPUS).weights.transport == "shared_memory"
+
+
+@pytest.mark.parametrize("patience", [0.1, 1.0, 2.5, 1000.0])
+def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) -> None:
+    """Also if the settings are resolved twice, as launch() and run.start() do."""
+    plain, once = resolve(RunSettings(), GPUS), resolve(RunSettings(patience=patience), GPUS)
+    assert resolve(once, GPUS) == once
+    for of in (
+        lambda s: s.generator.start_limit_s(True),
+        lambda s: s.generator.drain_deadline_s,
+        lambda s: s.rollout.generate_limit_s,
+        lambda s: s.rollout.slot_deadline_s,
+        lambda s: s.transfers.deadline_s,
+        lambda s: s.update_limit_s,
+    ):
+        assert of(once) == pytest.approx(patience * of(plain))
+    assert once.transfers.attempts == min(max(1, math.ceil(3 * patience)), 1000)
+    for name in ("episode_deadline_s", "score_deadline_s"):
+        assert getattr(once.rollout, name) == getattr(plain.rollout, name)
+    assert (once.stall_s, once.recovery, once.checkpoint) == (plain.stall_s, plain.recovery, plain.checkpoint)
 
 
 def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode() -> None:

@@ -71,7 +71,7 @@ class Checkpoints:
         note: prints a line.
         version: the version that the run starts from.
         generation: number of times the run was resumed.
-        metric: evaluation metric that defines the best checkpoint (largest value), for ``checkpoint.keep-best``.
+        metric: evaluation metric that defines the best checkpoint (largest value), for ``checkpoint.keep_best``.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class KeptCheckpoints:
 
     Args:
         root: the folder of all checkpoints.
-        metric: evaluation metric; the checkpoint with its largest value is kept, with ``checkpoint.keep-best``.
+        metric: evaluation metric; the checkpoint with its largest value is kept, with ``checkpoint.keep_best``.
         limit_s: returns the deadline of a disk operation, in seconds.
         saved: version of the newest complete checkpoint.
     """

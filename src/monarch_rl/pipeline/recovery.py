@@ -55,7 +55,7 @@ class RecoverySettings(CheckedSettings, flags="recovery"):
     """What happens when a generator replica, a frozen engine or a rollout worker is lost."""
 
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
-    """Times that each process may be restarted within per-s seconds; 0 is never. After one more loss the run continues
+    """Times that each process may be restarted within 10 minutes; 0 is never. After one more loss the run continues
     without it."""
     per_s: NotAFlag[Annotated[float, Range(0, FOREVER_S, above=True)]] = 600.0
     """Seconds for which a loss counts towards `restarts`."""

@@ -71,7 +71,7 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.settings.ranges import FOREVER_S, to_plain
+from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -176,7 +176,7 @@ class Run:
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
         # A generator may be restarted during a step.
-        floor_s = settings.patience * settings.generator.start_limit_s(self._on_gpu) + 60
+        floor_s = settings.generator.start_limit_s(self._on_gpu) + 60
         self._patience = Patience(settings.update_limit_s, floor_s=floor_s)
 
     @classmethod
@@ -260,8 +260,8 @@ class Run:
         if self._begun is not None:
             raise RuntimeError("frozen models are started by run.start(...): call run.frozen(...) before it")
         s, given = self.settings, settings or FrozenSettings()
-        start_s = s.patience * given.engine.start_limit_s(self._on_gpu)
-        given = replace(given, start_deadline_s=min(start_s, FOREVER_S))
+        if given.start_deadline_s is None:
+            given = replace(given, start_deadline_s=s.generator.start_limit_s(self._on_gpu))
         first_device, offered = s.first_frozen_device, self._spawning_cluster.devices
         return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 

@@ -117,7 +117,7 @@ class RunSettings(CheckedSettings, flags=""):
             weights,
             transport="shared_memory" if self.colocate and transport is None else transport,
             deadline_s=min(self.patience * weights.deadline_s, FOREVER_S),
-            attempts=math.ceil(self.patience * weights.attempts),
+            attempts=min(math.ceil(self.patience * weights.attempts), 1000),
         )
 
     @property
@@ -209,18 +209,29 @@ def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sid
         s.generator,
         max_running_requests=requests,
         start_deadline_s=min(s.patience * limit_s, FOREVER_S),
-        drain_deadline_s=min(s.patience * s.generator.drain_deadline_s, FOREVER_S),
         memory_fraction=fraction,
         max_total_tokens=tokens,
     )
-    rollout = replace(
-        s.rollout,
-        generate_deadline_s=min(s.patience * s.rollout.generate_limit_s, FOREVER_S),
-        slot_deadline_s=min(s.patience * s.rollout.slot_deadline_s, FOREVER_S),
-    )
-    update_s = min(s.update_limit_s, FOREVER_S)
+    return _with_patience(replace(s, generator=resolved))
+
+
+def _with_patience(s: S) -> S:
+    """The settings with ``patience`` multiplied into the deadlines, and a patience of 1, so that it is done once."""
+    if s.patience == 1:
+        return replace(s, weights=s.transfers)
+    drain_s, generate_s = s.patience * s.generator.drain_deadline_s, s.patience * s.rollout.generate_limit_s
+    slot_s = s.patience * s.rollout.slot_deadline_s
     return replace(
-        s, generator=resolved, rollout=rollout, weights=s.transfers, update_deadline_s=update_s, patience=1.0
+        s,
+        patience=1.0,
+        generator=replace(s.generator, drain_deadline_s=min(drain_s, FOREVER_S)),
+        rollout=replace(
+            s.rollout,
+            generate_deadline_s=min(generate_s, FOREVER_S),
+            slot_deadline_s=min(slot_s, FOREVER_S),
+        ),
+        weights=s.transfers,
+        update_deadline_s=min(s.update_limit_s, FOREVER_S),
     )
 
 
