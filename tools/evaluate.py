@@ -29,7 +29,7 @@ from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.offline.export import MODEL, export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
-from monarch_rl.offline.recipes import Recipe, as_flags, load_recipe
+from monarch_rl.offline.recipes import Recipe, load_recipe
 from monarch_rl.pipeline.evaluation import items_to_run
 from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.rollout.evaluation import Evaluation, run_held_out
@@ -65,15 +65,14 @@ class Evaluated:
         """The model that the run started from."""
         return str(self.settings.get("model", self.place))
 
-    def flags(self, recipe: Path) -> list[str]:
-        """The run's settings as flags of ``recipe``; empty if the run is of another recipe."""
+    def settings_for(self, recipe: Path) -> dict[str, Any]:
+        """The run's settings, which replace the defaults of ``recipe``; empty if the run is of another recipe."""
         if self.run is None:
-            return []
+            return {}
         if not self.run.name.startswith(f"{recipe.stem}-"):
             print(f"{self.run} is not a run of {recipe}: using the recipe's defaults instead of the run's settings")
-            return []
-        played = {name: value for name, value in self.settings.items() if name not in ("model", "output", "resume")}
-        return list(as_flags(played))
+            return {}
+        return {name: value for name, value in self.settings.items() if name not in ("model", "output", "resume")}
 
 
 @contextmanager
@@ -142,7 +141,7 @@ def main() -> int:
     )
     own, flags = parser.parse_known_args()
     evaluated = Evaluated.of(own.model)
-    recipe = load_recipe(own.task, [*evaluated.flags(own.task), f"--model={evaluated.begun_with}", *flags])
+    recipe = load_recipe(own.task, [f"--model={evaluated.begun_with}", *flags], evaluated.settings_for(own.task))
     with model_of(evaluated, recipe.settings.generator, devices()) as (model, version):
         recipe = replace(recipe, settings=replace(recipe.settings, model=model))
         register_modules(own.task)

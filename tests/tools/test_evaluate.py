@@ -17,7 +17,7 @@ from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.offline import export
 from monarch_rl.offline.export import Source, source_of
-from monarch_rl.offline.recipes import as_flags, load_recipe
+from monarch_rl.offline.recipes import load_recipe
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import to_plain
 from tests import patience
@@ -158,12 +158,12 @@ CHANGED += ["--trainer.lr-warmup-steps=7", "--generator.max-total-tokens=4096", 
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
-def test_settings_of_a_run_read_as_its_recipes_flags_are_the_same_settings(path: Path, tmp_path: Path) -> None:
+def test_saved_settings_are_the_defaults_of_their_recipe(path: Path, tmp_path: Path) -> None:
     model = random_model(tmp_path / "tiny", recipe=ROOT / "recipes" / "tools.py")
     models = [f"--{name}={model}" for name in ("model", "teacher") if name == "model" or path.stem == "distill"]
     for changed in ([], CHANGED):
         settings = to_plain(load_recipe(path, [*models, *changed]).settings)
-        assert to_plain(load_recipe(path, [*as_flags(settings)]).settings) == settings
+        assert to_plain(load_recipe(path, [], settings).settings) == settings
 
 
 def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_pat
     run.mkdir()
     (run / "settings.json").write_text(json.dumps(to_plain(of_run)))
     evaluated = Evaluated.of(str(run))
-    taken = load_recipe(path, [*evaluated.flags(path), "--held-out=8"]).settings
+    taken = load_recipe(path, ["--held-out=8"], evaluated.settings_for(path)).settings
     there, here = to_plain(of_run), to_plain(taken)
     assert here["held_out"] == 8 and all(here[room] == there[room] for room in ("evaluation", "task"))
     assert here["rollout"] == there["rollout"] and here["trainer"] == there["trainer"]
-    assert evaluated.flags(ROOT / "recipes" / "game.py") == []
+    assert evaluated.settings_for(ROOT / "recipes" / "game.py") == {}
     of_run = replace(of_run, output=tmp_path)
     checkpoint = finished_step(of_run) / "checkpoints" / "step-000003"
     assert Evaluated.of(str(checkpoint)).settings == to_plain(of_run)

@@ -6,7 +6,7 @@ import asyncio
 import runpy
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.runtime.devices import devices
+from monarch_rl.settings.cli import saved_defaults
 from monarch_rl.tasks.task import Task
 
 
@@ -54,18 +55,24 @@ class _NoRun(Run):
         raise _Started(task, functions, self._frozen)
 
 
-def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
+def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | None = None) -> Recipe:
     """Run a recipe's file up to the point where it would start its actors.
 
     Args:
         flags: the recipe's command-line arguments.
+        saved: settings of a run in the form of ``settings.json``, which replace the recipe's defaults; flags override
+            them.
 
     Raises:
         ValueError: the file launches no run, does not start its run, or uses a frozen model that cannot be served.
         SystemExit: the flags are invalid, or ask for help.
     """
     launched: list[tuple[Callable[[Run, Any], Awaitable[None]], RunSettings]] = []
-    with _as_program(path, flags), capturing(lambda train, settings: launched.append((train, settings))):
+    with (
+        _as_program(path, flags),
+        saved_defaults(saved) if saved else nullcontext(),
+        capturing(lambda train, settings: launched.append((train, settings))),
+    ):
         runpy.run_path(str(path), run_name="__main__")
     if not launched:
         raise SettingsError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
@@ -75,24 +82,6 @@ def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
     except _Started as started:
         return Recipe(settings, started.task, started.functions, started.frozen)
     raise SettingsError(f"{path}: train() returned without calling run.start(...)")
-
-
-def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Convert settings in the form of ``settings.json`` to a recipe's command-line arguments.
-
-    Args:
-        prefix: prefix of all flag names.
-    """
-    for name, value in values.items():
-        flag = f"{prefix}{name.replace('_', '-')}"
-        if isinstance(value, dict):
-            yield from as_flags(value, f"{flag}.")
-        elif isinstance(value, bool):
-            yield f"--{flag}" if value else f"--{prefix}no-{name.replace('_', '-')}"
-        elif isinstance(value, list):
-            yield from (f"--{flag}", *map(str, value))
-        else:
-            yield f"--{flag}={value}"
 
 
 async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings) -> None:

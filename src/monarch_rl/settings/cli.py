@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import tyro
 
-from monarch_rl.settings.ranges import NamedSettings
+from monarch_rl.errors import SettingsError
+from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -31,6 +33,8 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
     """
     args = sys.argv[1:] if args is None else list(args)
     default: Any = settings()
+    if _saved:
+        default = from_plain(cast(Any, settings), {**to_plain(default), **_saved.pop()})
     hints = get_type_hints(settings)
     for field in dataclasses.fields(cast(Any, settings)):
         family = hints[field.name]
@@ -43,6 +47,28 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
             default = copy.copy(default)
             object.__setattr__(default, field.name, family.defaults_of(name))
     return tyro.cli(settings, args=args, default=default, description=description)
+
+
+@contextmanager
+def saved_defaults(saved: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, the next :func:`cli` has saved settings as defaults instead of the class's own.
+
+    Args:
+        saved: settings in the form of ``settings.json``; those that are left out have the class's values.
+
+    Raises:
+        SettingsError: the block has not parsed a command line by :func:`cli`.
+    """
+    _saved.append(saved)
+    yield
+    if _saved:
+        _saved.clear()
+        raise SettingsError(
+            "saved settings cannot be the defaults of a recipe that does not parse its command line by monarch_rl.cli"
+        )
+
+
+_saved: list[Mapping[str, Any]] = []
 
 
 def _given(args: Sequence[str], flag: str) -> str:
