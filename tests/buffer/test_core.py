@@ -392,7 +392,7 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
         assert buffer.reserve(group_id, MIB // 2)
         buffer.submit(packed(group_id, [0], nbytes=MIB // 2))
     assert not buffer.reserve(4, 1)
-    with pytest.raises(ValueError, match="group 4 .*buffer.max-mib 1"):
+    with pytest.raises(ValueError, match="group 4 .*buffer.max_mib 1"):
         buffer.submit(packed(4, [0], nbytes=1))
     for group_id in (0, 1):
         assert buffer.reserve(group_id, MIB)

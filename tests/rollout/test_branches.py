@@ -332,7 +332,7 @@ def test_a_seat_or_a_branch_beyond_the_share_is_refused_with_a_sentence(template
     assert len(play(Engine(), template, branching, share=GroupBound(4))) == 4
     (said,) = refused
     assert "another branch" in said and "5 sequences, but may have at most 4" in said
-    assert "--rollout.max-sequences" in said
+    assert "RolloutSettings.max_sequences" in said
 
     async def sitting(item: Any, policy: Policy) -> Any:
         for name in ("a", "b", "c"):
@@ -579,7 +579,7 @@ def test_a_groups_limits_are_shared_among_its_episodes() -> None:
     bound = RolloutSettings(group_size=4, max_sequences=10, max_tokens=1000).bound(100)
     assert bound == GroupBound(10, 1000) and bound.share(4) == GroupBound(2, 250)
     for wrong in (RolloutSettings(group_size=4, max_sequences=3), RolloutSettings(group_size=4, max_tokens=3)):
-        with pytest.raises(ValueError, match=r"rollout\.max-(sequences|tokens) 3 .*rollout\.group-size 4"):
+        with pytest.raises(ValueError, match=r"rollout\.max_(sequences|tokens) 3 .*rollout\.group-size 4"):
             check_rollout(wrong, 4, 1)
 
 

@@ -23,7 +23,6 @@ from monarch_rl.settings.ranges import to_plain
 from tests import patience
 from tests.model.configs import qwen3
 from tests.pipeline.test_resume import RunSettings, finished_step
-from tests.model.configs import qwen3
 from tests.recipe.running import ROOT, random_model
 from tools import evaluate
 from tools.evaluate import Evaluated

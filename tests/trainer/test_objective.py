@@ -267,7 +267,7 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
         ({"corrections": (TIS(), "none")}, "trainer.loss.corrections must be .*Correction"),
         ({"corrections": (TIS(), IcePop())}, "corrections tis icepop: .*at most one of tis and icepop"),
         ({"corrections": (OPSM(), OPSM(max_kl=0.1))}, "corrections opsm opsm: .*each at most once"),
-        ({"overlong_buffer": 5}, "overlong-buffer 5 is more than trainer.loss.overlong-limit 0"),
+        ({"overlong_buffer": 5}, "overlong_buffer 5 is more than trainer.loss.overlong-limit 0"),
         (
             {"advantage": "max_rl", "overlong_limit": 100},
             "max_rl needs rewards .* and .*overlong-limit 100",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.pipeline.memory import Sides, check_gpu_memory
 from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import NARROW_COMMUNICATOR, Devices
-from monarch_rl.settings import ranges
 from monarch_rl.trainer.memory import snapshot_bytes, trainer_memory
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights import transport
@@ -59,8 +58,8 @@ def pigeon(monkeypatch: pytest.MonkeyPatch) -> TransferSettings:
     """The two lines of ``weights/transport.py`` that declare another transport; settings that choose it."""
     monkeypatch.setitem(TRANSPORTS, NAME, PIGEON)
     monkeypatch.setattr(transport, "TransportName", Literal[("auto", *TRANSPORTS)])  # type: ignore[valid-type]
-    for cached, uncached in (("_limits", ranges.limits), ("_hints", get_type_hints)):  # they know the choices by now
-        monkeypatch.setattr(ranges, cached, uncached)
+    TransferSettings()  # so that it remembers its fields, which are forgotten for the test and restored after it
+    monkeypatch.delattr(TransferSettings, "_fields")
     return TransferSettings(NAME, bucket_mib=1)
 
 

@@ -155,7 +155,7 @@ class BufferCore:
             raise ValueError(f"group {group.group_id} cannot be submitted: it has {excess}")
         if not self.reserve(group.group_id, group.nbytes, group.attempt):
             raise ValueError(
-                f"group {group.group_id} cannot be submitted: its {group.nbytes} bytes exceed buffer.max-mib "
+                f"group {group.group_id} cannot be submitted: its {group.nbytes} bytes exceed buffer.max_mib "
                 f"{self.settings.max_mib}, of which {self.budget.used} bytes are in use; reserve memory first"
             )
         self.budget.fill(live, group)

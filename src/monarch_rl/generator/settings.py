@@ -266,7 +266,6 @@ FLAGS = {
     "attention-backend": "attention-backend",
     "context-length": "context-length",
     "dtype": "dtype",
-    "enable-deterministic-inference": "deterministic",
     "max-running-requests": "max-running-requests",
     "max-total-tokens": "max-total-tokens",
     "random-seed": "random-seed",

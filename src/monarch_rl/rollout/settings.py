@@ -171,7 +171,7 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
     """
     if settings.group_size < 2:
         raise SettingsError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
-    bounds = {"rollout.max-sequences": settings.max_sequences, "rollout.max-tokens": settings.max_tokens}
+    bounds = {"rollout.max_sequences": settings.max_sequences, "rollout.max_tokens": settings.max_tokens}
     for flag, most in bounds.items():
         if most is not None and most < settings.group_size:
             raise SettingsError(
@@ -185,7 +185,7 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
         )
     if settings.generate_limit_s < MIN_GENERATE_S:
         raise SettingsError(
-            f"rollout.generate-deadline-s must be at least {MIN_GENERATE_S:g}, got {settings.generate_limit_s:g}: a "
+            f"rollout.generate_deadline_s must be at least {MIN_GENERATE_S:g}, got {settings.generate_limit_s:g}: a "
             "turn may wait for a commit of new weights"
         )
     for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):

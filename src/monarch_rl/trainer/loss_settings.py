@@ -111,7 +111,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         self._check_corrections()
         if self.overlong_buffer > self.overlong_limit:
             raise SettingsError(
-                f"trainer.loss.overlong-buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
+                f"trainer.loss.overlong_buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
                 f"{self.overlong_limit}: give the limit, such as rollout.max-new-tokens, or lower the buffer"
             )
         if self.advantage in ("distillation", "sequence_distillation") and self.overlong_limit:
