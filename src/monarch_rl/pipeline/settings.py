@@ -301,7 +301,9 @@ def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
 
 def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
-        raise SettingsError("rollout.min-p cannot be used with deterministic engines, which seeds all sampling")
+        raise SettingsError(
+            "rollout.min-p cannot be used with GeneratorSettings(deterministic=True), which seeds all sampling"
+        )
     if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
         raise SettingsError(
             f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
