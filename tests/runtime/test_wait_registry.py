@@ -46,6 +46,31 @@ def test_waiters_are_told_apart_by_their_loops() -> None:
     assert names == {"buffer": "buffer", "generator 1": "generator 1"}
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_loop_that_has_ended_is_not_blocked(cancelled: bool) -> None:
+    """Whether its tasks were cancelled, as by ``asyncio.run``, or only left behind."""
+
+    async def act() -> None:
+        wait_registry.register("buffer")
+        await asyncio.sleep(0)
+        assert set(wait_registry.heartbeats()) == {"buffer"}
+
+    async def leave() -> None:
+        wait_registry.unregister("buffer")
+
+    if cancelled:
+        asyncio.run(act())
+    else:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(act())
+        loop.close()
+    assert not wait_registry.heartbeats()
+    if cancelled:
+        asyncio.run(leave())
+    else:  # its task can no longer be cancelled
+        wait_registry._heartbeats.clear()
+
+
 def test_a_thread_waits_for_its_process() -> None:
     async def act() -> str:
         wait_registry.register("trainer rank 0")

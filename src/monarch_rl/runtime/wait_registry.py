@@ -214,8 +214,13 @@ def progress_by_kind() -> dict[str, Progress]:
 
 
 def heartbeats() -> dict[str, tuple[Heartbeat, int]]:
-    """By actor name: the heartbeat of its loop, and the loop's thread."""
-    return {name: (heartbeat, thread) for name, (heartbeat, _, thread) in _heartbeats.copy().items()}
+    """By actor name: the heartbeat of its loop, and the loop's thread; without loops that have ended, which would seem
+    to be blocked."""
+    return {
+        name: (heartbeat, thread)
+        for name, (heartbeat, beating, thread) in _heartbeats.copy().items()
+        if not (beating.done() or beating.get_loop().is_closed())
+    }
 
 
 def loops() -> list[asyncio.AbstractEventLoop]:
