@@ -106,7 +106,7 @@ class Settings:
     ratio_low: float = 0.5
     """Tokens with a ratio trainer / engine below this, or above ratio-high, count as outside."""
     ratio_high: float = 2.0
-    """See ratio-low. Recipes cap the importance weight at 2 (TIS)."""
+    """See ratio-low. Recipes cap the importance weight at 2 (trainer.loss.corrections tis)."""
     deadline_s: float = 900.0
     """Deadline of each side in seconds, not including the engine's start."""
     plot: Path | None = None

@@ -27,7 +27,7 @@ from monarch_rl.algorithms.objectives import (
     ObjectiveName,
     PPOClip,
 )
-from monarch_rl.settings.cli import NotAFlag, cli
+from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
 from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 
@@ -241,3 +241,18 @@ def test_a_named_class_may_be_derived_from_another_one() -> None:
     assert from_plain(Kind, to_plain(Oval(radius=2.0))) == Oval(radius=2.0)
     with pytest.raises(ValueError, match="^kind must be one of oval, got 'round'"):
         Oval.of_name("round")
+
+
+# -- saved settings as defaults ---------------------------------------------------------------------------------------
+
+
+def test_saved_settings_replace_the_defaults_they_name_and_flags_replace_them() -> None:
+    """Also of nested settings that lack some fields, and of another objective."""
+    saved = {"objective": to_plain(GSPO(clip_high=0.5)), "hidden": {"entropy_coefficient": 0.25}}
+    with saved_defaults(saved):
+        found = cli(Settings, args=["--objective.clip-low=0.25"])
+    assert found.objective == GSPO(clip_low=0.25, clip_high=0.5)
+    assert found.hidden == LossSettings(lag_discount=0.5, entropy_coefficient=0.25)
+    assert cli(Settings, args=[]) == Settings(), "they are those of one command line"
+    with pytest.raises(ValueError, match="monarch_rl.cli"), saved_defaults(saved):
+        pass

@@ -295,7 +295,7 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str)
         (
             PPOClip(ratio_to="behaviour"),
             {"corrections": (TIS(),)},
-            "corrections tis weights .* so does ratio-to behaviour",
+            "corrections tis weights .* so does objective.ratio-to behaviour",
         ),
         (DecoupledPPO(), {"corrections": (IcePop(),)}, "corrections icepop .*so does the objective decoupled"),
         (PPOClip(dual_clip=3.0), {"positives_only": True}, r"^objective\.dual-clip: .*positives-only"),

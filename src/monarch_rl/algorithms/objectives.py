@@ -26,7 +26,7 @@ _Name = Annotated[ObjectiveName, tyro.conf.arg(name="objective", prefix_name=Fal
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(NamedSettings, flags="objective"):
-    """What is minimised on each token. ``trainer.loss`` holds what all objectives share."""
+    """The loss of each token. ``trainer.loss`` has the settings that all objectives share."""
 
     name: _Name
     """`pg`: A log pi; `ppo_clip`: clipped ratio (PPO, DAPO); `cispo`: clipped weight (arXiv:2506.13585); `gspo`:

@@ -1,8 +1,8 @@
 """JSON Schema of tools' arguments, by the ``jsonschema`` package: how a call differs from it, in words for a model.
 
 Draft 2020-12, with three differences. ``nullable`` of OpenAPI, which transformers writes for ``None``, is known. Types
-that JSON does not have, such as ``float`` in the schemas of some data sets, accept any value. An integer is one in
-Python, too, so that a function that takes an ``int`` gets no ``1.0``.
+that JSON does not have, such as ``float`` in the schemas of some data sets, accept any value. ``1.0`` is no integer,
+because a Python function with an ``int`` parameter would receive a float.
 
 Importing jsonschema takes a tenth of a second, so this module is imported where it is used.
 """
@@ -10,6 +10,7 @@ Importing jsonschema takes a tenth of a second, so this module is imported where
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,8 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 Check = Callable[[Any, Any, Any, Mapping[str, Any]], Iterator[ValidationError]]
@@ -28,7 +31,33 @@ def fault(parameters: Mapping[str, Any]) -> str:
     """What is wrong with the schema of a tool's arguments, and where; "" if nothing is."""
     errors = _META_VALIDATOR.iter_errors(parameters)
     error = next((each for each in errors if not _is_unknown_type(each)), None)
-    return f"{error.json_path}: {error.message:.200}" if error is not None else ""
+    if error is not None:
+        return f"{error.json_path}: {error.message:.200}"
+    return next(_unusable(parameters, parameters), "")
+
+
+def _unusable(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """References that lead nowhere and patterns that do not compile, which the meta-schema does not find."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _unusable(part, root)
+    if not isinstance(schema, dict):
+        return
+    if isinstance(reference := schema.get("$ref"), str):
+        try:
+            Registry().resolver_with_root(DRAFT202012.create_resource(root)).lookup(reference)
+        except Unresolvable as error:
+            yield f"$ref {reference!r} leads nowhere: {error}"
+    patterns = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    named = schema.get("patternProperties")
+    for pattern in [*patterns, *(named if isinstance(named, dict) else ())]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"the pattern {pattern!r} does not compile: {error}"
+    for keyword, part in schema.items():
+        if keyword not in ("default", "examples", "enum", "const"):  # these hold values, not schemas
+            yield from _unusable(part, root)
 
 
 def mismatch(arguments: dict[str, Any], parameters: Mapping[str, Any]) -> str:
@@ -75,7 +104,9 @@ def _validator(parameters: str) -> Validator:
 
 
 def _is_unknown_type(error: ValidationError) -> bool:
-    return error.validator == "anyOf" and bool(error.path) and error.path[-1] == "type"
+    names = [error.instance] if isinstance(error.instance, str) else error.instance
+    is_type = error.validator == "anyOf" and bool(error.path) and error.path[-1] == "type"
+    return is_type and isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _unless_null(check: Check) -> Check:
@@ -100,8 +131,10 @@ _ToolValidator = extend(
     Draft202012Validator,
     {
         "type": _unless_null(_type),
-        "enum": _unless_null(Draft202012Validator.VALIDATORS["enum"]),
-        "anyOf": _unless_null(Draft202012Validator.VALIDATORS["anyOf"]),
+        **{
+            keyword: _unless_null(Draft202012Validator.VALIDATORS[keyword])
+            for keyword in ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
+        },
     },
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
 )

@@ -583,7 +583,7 @@ class Publication:
             error = last_line(failed[replica])
             if replica in gone or (is_last and not gone):
                 reason = gone.get(replica) or (
-                    f"failed to load version {self.version} in {self._attempts} attempts (--patience)"
+                    f"failed to load version {self.version} in {self._attempts} attempts; raise --patience for more"
                 )
                 self._replicas.remove(replica.index, f"{reason}: {error}")
             else:

@@ -77,8 +77,8 @@ class RunSettings(CheckedSettings, flags=""):
     `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
     the run cannot resume with them."""
     patience: Annotated[float, Range(0.1, 1000)] = 1.0
-    """Multiplies the deadlines that have no flag of their own: for the start of an engine, a request to it, a slot, a
-    transfer (and the attempts at it), a drain and an update. Raise it on a slow or crowded machine or network."""
+    """Multiplies the deadlines of the start of an engine, a request to it, a slot, a transfer (and the number of
+    attempts at it), a drain and an update. Raise it on a slow or crowded machine or network."""
     update_deadline_s: NotAFlag[Annotated[float | None, Range(30, FOREVER_S)]] = None
     """Seconds that a step may take, from waiting for its batch to the end of its update, before the run fails. None:
     600, or 300 + rollout.max-new-tokens / 20 if that is more. After the first step the limit drops to 10 times the
@@ -136,6 +136,8 @@ class RunSettings(CheckedSettings, flags=""):
 
 
 S = TypeVar("S", bound=RunSettings)
+SHORTEST_S = 30.0
+"""No deadline is shorter than this after a `patience` below 1."""
 UPDATE_S = 600.0
 """Seconds that a step may take, however few tokens it generates."""
 
@@ -208,7 +210,7 @@ def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sid
     resolved = replace(
         s.generator,
         max_running_requests=requests,
-        start_deadline_s=min(s.patience * limit_s, FOREVER_S),
+        start_deadline_s=min(max(s.patience * limit_s, SHORTEST_S), FOREVER_S),
         memory_fraction=fraction,
         max_total_tokens=tokens,
     )
@@ -219,7 +221,8 @@ def _with_patience(s: S) -> S:
     """The settings with ``patience`` multiplied into the deadlines, and a patience of 1, so that it is done once."""
     if s.patience == 1:
         return replace(s, weights=s.transfers)
-    drain_s, generate_s = s.patience * s.generator.drain_deadline_s, s.patience * s.rollout.generate_limit_s
+    drain_s = max(s.patience * s.generator.drain_deadline_s, 1.0)
+    generate_s = max(s.patience * s.rollout.generate_limit_s, SHORTEST_S)
     slot_s = s.patience * s.rollout.slot_deadline_s
     return replace(
         s,
@@ -228,10 +231,10 @@ def _with_patience(s: S) -> S:
         rollout=replace(
             s.rollout,
             generate_deadline_s=min(generate_s, FOREVER_S),
-            slot_deadline_s=min(slot_s, FOREVER_S),
+            slot_deadline_s=min(max(slot_s, SHORTEST_S), FOREVER_S),
         ),
         weights=s.transfers,
-        update_deadline_s=min(s.update_limit_s, FOREVER_S),
+        update_deadline_s=min(max(s.update_limit_s, SHORTEST_S), FOREVER_S),
     )
 
 

@@ -34,7 +34,7 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
     args = sys.argv[1:] if args is None else list(args)
     default: Any = settings()
     if _saved:
-        default = from_plain(cast(Any, settings), {**to_plain(default), **_saved.pop()})
+        default = from_plain(cast(Any, settings), _merged(to_plain(default), _saved.pop()))
     hints = get_type_hints(settings)
     for field in dataclasses.fields(cast(Any, settings)):
         family = hints[field.name]
@@ -43,7 +43,7 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
         name = _given(args, f"--{field.name}".replace("_", "-"))
         # A wrong name is left to tyro, whose message lists the names.
         if name in family.names() and name != getattr(default, field.name).name:
-            # Not by replace(), which checks: the arguments may change what the default settings contradict it in.
+            # Not by replace(), which checks: other arguments may remove a contradiction with the defaults.
             default = copy.copy(default)
             object.__setattr__(default, field.name, family.defaults_of(name))
     return tyro.cli(settings, args=args, default=default, description=description)
@@ -69,6 +69,17 @@ def saved_defaults(saved: Mapping[str, Any]) -> Iterator[None]:
 
 
 _saved: list[Mapping[str, Any]] = []
+
+
+def _merged(default: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved values over the default ones. Settings of another name are replaced as a whole."""
+    merged = dict(default)
+    for name, value in saved.items():
+        inner = default.get(name)
+        if isinstance(value, dict) and isinstance(inner, dict) and value.get("name") == inner.get("name"):
+            value = _merged(inner, value)
+        merged[name] = value
+    return merged
 
 
 def _given(args: Sequence[str], flag: str) -> str:

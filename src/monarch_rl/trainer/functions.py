@@ -227,7 +227,7 @@ def check_columns(
         for name in needed_columns(function):
             if name not in available:
                 flag = "--trainer.reference, or " if name == REFERENCE and kind == "objective" else ""
-                flag = "--trainer.critic.lr, such as 1e-5, or " if name == VALUE else flag
+                flag = "the trainer a critic (recipes/ppo.py, with trainer.critic.lr), or " if name == VALUE else flag
                 stage = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
                 raise SettingsError(
                     f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
@@ -286,10 +286,10 @@ def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) ->
     for name in CRITIC.keys() & filled.keys():
         raise SettingsError(
             f"the column {name!r} is filled by the stage {filled[name]} and by the trainer's critic: leave out the "
-            "stage, or trainer.critic.lr"
+            "stage, or the critic"
         )
     if not any(CRITIC.keys() & set(needed_columns(function)) for function in functions.values()):
         raise SettingsError(
             "trainer.critic.lr: neither the advantage nor the objective reads a column of the critic. Give "
-            "trainer.loss.advantage gae, or leave the flag out"
+            "trainer.loss.advantage gae, or leave the critic out"
         )

@@ -30,14 +30,14 @@ WIDE_FOR_SEQUENCES = 0.01
 
 @dataclass(frozen=True)
 class LossSettings(CheckedSettings, flags="trainer.loss"):
-    """What all objectives share: advantage, corrections, KL, entropy and aggregation (docs/algorithms.md)."""
+    """Settings that all objectives share: advantage, corrections, KL, entropy and aggregation (docs/algorithms.md)."""
 
     advantage: AdvantageName = "dr_grpo"
     """How rewards R become advantages. Over the group: `dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std
     (arXiv:2402.03300); `rloo`: R - mean of the other episodes (arXiv:2402.14740); `max_rl`: (R - mean) / mean, for
     rewards of at least 0 (arXiv:2602.02710). Over the batch: `reinforce_pp`: (R - mean) / std (arXiv:2501.03262). For
     games: `seat_baselines`: R - running mean of the seat (arXiv:2506.24119). Per token: `gae`: from the column `value`
-    (arXiv:1506.02438), which a critic (`trainer.critic.lr`) or a stage of the recipe fills. For distillation, from the
+    (arXiv:1506.02438), which a critic (`recipes/ppo.py`) or a stage of the recipe fills. For distillation, from the
     column `teacher` instead of rewards: `distillation`: log teacher - log policy of the token, and
     `sequence_distillation`: the same, summed to the end of the sequence (arXiv:2306.08543). An advantage whose column
     nothing fills is refused."""
@@ -168,7 +168,11 @@ def check_objective(objective: Objective, loss: LossSettings) -> None:
         return
     weights = [correction.name for correction in loss.corrections or () if correction.has_importance_ratio]
     if weights and objective.has_importance_ratio:
-        other = "ratio-to behaviour" if isinstance(objective, RatioObjective) else f"the objective {objective.name}"
+        other = (
+            "objective.ratio-to behaviour"
+            if isinstance(objective, RatioObjective)
+            else f"the objective {objective.name}"
+        )
         raise SettingsError(
             f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: leave one "
             "of them out"
@@ -183,7 +187,7 @@ def check_objective(objective: Objective, loss: LossSettings) -> None:
 
 
 def _check_distilled(objective: Distillation, loss: LossSettings) -> None:
-    instead = "Leave it out, or train by the advantage distillation (--objective ppo_clip)"
+    instead = "Leave it out, or give --objective ppo_clip with the advantage distillation"
     names = [correction.name for correction in loss.corrections or ()]
     for flag, is_given in (
         (loss.flag("positives_only"), loss.positives_only),

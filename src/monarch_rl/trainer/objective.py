@@ -199,7 +199,7 @@ _MADE_FROM = "_monarch_rl_made_from"
 
 
 def made_from(function: LossFunction) -> tuple[Objective, LossSettings] | None:
-    """What :func:`loss_function` made this function from; None for a recipe's own."""
+    """Objective and settings from which :func:`loss_function` made this function; None for a recipe's own."""
     # A recipe's own may be a wrapper of one of these with copied attributes, so the place is compared, too.
     made: tuple[Objective, LossSettings] | None = getattr(function, _MADE_FROM, None)
     if made is None or place_of(function) != place_of(loss_function(*made)):

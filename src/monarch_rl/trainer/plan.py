@@ -52,7 +52,7 @@ class TrainerPlan:
 
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
 #
-#     {"format": 1, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
+#     {"format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
 #      "max_new_tokens": ..., "generation": ..., "functions": null, or
 #         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 #
@@ -60,7 +60,8 @@ class TrainerPlan:
 # so that a later version can read it even if it has moved to another module. A recipe's own function is stored by value
 # (cloudpickle, base64), and can run code when it is read.
 
-FORMAT = 1
+FORMAT = 2
+"""2: an objective with its parameters, and the shared settings; 1, of no release: a name and all settings."""
 
 
 def write_plan(folder: Path, plan: TrainerPlan) -> None:

@@ -90,7 +90,7 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     critic: NotAFlag[CriticSettings] = NO_CRITIC
     """The critic, which the advantage `gae` needs: `recipes/ppo.py` has it."""
     loss: LossSettings = LossSettings()
-    """What all objectives share."""
+    """Settings that all objectives share."""
 
     def computes_in(self, on_gpu: bool) -> str:
         """Name of the dtype of forward and backward passes."""
