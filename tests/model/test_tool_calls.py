@@ -296,8 +296,9 @@ def nested(depth: int) -> list[Any]:
         ("plan", {"level": 0}, "level: 0 is less than the minimum of 1"),
         ("plan", {"kind": "slow"}, "kind: 'fast' was expected"),
         ("plan", {"more": 3}, "more must be string, not 3"),
-        ("plan", {"tree": nested(20)}, ""),
-        ("plan", {"tree": nested(900)}, "the arguments cannot be checked"),
+        ("plan", {"tree": nested(30)}, ""),
+        ("plan", {"tree": nested(31)}, "the arguments are nested more than 32 levels deep"),
+        ("plan", {"tree": nested(900)}, "the arguments are nested more than 32 levels deep"),
     ],
 )
 def test_all_of_json_schema_is_checked(name: str, arguments: dict[str, Any], said: str) -> None:
@@ -321,6 +322,7 @@ def test_a_reference_is_not_fetched_from_the_network() -> None:
         ({"properties": {"a": {"type": 5}}}, r"\$\.properties\.a\.type: 5"),
         ({"properties": {"a": {"pattern": "("}}}, r"pattern '\('"),
         ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, r"\$defs/gone"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/b"}]}}}, r"\$defs/b"),
     ],
 )
 def test_what_is_no_schema_is_refused(parameters: dict[str, Any], where: str) -> None:

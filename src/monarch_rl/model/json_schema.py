@@ -23,6 +23,9 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+MAX_DEPTH = 32
+"""Levels of lists and objects in a call's arguments. jsonschema recurses, up to 15 frames a level; where Python's limit
+of 1,000 frames ends that within rpds, its table of references, a Rust panic ends the process."""
 Check = Callable[[Any, Any, Any, Mapping[str, Any]], Iterator[ValidationError]]
 """A keyword's check: of (validator, the keyword's value, value, schema)."""
 
@@ -45,7 +48,9 @@ def _unusable(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         return
     if isinstance(reference := schema.get("$ref"), str):
         try:
-            Registry().resolver_with_root(DRAFT202012.create_resource(root)).lookup(reference)
+            target = _resolved(reference, root)
+            if _leads_back(target, root, (reference,)):
+                yield f"$ref {reference!r} leads back to itself"
         except Unresolvable as error:
             yield f"$ref {reference!r} leads nowhere: {error}"
     patterns = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
@@ -60,20 +65,48 @@ def _unusable(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
             yield from _unusable(part, root)
 
 
+def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    return Registry().resolver_with_root(DRAFT202012.create_resource(root)).lookup(reference).contents
+
+
+def _leads_back(schema: Any, root: Mapping[str, Any], trail: tuple[str, ...]) -> bool:
+    """Whether a check of one value by `schema` comes back to a reference of `trail`, and so never ends."""
+    if not isinstance(schema, dict):
+        return False
+    parts = [schema[keyword] for keyword in ("not", "if", "then", "else") if keyword in schema]
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        parts += schema.get(keyword, ())
+    reference = schema.get("$ref")
+    if reference in trail:
+        return True
+    if isinstance(reference, str) and _leads_back(_resolved(reference, root), root, (*trail, reference)):
+        return True
+    return any(_leads_back(part, root, trail) for part in parts)
+
+
 def mismatch(arguments: dict[str, Any], parameters: Mapping[str, Any]) -> str:
     """How a call's arguments differ from their schema, as part of a sentence; "" if they match.
 
     Arguments that the schema does not name are a mismatch, unless its ``additionalProperties`` allows them.
     """
+    if _is_deeper(arguments, MAX_DEPTH):
+        return f"the arguments are nested more than {MAX_DEPTH} levels deep"
     try:
         error = next(_validator(json.dumps(parameters)).iter_errors(arguments), None)
-    except (RecursionError, OverflowError) as limit:  # by what the model wrote: depth, or an integer of 400 digits
+    except (RecursionError, OverflowError) as limit:  # the latter by an integer of 400 digits that the model wrote
         return f"the arguments cannot be checked: {limit}"
     if error is None:
         return ""
     while error.validator == "anyOf" and error.context:  # say what is wrong with the first option
         error = error.context[0]
     return _in_words(error)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
 def _in_words(error: ValidationError) -> str:
