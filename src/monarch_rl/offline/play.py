@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
@@ -104,7 +103,7 @@ async def table(
     settings: RunSettings, task: Task, model: ModelConfig, engine: Engine, offered: Devices
 ) -> AsyncIterator[Table]:
     """A :class:`Table` for ``task`` with an engine that serves ``model``, for the block."""
-    rollout = replace(settings.rollout, generate_deadline_s=settings.patience * settings.rollout.generate_limit_s)
+    rollout = settings.with_patience().rollout
     template = await asyncio.to_thread(
         ChatTemplate, str(model.folder), rollout.template_options, tool_parser=rollout.tool_parser
     )
