@@ -79,6 +79,7 @@ from monarch_rl.trainer.functions import (
     TrainingFunctions,
     check_columns,
     check_that_columns_are_read,
+    check_unread_objective,
     equal_rewards_warning,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
@@ -304,10 +305,14 @@ class Run:
         settings, model = prepare(self.settings, cluster.devices, task)  # launch() may not have known this task
         register_modules()
         trainer = settings.trainer
+        check_unread_objective(settings.objective, settings.default_objective, objective)
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
+        warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
+            warnings.append(warning)
+        for warning in warnings:
             print(f"warning: {warning}")
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
@@ -717,9 +722,6 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
-        trainer = settings.trainer
-        for warning in loss_warnings(settings.objective, trainer.loss, trainer.updates_per_batch):
-            print(f"warning: {warning}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import psutil
 import torch
@@ -154,6 +154,13 @@ class RunSettings(CheckedSettings, flags=""):
     def patient_s(self, seconds: float, shortest_s: float = SHORTEST_S) -> float:
         """A deadline multiplied by ``patience``, but not below ``shortest_s`` where it was not."""
         return min(max(self.patience * seconds, min(seconds, shortest_s)), FOREVER_S)
+
+    @property
+    def default_objective(self) -> Objective:
+        """The objective of the recipe, if no flag gives another one."""
+        own: Any = next(each for each in fields(self) if each.name == "objective")
+        default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
+        return default
 
     def __post_init__(self) -> None:
         super().__post_init__()
