@@ -43,6 +43,7 @@ MOVED = {
     "monarch_rl.generator.cpu_results": "monarch_rl.generator.cpu.results",
     "monarch_rl.generator.cpu_speed": "monarch_rl.generator.cpu.install",
     "monarch_rl.generator.flag_names": "monarch_rl.generator.settings",
+    "monarch_rl.generator.memory": "monarch_rl.runtime.machine_memory",
     "monarch_rl.generator.messages": "monarch_rl.generator.connection",
     "monarch_rl.generator.pending_step": "monarch_rl.generator.scheduler_process",
     "monarch_rl.generator.replica": "monarch_rl.generator.actor",

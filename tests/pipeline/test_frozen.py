@@ -271,7 +271,7 @@ class Engine:
             raise self._answers
         return self._answers
 
-    async def _setup(self, name: str, folder: str, settings: Any, index: int) -> np.ndarray:
+    async def _setup(self, name: str, folder: str, settings: Any, index: int, memory: Any) -> np.ndarray:
         return sums(folder)
 
     async def _load(self, folder: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
 from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
+from monarch_rl.runtime.machine_memory import check_free
 from monarch_rl.weights.transport import TransferSettings
 
 WEIGHTS, ADAPTERS, CACHE, VERSIONS = "weights", "adapters", "KV cache", "versions that arrive"
@@ -214,13 +215,4 @@ def check_memory(
     Raises:
         RuntimeError: it has not; states the needed bytes by purpose.
     """
-    needed = cpu_memory(config, settings, lora)
-    total = sum(needed.values())
-    if engines * total > free_bytes:
-        parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)
-        together = f", {engines} of them {engines * total / 2**30:.2f} GiB" if engines > 1 else ""
-        raise RuntimeError(
-            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}){together}, but {free_bytes / 2**30:.2f} GiB "
-            "of this machine are free: end other programs that use memory, or use a smaller KV cache, or fewer "
-            "generator.replicas"
-        )
+    check_free(cpu_memory(config, settings, lora), free_bytes, engines)

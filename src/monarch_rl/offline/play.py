@@ -137,7 +137,8 @@ async def engine_of(
 
     generator, model = prepare_engine(settings, offered, task)
     limit_s = generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model.folder), generator, version=version)
+    memory = None if offered.kind == "cuda" else cpu_memory(model, generator, FULL_TRAINING)
+    starting = Engine.start(str(model.folder), generator, version=version, memory=memory)
     engine = await within(limit_s, starting, f"the engine to load {model.folder}", on="the engine")
     try:
         yield engine, model

@@ -16,7 +16,6 @@ from monarch.actor import ActorError, ProcMesh
 from monarch_rl.errors import FolderChanged, FrozenRefused, SettingsError
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
-from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.replica_memory import (
     VERSIONS,
     automatic_fraction,
@@ -40,6 +39,7 @@ from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.machine_memory import free_memory
 from monarch_rl.weights.transport import TransferSettings
 
 NAME = re.compile(r"[a-z][a-z_]*")
@@ -256,7 +256,8 @@ class FrozenPool(ActorPool[FrozenEngine]):
     async def set_up(self, index: int, engine: FrozenEngine, on_gpu: bool) -> None:
         """Have a new engine load and verify the folder. Raises errors of the set-up, and FolderChanged."""
         name, folder, loads, settings = self.name(index), self.folder, self._loads, self.plan.settings.engine
-        start = engine.setup.call_one(name, str(folder), settings, index)
+        memory = None if on_gpu else cpu_memory(read_frozen(Path(self.plan.model.model)), settings, FULL_TRAINING)
+        start = engine.setup.call_one(name, str(folder), settings, index, memory)
         # On top of the start, its files are read a second time, to verify them.
         limit_s = settings.start_limit_s(on_gpu) + disk_limit_s(_file_bytes(folder)) + CALL_DEADLINE_S
         checksums = await within(limit_s, start, f"{name} to start", on=name)

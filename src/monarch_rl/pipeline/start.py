@@ -25,7 +25,6 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
-from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.replica_memory import check_memory, cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
@@ -47,6 +46,7 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.forking.fork_server import Preload
+from monarch_rl.runtime.machine_memory import free_memory
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
@@ -174,8 +174,10 @@ async def start_generators(
 
     async def set_up(index: int, generator: Generator) -> None:
         name = f"generator {index}"
-        start = generator.setup.call_one(str(model.folder), settings, index, lora, expert_routes)
-        limit_s = settings.start_limit_s(cluster.devices.kind == "cuda") + CALL_DEADLINE_S
+        on_gpu = cluster.devices.kind == "cuda"
+        memory = None if on_gpu else cpu_memory(model, settings, lora)
+        start = generator.setup.call_one(str(model.folder), settings, index, lora, expert_routes, memory)
+        limit_s = settings.start_limit_s(on_gpu) + CALL_DEADLINE_S
         await within(limit_s, start, f"{name} to start", on=name)
 
     async def join(index: int, generator: Generator) -> None:
