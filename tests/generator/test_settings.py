@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     ATTENTION_BACKENDS,
     CPU_KV_TOKENS,
@@ -19,6 +18,7 @@ from monarch_rl.generator.settings import (
 )
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.memory import check_cache, check_memory
 from tests.model.configs import deepseek, qwen3, qwen3_moe
 
 

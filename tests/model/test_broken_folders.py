@@ -18,7 +18,6 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_context,
@@ -30,6 +29,7 @@ from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import check_folder
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.pipeline.memory import check_cache, check_memory
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora
 from tests.model.test_tensors import MODELS, SIZES
 from tools.make_tiny_model import Settings as TinyModel

@@ -31,7 +31,6 @@ from monarch_rl.errors import (
 from monarch_rl.generator.connection import ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
-from monarch_rl.generator.replica_memory import VERSIONS
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.frozen import (
     FrozenPlan,
@@ -44,6 +43,7 @@ from monarch_rl.pipeline.frozen import (
     start_all_frozen,
     with_memory,
 )
+from monarch_rl.pipeline.memory import VERSIONS
 from monarch_rl.pipeline.observer import FrozenMeter
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.recovery import Recovery, RecoverySettings

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
+from monarch_rl.pipeline.memory import cpu_memory
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed

@@ -16,13 +16,6 @@ from monarch.actor import ActorError, ProcMesh
 from monarch_rl.errors import FolderChanged, FrozenRefused, SettingsError
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
-from monarch_rl.generator.replica_memory import (
-    VERSIONS,
-    automatic_fraction,
-    cpu_memory,
-    longest_sequence,
-    replica_memory,
-)
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served, engine_limits
 from monarch_rl.model.config import ModelConfig, read_frozen
@@ -32,7 +25,15 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
-from monarch_rl.pipeline.memory import USABLE, describe
+from monarch_rl.pipeline.memory import (
+    USABLE,
+    VERSIONS,
+    automatic_fraction,
+    cpu_memory,
+    describe,
+    longest_sequence,
+    replica_memory,
+)
 from monarch_rl.rollout.frozen import FrozenModel, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker

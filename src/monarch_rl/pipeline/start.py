@@ -25,7 +25,6 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
-from monarch_rl.generator.replica_memory import check_memory, cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.config import ModelConfig, read_config
@@ -34,6 +33,7 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
+from monarch_rl.pipeline.memory import check_memory, checkpoint_bytes, cpu_memory
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
@@ -50,7 +50,6 @@ from monarch_rl.runtime.machine_memory import free_memory
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
-from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
