@@ -21,8 +21,7 @@ from monarch_rl.model.config import parse_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import expected_tensors
-from monarch_rl.pipeline.memory import CACHE, CPU_CHUNK, VERSIONS, WEIGHTS, replica_memory, version_bytes
-from monarch_rl.runtime.devices import GPU_CONTEXT
+from monarch_rl.pipeline.memory import CACHE, CPU_CHUNK, GPU_CONTEXT, VERSIONS, WEIGHTS, replica_memory, version_bytes
 from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import LoopThread, Staging, checksums_of
 

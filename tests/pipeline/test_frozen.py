@@ -38,12 +38,11 @@ from monarch_rl.pipeline.frozen import (
     FrozenPool,
     check_free_memory,
     check_frozen_devices,
-    frozen_memory,
     plan_frozen,
     start_all_frozen,
     with_memory,
 )
-from monarch_rl.pipeline.memory import VERSIONS
+from monarch_rl.pipeline.memory import VERSIONS, frozen_memory
 from monarch_rl.pipeline.observer import FrozenMeter
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.recovery import Recovery, RecoverySettings

@@ -16,6 +16,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.pipeline.memory import (
+    NARROW_COMMUNICATOR,
     Sides,
     check_gpu_memory,
     replica_memory,
@@ -24,7 +25,7 @@ from monarch_rl.pipeline.memory import (
     version_bytes,
 )
 from monarch_rl.pipeline.settings import check_shared
-from monarch_rl.runtime.devices import NARROW_COMMUNICATOR, Devices
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights import transport
 from monarch_rl.weights.manifest import Manifest, make_manifest

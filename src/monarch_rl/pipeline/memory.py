@@ -1,6 +1,12 @@
 """Plans the memory of a run before anything is spawned: how much each role needs, whether it fits, and what would fit.
 
-The arithmetic is in docs/memory.md; ``tools/memory.py`` prints it for models and GPUs.
+    trainer_memory(), replica_memory()     bytes by purpose of a trainer rank, of a replica's first engine rank
+    plan_memory()                          both on their GPUs, or on one; what is left is the KV cache
+    check_gpu_memory()                     refuses a run that does not fit, and names settings with which it does
+
+Arithmetic only: nothing is allocated. A purpose is an entry of the dictionary that one of the first two returns, and a
+row in docs/memory.md, which has the formulas; sums, checks and messages read the dictionaries. ``tools/memory.py``
+prints plans for models and GPUs.
 """
 
 from __future__ import annotations
@@ -13,29 +19,50 @@ from typing import Any, NamedTuple
 
 from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.errors import SettingsError
-from monarch_rl.generator.settings import CPU_KV_TOKENS, ENGINE_RESERVE, GeneratorSettings, check_served, resolve_dtype
+from monarch_rl.generator.settings import (
+    CPU_KV_TOKENS,
+    ENGINE_RESERVE,
+    UNLIMITED_FRACTION,
+    GeneratorSettings,
+    check_served,
+    resolve_dtype,
+)
 from monarch_rl.model.config import ModelConfig
-from monarch_rl.model.lora import LoraSettings
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
-from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR, Devices
-from monarch_rl.runtime.machine_memory import check_free
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, TransferSettings, Transport
 
-USABLE = 0.95
-"""Share of a GPU's memory that plans may use. The rest is for allocator fragmentation and for the driver."""
+SAFETY_FACTOR = 0.95
+"""Share of a GPU's nominal memory that a plan may use: the only margin. Only :func:`room` applies it.
+
+The rest is for what no plan can count, because it depends on the order of allocations: blocks that torch's and SGLang's
+allocators hold but cannot use (fragmentation), and what the driver reserves. It is an assumption; no plan was compared
+with a GPU (docs/memory.md).
+
+Everything else is a purpose with its bytes: CUDA contexts, NCCL buffers, and the memory that SGLang reserves for CUDA
+graphs. Free memory of a machine without GPUs is compared without a factor: it is measured when engines start instead of
+nominal, and the kernel evicts or swaps pages before it refuses memory. Two constants of ``generator/settings.py`` look
+like margins and are none: ``UNLIMITED_FRACTION`` turns off SGLang's own limit where the number of tokens is given, and
+``ENGINE_RESERVE`` is a number of tokens that SGLang withholds from each sequence."""
+
+# -- what is planned for
 TRAINER, REPLICA = "a trainer rank", "a generator replica"
 BOTH = f"{TRAINER} with {REPLICA}"
 """Both on one device."""
-SHARED_FRACTION = 0.98
-"""``generator.memory_fraction`` on a shared device. There SGLang is given its cache's size in tokens instead: a share
-would refer to the memory that is free at its start, which depends on the trainer's progress."""
-NAMED = 3
-"""Maximum number of settings that an error suggests."""
-FEWEST_TOKENS, FEWEST_LOGITS, FEWEST_REQUESTS = 1024, 64, 16
-"""Smallest suggested values: lower ones free next to nothing, and cost much speed."""
-MOST_RANKS, MOST_TP = 128, 16
-LORA_RANK = 16
+
+# -- any process on a GPU
+GPU_CONTEXT = 640 << 20
+"""Bytes of GPU memory that a process uses before its first tensor: CUDA's context, torch's kernels, cuBLAS's workspace.
+An assumption: 0.5 to 0.6 GiB are reported for H100."""
+NCCL_COMMUNICATOR = 256 << 20
+"""Bytes of the buffers of an NCCL communicator. An assumption, for a few ranks on one machine."""
+NARROW_COMMUNICATOR = 96 << 20
+"""The same for a communicator of weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB
+per channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
+
+# -- a trainer rank
 MASTER = 4
 """Bytes of a float32 master weight, of its gradient, and of each of its optimiser states."""
 LOGITS = 5
@@ -43,6 +70,8 @@ LOGITS = 5
 LOGITS_OF_PARTS = 4
 """The same if tensor-parallel ranks divide the vocabulary: they keep exponentials instead of logits, and the peak is in
 the forward pass, before the chunk's own gradients."""
+
+# -- a replica
 WEIGHTS, ADAPTERS, CACHE, VERSIONS = "weights", "adapters", "KV cache", "versions that arrive"
 STATIC = (WEIGHTS, ADAPTERS, CACHE)
 """Purposes covered by ``generator.memory_fraction``; all others use the rest of the GPU's memory."""
@@ -59,6 +88,22 @@ LOGIT_ARRAYS = 4
 sort them for truncated sampling."""
 LORA_ENTRIES = 2
 """Entries of SGLang's adapter pool: the policy's, and one without an adapter."""
+LOGPROB_ROWS, LOGPROB_ARRAYS = 2048, 3
+"""Prompt tokens whose log-probs SGLang computes at once (``SGLANG_LOGPROB_CHUNK_SIZE``), and float32 arrays of the
+vocabulary's size for each: logits, logits divided by the temperature, and one to normalise them."""
+
+# -- suggestions of an error
+NAMED = 3
+"""Maximum number of settings that an error suggests."""
+FEWEST_TOKENS, FEWEST_LOGITS, FEWEST_REQUESTS = 1024, 64, 16
+"""Smallest suggested values: lower ones free next to nothing, and cost much speed."""
+MOST_RANKS, MOST_TP = 128, 16
+LORA_RANK = 16
+
+
+def room(device_bytes: int) -> int:
+    """Bytes of a GPU that may be planned with."""
+    return int(SAFETY_FACTOR * device_bytes)
 
 
 # -- a trainer rank ----------------------------------------------------------------------------------------------------
@@ -288,17 +333,23 @@ def replica_memory(
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
 
-def automatic_fraction(needed: Mapping[str, int], room: int, device_bytes: int) -> float:
+def automatic_fraction(needed: Mapping[str, int], available: int, device_bytes: int) -> float:
     """The ``generator.memory_fraction`` that leaves enough memory for everything but weights and KV cache, rounded down
     to three digits.
 
     Args:
         needed: bytes by purpose, from :func:`replica_memory`.
-        room: bytes of the GPU that the replica may use.
+        available: bytes of the GPU that the replica may use.
         device_bytes: memory of the GPU. SGLang takes its share of the memory that is free at its start, a little less.
     """
-    others = sum(nbytes for purpose, nbytes in needed.items() if purpose not in STATIC)
-    return share(max(0, room - others), device_bytes)
+    _, other = _static_and_other(needed)
+    return share(max(0, available - other), device_bytes)
+
+
+def _static_and_other(needed: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes that ``generator.memory_fraction`` covers, and all others."""
+    static = sum(needed.get(purpose, 0) for purpose in STATIC)
+    return static, sum(needed.values()) - static
 
 
 def share(nbytes: int, device_bytes: int) -> float:
@@ -309,10 +360,10 @@ def share(nbytes: int, device_bytes: int) -> float:
     return 1000 * nbytes // device_bytes / 1000
 
 
-def cache_tokens(model: TrainedModel, needed: Mapping[str, int], settings: GeneratorSettings, room: int) -> int:
-    """Tokens of KV cache for which ``room`` bytes of a GPU suffice besides everything else; negative if the rest alone
-    does not fit."""
-    rest = room - sum(nbytes for purpose, nbytes in needed.items() if purpose != CACHE)
+def cache_tokens(model: TrainedModel, needed: Mapping[str, int], settings: GeneratorSettings, available: int) -> int:
+    """Tokens of KV cache for which ``available`` bytes of a GPU suffice besides everything else; negative if the rest
+    alone does not fit."""
+    rest = available - sum(nbytes for purpose, nbytes in needed.items() if purpose != CACHE)
     return rest // kv_token_bytes(model.sizes.cache, settings, on_gpu=True)
 
 
@@ -407,23 +458,35 @@ def cpu_memory(config: ModelConfig, settings: GeneratorSettings, lora: LoraSetti
     }
 
 
-def check_memory(
-    config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
-) -> None:
-    """Check that a machine without GPUs has enough free memory to start engines.
+# -- an engine of a frozen model ---------------------------------------------------------------------------------------
 
-    Args:
-        settings: settings of the replicas.
-        lora: LoRA settings, which decide what a version contains: all weights, adapters, or weights with adapters
-            merged in.
-        free_bytes: free memory of the machine before the engines start.
-        engines: number of engines that start on this machine at once. They are checked together, because each alone
-            would find the same memory free.
+
+def frozen_memory(config: ModelConfig, engine: GeneratorSettings, device_bytes: int) -> dict[str, int]:
+    """Peak bytes by purpose on the first engine rank. As for a generator, but without incoming versions, and with the
+    log-probs of prompts."""
+    model = trained_model(config, FULL_TRAINING)
+    tokens = longest_sequence(engine, model.positions, model.positions)
+    needed = replica_memory(
+        model, engine, TransferSettings(), on_gpu=True, tokens=tokens, senders=0, device_bytes=device_bytes
+    )
+    needed.pop(VERSIONS, None)
+    return needed | {"log-probs of prompts": LOGPROB_ROWS * model.sizes.vocabulary * 4 * LOGPROB_ARRAYS}
+
+
+def frozen_fraction(config: ModelConfig, engine: GeneratorSettings, device_bytes: int) -> float:
+    """The share of a GPU for weights and KV cache that leaves enough for everything else.
 
     Raises:
-        RuntimeError: it has not; states the needed bytes by purpose.
+        ValueError: an engine does not fit its GPUs; lists the memory needed by purpose.
     """
-    check_free(cpu_memory(config, settings, lora), free_bytes, engines)
+    needed, available = frozen_memory(config, engine, device_bytes), room(device_bytes)
+    if sum(needed.values()) > available:
+        raise SettingsError(
+            f"a replica needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), but a GPU here has "
+            f"{_gib(available)} GiB available: raise frozen.tp, lower frozen.context-length or "
+            "frozen.max-running-requests, or use a smaller model"
+        )
+    return automatic_fraction(needed, available, device_bytes)
 
 
 # -- both, and whether they fit ----------------------------------------------------------------------------------------
@@ -478,7 +541,7 @@ def plan_memory(config: ModelConfig, s: Sides, device_bytes: int) -> MemoryPlan:
 
 
 def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
-    generator, room = s.generator, int(USABLE * device_bytes)
+    generator, available = s.generator, room(device_bytes)
     served = item_bytes(generator, on_gpu=True)
     trainer = trainer_memory(model, s.trainer, s.weights, on_gpu=True, served=served)
     tokens = longest_sequence(generator, model.positions, s.trainer.tokens_per_microbatch)
@@ -491,14 +554,16 @@ def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
         senders=s.trainer.ranks,
         device_bytes=device_bytes,
     )
-    left = room - sum(trainer.values()) if s.colocate else room
-    automatic = SHARED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
+    left = available - sum(trainer.values()) if s.colocate else available
+    # On a shared device SGLang is given tokens instead of a share, which would refer to the memory that is free at its
+    # start and thus depend on the trainer's progress.
+    automatic = UNLIMITED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
     fraction = generator.memory_fraction or automatic
-    other = sum(nbytes for purpose, nbytes in replica.items() if purpose not in STATIC)
+    _, other = _static_and_other(replica)
     if generator.memory_fraction and not s.colocate:
         left = min(left, int(generator.memory_fraction * device_bytes) + other)
     fitting = cache_tokens(model, replica, generator, left)
-    return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
+    return MemoryPlan(trainer, replica, available, generator.max_total_tokens or max(0, fitting), fraction)
 
 
 def check_gpu_memory(config: ModelConfig, s: Sides, offered: Devices) -> None:
@@ -522,7 +587,7 @@ def check_gpu_memory(config: ModelConfig, s: Sides, offered: Devices) -> None:
                 f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), but a GPU here has "
                 f"{_gib(plan.room)} GiB available: {_advice(config, ladders, offered.memory, who, s)}"
             )
-    other = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
+    static, other = _static_and_other(plan.replica)
     if s.generator.memory_fraction and not s.colocate and other > (1 - s.generator.memory_fraction) * offered.memory:
         most = automatic_fraction(plan.replica, plan.room, offered.memory)
         raise SettingsError(
@@ -532,7 +597,6 @@ def check_gpu_memory(config: ModelConfig, s: Sides, offered: Devices) -> None:
             f"({describe({p: n for p, n in plan.replica.items() if p not in STATIC})}): give at most {most:g}, or 0 to "
             "have it computed"
         )
-    static = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose in STATIC)
     # Rounded in the same way as the automatic share, so that a planned share is never refused.
     if s.generator.memory_fraction and not s.colocate and share(static, offered.memory) > s.generator.memory_fraction:
         tokens = s.generator.max_total_tokens
