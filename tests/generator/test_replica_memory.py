@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -147,3 +148,9 @@ def test_versions_of_adapters_are_small() -> None:
     sides = [(512, 512), (512, 256), (512, 256), (512, 512), (512, 2048), (512, 2048), (2048, 512)]
     assert model.lora == model.version == 12 * 8 * sum(inputs + outputs for inputs, outputs in sides)
     assert planned[VERSIONS] < 0.1 * planned[WEIGHTS]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the plan of a GPU is checked before anything is spawned")
+def test_an_engine_starts_nothing_on_a_machine_without_the_memory_that_it_is_told_to_need() -> None:
+    with pytest.raises(RuntimeError, match=r"an engine needs 1048576\.00 GiB .* for the weights"):
+        asyncio.run(Engine.start("a Hub name", SETTINGS, memory={"the weights": 1 << 50}))
