@@ -17,7 +17,6 @@ from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.errors import SettingsError
 from monarch_rl.generator.gpu import check_driver, check_environment
-from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
@@ -29,7 +28,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
