@@ -164,8 +164,9 @@ def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
     ]
     for change in changes:
         (name,) = change
-        flag = name.replace("_", "-")
-        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: .*\bsupervised\b"):
+        named = {"lag_discount": "LossSettings.lag_discount", "corrections": "trainer.loss.corrections"}
+        flag = re.escape(named.get(name, f"trainer.loss.{name.replace('_', '-')}"))
+        with pytest.raises(ValueError, match=rf"{flag}: .*\bsupervised\b"):
             TrainingFunctions.of("grpo", supervised, LossSettings(**change))
     assert TrainingFunctions.of("grpo", supervised, LossSettings(advantage="grpo", max_tokens=8))
     assert TrainingFunctions.of("grpo", supervised, LossSettings(aggregation="token_mean"))
