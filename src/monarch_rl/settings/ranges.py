@@ -33,6 +33,8 @@ from typing import (
     get_type_hints,
 )
 
+import tyro
+
 from monarch_rl.errors import SettingsError
 
 
@@ -68,10 +70,6 @@ FOREVER_S = 1e9
 """Longest deadline in seconds: 30 years."""
 SEED = Range(0, 2**31 - 1)
 """Seeds that numpy, torch and SGLang all accept."""
-
-
-class RecipeOnly:
-    """In the annotation of a field: no flag sets it, only the recipe's file (``NotAFlag`` of ``settings/cli.py``)."""
 
 
 class _Field(NamedTuple):
@@ -196,7 +194,7 @@ def _fields(settings: type[CheckedSettings]) -> dict[str, _Field]:
     if "_fields" not in vars(settings):
         hints, annotated = get_type_hints(settings), get_type_hints(settings, include_extras=True)
         settings._fields = {
-            name: _Field(hints[name], *allowed, is_flag=RecipeOnly not in _extras(annotated[name]))
+            name: _Field(hints[name], *allowed, is_flag=tyro.conf.Suppress not in _extras(annotated[name]))
             for name, allowed in limits(settings).items()
         }
     return settings._fields
