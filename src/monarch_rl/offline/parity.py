@@ -30,7 +30,9 @@ from monarch_rl.errors import SideFailed
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.config import read_config
+from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.model.tensors import model_bytes
+from monarch_rl.pipeline.memory import cpu_memory
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.network import held_port
@@ -196,8 +198,10 @@ async def _sample(
 ) -> None:
     from monarch_rl.generator.engine import Engine
 
-    starting = Engine.start(str(model), settings, expert_routes=expert_routes, **arguments)
-    limit_s = settings.start_limit_s(torch.cuda.is_available())
+    on_gpu = torch.cuda.is_available()
+    memory = None if on_gpu else cpu_memory(read_config(model), settings, FULL_TRAINING)
+    starting = Engine.start(str(model), settings, expert_routes=expert_routes, memory=memory, **arguments)
+    limit_s = settings.start_limit_s(on_gpu)
     engine = await within(limit_s, starting, "the engine to start", on="the engine")
     try:
         what = f"{sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
