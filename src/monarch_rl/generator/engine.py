@@ -75,7 +75,7 @@ class Engine:
                 host, for every token of its KV cache, 4 bytes per layer and chosen expert.
             name: name of the replica; empty is ``generator 0`` for replica 0.
             version: version number of the model's own weights.
-            memory: planned bytes by purpose, which a machine without GPUs must have free; None checks nothing.
+            memory: planned bytes by purpose, which this machine must have free; None, on GPUs, checks nothing.
             extra: further SGLang ``ServerArgs``.
 
         Raises ValueError if the model cannot be sharded over ``settings.tp`` ranks or has no expert routes, or if a
@@ -93,7 +93,7 @@ class Engine:
                 f"--trainer.router-replay needs a local model folder with config.json; {model_path!r} has none. "
                 "Download the model first, or set --trainer.router-replay off"
             )
-        if memory and not on_gpu:
+        if memory is not None:
             check_free(memory, free_memory())
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None
         kind = VersionKind.of(config, lora)

@@ -55,6 +55,10 @@ class FrozenPlan:
         """Name of a replica in messages, without its index."""
         return f"frozen {self.model.name}"
 
+    def cpu_memory(self) -> dict[str, int]:
+        """Bytes of a replica by purpose, on a machine without GPUs. Reads the model's ``config.json``."""
+        return cpu_memory(read_frozen(Path(self.model.model)), self.settings.engine, FULL_TRAINING)
+
     def same_as(self, other: FrozenPlan) -> bool:
         """Whether engines of this plan can serve another one: the plans are equal except for the model's key."""
         return replace(self, model=replace(self.model, key=other.model.key)) == other
@@ -134,11 +138,7 @@ def check_free_memory(plans: Sequence[FrozenPlan], generator_bytes: int, free_by
     Raises:
         RuntimeError: lists the memory needed by each model.
     """
-    needed = {
-        plan.kind: plan.settings.replicas
-        * sum(cpu_memory(read_frozen(Path(plan.model.model)), plan.settings.engine, FULL_TRAINING).values())
-        for plan in plans
-    }
+    needed = {plan.kind: plan.settings.replicas * sum(plan.cpu_memory().values()) for plan in plans}
     if generator_bytes + sum(needed.values()) > free_bytes:
         raise RuntimeError(
             f"the engines need {describe(needed | {'generators': generator_bytes})} GiB of memory, but only "
@@ -224,7 +224,7 @@ class FrozenPool(ActorPool[FrozenEngine]):
     async def set_up(self, index: int, engine: FrozenEngine, on_gpu: bool) -> None:
         """Have a new engine load and verify the folder. Raises errors of the set-up, and FolderChanged."""
         name, folder, loads, settings = self.name(index), self.folder, self._loads, self.plan.settings.engine
-        memory = None if on_gpu else cpu_memory(read_frozen(Path(self.plan.model.model)), settings, FULL_TRAINING)
+        memory = None if on_gpu else self.plan.cpu_memory()
         start = engine.setup.call_one(name, str(folder), settings, index, memory)
         # On top of the start, its files are read a second time, to verify them.
         limit_s = settings.start_limit_s(on_gpu) + disk_limit_s(_file_bytes(folder)) + CALL_DEADLINE_S

@@ -311,7 +311,7 @@ def replica_memory(
     sizes, item, tp = model.sizes, item_bytes(settings, on_gpu), settings.tp
     requests = settings.running_requests(on_gpu)
     # On GPUs not min(..., tokens): a plan computed again from the number of tokens that it found must be the same.
-    batch = _prefill_chunk(device_bytes, on_gpu) if on_gpu else min(CPU_CHUNK, tokens)
+    batch = _prefill_chunk(device_bytes) if on_gpu else min(CPU_CHUNK, tokens)
     # Elements per token that a layer holds at one time, in attention and in the MLP.
     attention = 2 * sizes.width + (2 * sizes.query + 2 * sizes.key) // tp
     hidden = max(sizes.hidden if sizes.sparse < sizes.layers else 0, sizes.expert_hidden)
@@ -414,10 +414,8 @@ def _weight_elements(sizes: ModelSizes, tp: int) -> int:
     return -(-(sizes.elements + repeated) // tp)
 
 
-def _prefill_chunk(device_bytes: int, on_gpu: bool) -> int:
-    """Maximum prompt tokens per batch."""
-    if not on_gpu:
-        return CPU_CHUNK
+def _prefill_chunk(device_bytes: int) -> int:
+    """Maximum prompt tokens per batch on a GPU."""
     return next((chunk for gib, chunk in PREFILL_CHUNKS if device_bytes < gib << 30), LARGEST_CHUNK)
 
 
