@@ -98,7 +98,7 @@ def main(episodes: int = 50, width: int = 4, seed: int = 0) -> None:
                 result, right = play(turns, width, probes, draws)
                 if result.turn is not None:
                     played.append((result, right))
-            drawn, whole = sum(one.drawn for one, _ in played), sum(one.whole for one, _ in played)
+            drawn, whole = sum(one.sampled_tokens for one, _ in played), sum(one.whole for one, _ in played)
             branches = sum(len(one.values) for one, _ in played) / episodes
             found = sum(right for _, right in played) / episodes
             print(

@@ -22,11 +22,10 @@ from monarch_rl.generator.settings import GeneratorSettings, check_context, chec
 from monarch_rl.model.config import ModelConfig, parse_config, read_config
 from monarch_rl.model.sizes import sizes_of, trained_model
 from monarch_rl.offline.program import run_program
-from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
+from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, checkpoint_bytes, plan_memory
 from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings
-from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.settings import TrainerSettings, check_trained
 from monarch_rl.weights.transport import TransferSettings
 

@@ -2,13 +2,13 @@
 """References of what a refactoring must not change: weights after five steps, metric names, a run's files and keys,
 flags.
 
-    python tools/references.py --output tests/references              write the references of this tree
-    python tools/references.py --tree ../base --output /tmp/base      ... of another tree, such as a worktree of a
-    commit python tools/references.py --check tests/references               print the differences of this tree
+    python tools/references.py --output tests/references            write the references of this tree
+    python tools/references.py --tree ../base --output /tmp/base    ... of another tree, such as a worktree of a commit
+    python tools/references.py --check tests/references             print the differences of this tree
 
-A dense model, a mixture of experts and LoRA are trained for five steps at lag 0 with a fixed seed, so weights are
-identical bit for bit on the same kind of processor with the same torch. Otherwise the tool reports that it does not
-compare their checksums.
+A dense model, a mixture of experts, LoRA and a policy with a critic are trained for five steps at lag 0 with a fixed
+seed, so weights are identical bit for bit on the same kind of processor with the same torch. Otherwise the tool reports
+that it does not compare their checksums.
 
 The other tree is run by this interpreter and need not be installed. The models are in ``tests/references``.
 """
@@ -33,8 +33,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "tests" / "references"
-RECIPES = {"dense": "grpo", "moe": "grpo_moe", "lora": "grpo_lora"}
-MODELS = {"dense": "model-dense", "moe": "model-moe", "lora": "model-dense"}
+RECIPES = {"dense": "grpo", "moe": "grpo_moe", "lora": "grpo_lora", "critic": "ppo"}
+MODELS = {"dense": "model-dense", "moe": "model-moe", "lora": "model-dense", "critic": "model-dense"}
 ARGUMENTS = (
     *("--steps=5", "--buffer.max-policy-lag=0", "--rollout.seed=0", "--generator.replicas=1", "--rollout.workers=1"),
     "--generator.max-running-requests=1",  # sums differ with the size of the engine's batch
@@ -57,7 +57,7 @@ class Settings:
     check: Path | None = None
     """Folder with references to compare with."""
     kinds: tuple[str, ...] = tuple(RECIPES)
-    """Kinds to run, of `dense`, `moe` and `lora`; if empty, only flags are compared."""
+    """Kinds to run, of `dense`, `moe`, `lora` and `critic`; if empty, only flags are compared."""
     keep: Path | None = None
     """Folder for the runs; None removes them."""
 

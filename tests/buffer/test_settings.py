@@ -20,8 +20,8 @@ from monarch_rl.buffer.settings import BufferSettings
         ({"window": "greedy"}, "buffer.window greedy .*buffer.late"),
         ({"reject_lag": -1}, "buffer.reject-lag must not"),
         ({"reject_lag": 2}, "buffer.reject-lag 2 .*max-policy-lag 2"),
-        ({"max_filtered": 0}, "buffer.max-filtered"),
-        ({"max_mib": 0}, "buffer.max-mib"),
+        ({"max_filtered": 0}, "BufferSettings.max_filtered"),
+        ({"max_mib": 0}, "BufferSettings.max_mib"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:

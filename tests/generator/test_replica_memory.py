@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -15,14 +16,13 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator import launching
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.replica_memory import CACHE, CPU_CHUNK, VERSIONS, WEIGHTS, replica_memory, version_bytes
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.config import parse_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import expected_tensors
-from monarch_rl.runtime.devices import GPU_CONTEXT
+from monarch_rl.pipeline.memory import CACHE, CPU_CHUNK, GPU_CONTEXT, VERSIONS, WEIGHTS, replica_memory, version_bytes
 from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import LoopThread, Staging, checksums_of
 
@@ -148,3 +148,9 @@ def test_versions_of_adapters_are_small() -> None:
     sides = [(512, 512), (512, 256), (512, 256), (512, 512), (512, 2048), (512, 2048), (2048, 512)]
     assert model.lora == model.version == 12 * 8 * sum(inputs + outputs for inputs, outputs in sides)
     assert planned[VERSIONS] < 0.1 * planned[WEIGHTS]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the plan of a GPU is checked before anything is spawned")
+def test_an_engine_starts_nothing_on_a_machine_without_the_memory_that_it_is_told_to_need() -> None:
+    with pytest.raises(RuntimeError, match=r"an engine needs 1048576\.00 GiB .* for the weights"):
+        asyncio.run(Engine.start("a Hub name", SETTINGS, memory={"the weights": 1 << 50}))

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     ATTENTION_BACKENDS,
     CPU_KV_TOKENS,
@@ -19,27 +19,29 @@ from monarch_rl.generator.settings import (
 )
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.memory import check_cache, cpu_memory
+from monarch_rl.runtime.machine_memory import check_free
 from tests.model.configs import deepseek, qwen3, qwen3_moe
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("name", "value"),
     [
-        ("replicas", 0),
-        ("tp", 0),
-        ("in_flight", "restart"),
-        ("drain_deadline_s", 0),
-        ("context_length", -1),
-        ("max_running_requests", 0),
-        ("max_total_tokens", -1),
-        ("memory_fraction", 1.0),
-        ("start_deadline_s", 0),
-        ("part_tokens", 0),
+        ("generator.replicas", 0),
+        ("generator.tp", 0),
+        ("generator.in-flight", "restart"),
+        ("GeneratorSettings.drain_deadline_s", 0),
+        ("generator.context-length", -1),
+        ("generator.max-running-requests", 0),
+        ("generator.max-total-tokens", -1),
+        ("generator.memory-fraction", 1.0),
+        ("GeneratorSettings.start_deadline_s", 0),
+        ("GeneratorSettings.part_tokens", 0),
     ],
 )
-def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"generator\.{field.replace('_', '-')}\b"):
-        GeneratorSettings(**{field: value})
+def test_a_bad_value_is_refused_by_its_flag_or_field(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)} "):
+        GeneratorSettings(**{name.partition(".")[2].replace("-", "_"): value})
 
 
 def test_automatic_values_follow_the_device() -> None:
@@ -154,22 +156,22 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
     layer = 64 + 64 + 64 * (4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64 + 16 + 16 + 3 * 64 * 128
     weights = 4 * (100 * 64 + 64 + 3 * layer)
     settings, cache = GeneratorSettings(max_total_tokens=1000), 1000 * 3 * 2 * 2 * 16 * 4
-    check_memory(config, settings, FULL_TRAINING, 2 * weights + cache)
+    check_free(cpu_memory(config, settings, FULL_TRAINING), 2 * weights + cache)
     with pytest.raises(RuntimeError, match=r"\b1000 tokens \(generator\.max-total-tokens\)"):
-        check_memory(config, settings, FULL_TRAINING, 2 * weights + cache - 1)
+        check_free(cpu_memory(config, settings, FULL_TRAINING), 2 * weights + cache - 1)
     adapters = 4 * 3 * 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
-    check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache)
+    check_free(cpu_memory(config, settings, LoraSettings(rank=4)), weights + adapters + cache)
     with pytest.raises(RuntimeError, match="free"):
-        check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache - 1)
+        check_free(cpu_memory(config, settings, LoraSettings(rank=4)), weights + adapters + cache - 1)
     sparse = small(qwen3_moe, num_experts=8)
     own = weights + 4 * 3 * (8 * 3 * 64 * 32 + 8 * 64 - 3 * 64 * 128)
     merged, lora = 4 * 3 * 8 * 64 * 32, LoraSettings(rank=4, targets=("up_proj",))
-    check_memory(sparse, settings, lora, own + merged + cache)
+    check_free(cpu_memory(sparse, settings, lora), own + merged + cache)
     with pytest.raises(RuntimeError, match="versions"):
-        check_memory(sparse, settings, lora, own + merged + cache - 1)
-    check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache), engines=3)
+        check_free(cpu_memory(sparse, settings, lora), own + merged + cache - 1)
+    check_free(cpu_memory(config, settings, FULL_TRAINING), 3 * (2 * weights + cache), engines=3)
     with pytest.raises(RuntimeError, match=r"\b3 of them"):
-        check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache) - 1, engines=3)
+        check_free(cpu_memory(config, settings, FULL_TRAINING), 3 * (2 * weights + cache) - 1, engines=3)
 
 
 def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:

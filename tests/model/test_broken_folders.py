@@ -18,7 +18,6 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_context,
@@ -30,6 +29,8 @@ from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import check_folder
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.pipeline.memory import check_cache, cpu_memory
+from monarch_rl.runtime.machine_memory import check_free
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora
 from tests.model.test_tensors import MODELS, SIZES
 from tools.make_tiny_model import Settings as TinyModel
@@ -75,7 +76,7 @@ def check_use(values: ModelConfig) -> None:
     settings = GeneratorSettings()
     check_served(values, settings, on_gpu=False)
     check_cache(values, settings, memory_bytes=2**60)
-    check_memory(values, settings, FULL_TRAINING, free_bytes=2**60)
+    check_free(cpu_memory(values, settings, FULL_TRAINING), free_bytes=2**60)
     check_context(values, settings)
     engine_limits(values, settings, on_gpu=False)
     check_experts(values, TrainerSettings(ranks=1))
@@ -291,7 +292,7 @@ def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Pa
     assert found.num_key_value_heads == 4
     check_folder(found)
     assert (served := find_config(str(tmp_path))) == found  # what an engine reads
-    check_memory(served, GeneratorSettings(), FULL_TRAINING, free_bytes=2**60)
+    check_free(cpu_memory(served, GeneratorSettings(), FULL_TRAINING), free_bytes=2**60)
 
 
 def test_a_config_is_found_of_any_architecture_in_a_folder(tmp_path: Path) -> None:

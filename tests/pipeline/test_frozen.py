@@ -31,7 +31,6 @@ from monarch_rl.errors import (
 from monarch_rl.generator.connection import ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
-from monarch_rl.generator.replica_memory import VERSIONS
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.frozen import (
     FrozenPlan,
@@ -39,11 +38,11 @@ from monarch_rl.pipeline.frozen import (
     FrozenPool,
     check_free_memory,
     check_frozen_devices,
-    frozen_memory,
     plan_frozen,
     start_all_frozen,
     with_memory,
 )
+from monarch_rl.pipeline.memory import VERSIONS, frozen_memory
 from monarch_rl.pipeline.observer import FrozenMeter
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
@@ -271,7 +270,7 @@ class Engine:
             raise self._answers
         return self._answers
 
-    async def _setup(self, name: str, folder: str, settings: Any, index: int) -> np.ndarray:
+    async def _setup(self, name: str, folder: str, settings: Any, index: int, memory: Any) -> np.ndarray:
         return sums(folder)
 
     async def _load(self, folder: str) -> np.ndarray:

@@ -12,9 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.generator.replica_memory import CACHE, STATIC, VERSIONS
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import (
+    CACHE,
+    REPLICA,
+    STATIC,
+    TRAINER,
+    VERSIONS,
+    MemoryPlan,
+    Sides,
+    check_gpu_memory,
+    plan_memory,
+)
 from monarch_rl.pipeline.settings import RunSettings, engine_sides, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.cli import cli

@@ -379,5 +379,5 @@ def test_workers_that_fail_because_the_buffer_is_lost_are_left_as_they_are(tmp_p
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"recovery\.restarts"):
         RecoverySettings(restarts=-1)
-    with pytest.raises(ValueError, match=r"recovery\.per-s"):
+    with pytest.raises(ValueError, match=r"RecoverySettings\.per_s "):
         RecoverySettings(per_s=0)

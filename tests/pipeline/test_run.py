@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.algorithms.advantages import grpo
-from monarch_rl.algorithms.objectives import PPOClip
+from monarch_rl.algorithms.objectives import GSPO, PPOClip
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
@@ -149,6 +149,10 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
                 await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)
+    async with Run.open(RunSettings(objective=GSPO()), cluster) as run:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="objective gspo: .*supervised"):
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
+            await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
     wrong_filter = RunSettings(buffer=BufferSettings(drop_equal_rewards=True))
     async with Run.open(wrong_filter, cluster) as run:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised .*rewards"):

@@ -97,9 +97,11 @@ def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 2.5, 1000.0])
 def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) -> None:
-    """Also if the settings are resolved twice, as launch() and run.start() do."""
-    plain, once = resolve(RunSettings(), GPUS), resolve(RunSettings(patience=patience), GPUS)
-    assert resolve(once, GPUS) == once
+    """Saved settings have the deadlines without it, also if they are resolved twice, as launch() and run.start() do."""
+    plain, saved = resolve(RunSettings(), GPUS), resolve(RunSettings(patience=patience), GPUS)
+    assert resolve(saved, GPUS) == saved == replace(plain, patience=patience)
+    once = saved.with_patience()
+    assert once.with_patience() == once
     for of in (
         lambda s: s.generator.start_limit_s(True),
         lambda s: s.generator.drain_deadline_s,
@@ -112,6 +114,8 @@ def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) ->
     assert once.transfers.attempts == min(max(1, math.ceil(3 * patience)), 1000)
     for name in ("episode_deadline_s", "score_deadline_s"):
         assert getattr(once.rollout, name) == getattr(plain.rollout, name)
+    short = replace(saved, weights=TransferSettings(deadline_s=10)).with_patience().weights.deadline_s
+    assert short == pytest.approx(max(10 * patience, 1))
     assert (once.stall_s, once.recovery, once.checkpoint) == (plain.stall_s, plain.recovery, plain.checkpoint)
 
 

@@ -13,7 +13,7 @@ from monarch_rl.checkpoint.folders import complete
 from tests import patience
 from tests.recipe.running import RECIPE, ROOT, RUN_S, finished
 from tests.runtime.launched import Start
-from tools.references import ARGUMENTS, MODELS, REFERENCES, described, differences, flags_in, trained
+from tools.references import ARGUMENTS, MODELS, RECIPES, REFERENCES, described, differences, flags_in, trained
 
 
 def reference(name: str) -> dict[str, object]:
@@ -26,7 +26,8 @@ def test_flags_and_their_defaults() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "moe", "lora"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", RECIPES)
 def test_weights_metrics_and_files(tmp_path: Path, kind: str) -> None:
     """Weights only on the same kind of processor with the same torch."""
     assert differences(reference(kind), described(trained(ROOT, kind, tmp_path))) == []

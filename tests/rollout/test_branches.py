@@ -222,7 +222,7 @@ def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it(template: ChatTemplate) 
         assert n == len(whole.token_ids) > 3
         forks = [policy.fork(tokens=2), policy.fork(turns=1, tokens=3)]
         twig = forks[1].fork()
-        assert [fork.turns for fork in forks] == [0, 0] and forks[1].drawn == 3
+        assert [fork.turns for fork in forks] == [0, 0] and forks[1].sampled_tokens == 3
         with pytest.raises(ValueError, match="before that turn"):
             await twig.reply("c")
         with pytest.raises(ValueError, match=f"1 to {n - 1}"):

@@ -55,7 +55,7 @@ def test_the_turn_that_decides_is_found_and_what_is_shared_is_drawn_once(
     engine = Engine(random.Random(seed))
     sequences = play(engine, template, episode, share=GroupBound(room * 4))
     (result,) = found
-    assert result.drawn == sum(len(completion.token_ids) for completion in engine.drawn)
+    assert result.sampled_tokens == sum(len(completion.token_ids) for completion in engine.drawn)
     assert len(sequences) == len(result.values) <= room * 4
     said = len("begin") + turns * len("go on")
     assert result.whole == sum(sequence.num_tokens - said for sequence in sequences)
@@ -92,7 +92,7 @@ def test_the_token_that_decides_is_found(template: ChatTemplate, decisive: int, 
     (result,) = found
     assert (result.turn, result.token) == (turns - 1, decisive)
     drawn = sum(len(completion.token_ids) for completion in engine.drawn)
-    assert drawn == result.drawn == sum(sequence.num_trainable for sequence in sequences)
+    assert drawn == result.sampled_tokens == sum(sequence.num_trainable for sequence in sequences)
 
 
 def test_equal_values_are_not_branched_again(template: ChatTemplate) -> None:

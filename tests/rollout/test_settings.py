@@ -54,7 +54,7 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
             RolloutSettings(concurrent_groups=1_000_000),
             "rollout.concurrent-groups 1,000,000 x rollout.group-size 8 = 8,000,000",
         ),
-        (RolloutSettings(generate_deadline_s=0.1), "rollout.generate_deadline_s must be at least 5"),
+        (RolloutSettings(generate_deadline_s=0.1), "RolloutSettings.generate_deadline_s must be at least 5"),
         (
             RolloutSettings(group_size=3),
             "15 episodes .* 2 trainer ranks",

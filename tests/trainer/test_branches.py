@@ -42,7 +42,7 @@ class Opening:
         self.numbers = itertools.count(1)
         self.messages: list[Any] = []
 
-    def drawn(self, length: int) -> range:
+    def sampled(self, length: int) -> range:
         return range(self.turns[length])
 
     def fork(self, length: int | None = None, tokens: int | None = None) -> Opening:
@@ -78,7 +78,7 @@ def a_play(draws: random.Random) -> tuple[list[Episode], list[Episode]]:
         branch = draws.choice(branches.all)
         if branch.turns and draws.random() < 0.5:
             turns = draws.randint(1, branch.turns)
-            drawn = branch.lines[""].drawn(turns - 1)
+            drawn = branch.lines[""].turn_length(turns - 1)
             tokens = draws.randint(1, drawn - 1) if drawn > 1 and draws.random() < 0.5 else None
             branches.fork(branch, draws.choice([None, turns]) if tokens is None else turns, tokens)
         else:

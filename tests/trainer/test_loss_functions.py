@@ -31,7 +31,7 @@ from monarch_rl.algorithms.functions import (
     place_of,
 )
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
-from monarch_rl.algorithms.objectives import Distillation, Objective, PPOClip
+from monarch_rl.algorithms.objectives import CISPO, GSPO, Distillation, Objective, PPOClip
 from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.shard import PackedShard
@@ -43,6 +43,7 @@ from monarch_rl.trainer.functions import (
     TrainingFunctions,
     check_columns,
     check_that_columns_are_read,
+    check_unread_objective,
     equal_rewards_warning,
 )
 from monarch_rl.trainer.loss_settings import CriticSettings, LossSettings
@@ -163,11 +164,24 @@ def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
     ]
     for change in changes:
         (name,) = change
-        flag = name.replace("_", "-")
-        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: .*\bsupervised\b"):
+        named = {"lag_discount": "LossSettings.lag_discount", "corrections": "trainer.loss.corrections"}
+        flag = re.escape(named.get(name, f"trainer.loss.{name.replace('_', '-')}"))
+        with pytest.raises(ValueError, match=rf"{flag}: .*\bsupervised\b"):
             TrainingFunctions.of("grpo", supervised, LossSettings(**change))
     assert TrainingFunctions.of("grpo", supervised, LossSettings(advantage="grpo", max_tokens=8))
     assert TrainingFunctions.of("grpo", supervised, LossSettings(aggregation="token_mean"))
+
+
+def test_an_objective_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
+    gspo, default = GSPO(ratio_to="behaviour"), PPOClip()
+    for trained, name in ((supervised, "supervised"), (CISPO(), "cispo"), (default, "ppo_clip")):
+        with pytest.raises(ValueError, match=rf"^objective gspo: .*objective {name}\b.*s\.objective"):
+            check_unread_objective(gspo, default, trained)
+        check_unread_objective(default, default, trained)
+    for read in (gspo, GSPO(clip_high=0.1), scaled):  # a function of the recipe's may read it
+        check_unread_objective(gspo, default, read)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^objective ppo_clip: "):
+        check_unread_objective(PPOClip(clip_low=0.1), default, supervised)
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:

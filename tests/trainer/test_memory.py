@@ -9,8 +9,8 @@ import pytest
 
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
+from monarch_rl.pipeline.memory import checkpoint_bytes, snapshot_bytes, trainer_memory
 from monarch_rl.trainer.loss_settings import CriticSettings
-from monarch_rl.trainer.memory import checkpoint_bytes, snapshot_bytes, trainer_memory
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
 from tests.trainer.memory_cases import CASES, RANKS, folder_of, make_model

@@ -280,7 +280,7 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
         ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1"),
         ({"kl_in": "reward"}, r"kl-in: .*trainer\.loss\.kl-coefficient\b.*\b0\b"),
         ({"kl_estimate": "k2"}, "kl-estimate: "),
-        ({"overlong_penalty": 0.5}, r"overlong-penalty: .*trainer\.loss\.overlong-limit\b.*\b0\b"),
+        ({"overlong_penalty": 0.5}, r"LossSettings\.overlong_penalty: .*trainer\.loss\.overlong-limit\b.*\b0\b"),
         ({"aggregation": "token_mean", "max_tokens": 8}, "max-tokens: .*token_mean"),
     ],
 )

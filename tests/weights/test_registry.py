@@ -12,14 +12,20 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 
-from monarch_rl.generator.replica_memory import replica_memory, version_bytes
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.model.sizes import trained_model
-from monarch_rl.pipeline.memory import Sides, check_gpu_memory
+from monarch_rl.pipeline.memory import (
+    NARROW_COMMUNICATOR,
+    Sides,
+    check_gpu_memory,
+    replica_memory,
+    snapshot_bytes,
+    trainer_memory,
+    version_bytes,
+)
 from monarch_rl.pipeline.settings import check_shared
-from monarch_rl.runtime.devices import NARROW_COMMUNICATOR, Devices
-from monarch_rl.trainer.memory import snapshot_bytes, trainer_memory
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights import transport
 from monarch_rl.weights.manifest import Manifest, make_manifest
@@ -142,6 +148,6 @@ def test_every_transport_has_the_methods_of_the_interface_and_a_row_in_each_tabl
 
 
 def test_declarations_are_read_without_torch() -> None:
-    program = "import sys, monarch_rl.generator.replica_memory; print('torch' in sys.modules)"
+    program = "import sys, monarch_rl.weights.transport; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.stderr) == ("False\n", "")

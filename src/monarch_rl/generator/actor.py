@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, TypeVar
 
@@ -191,6 +191,7 @@ class Generator(Replica):
         replica: int = 0,
         lora: LoraSettings = FULL_TRAINING,
         expert_routes: bool = False,
+        memory: Mapping[str, int] | None = None,
     ) -> float:
         """Start the engine with the model's own weights as version 0; returns the seconds that it took.
 
@@ -201,10 +202,13 @@ class Generator(Replica):
             lora: with a rank above 0, versions are LoRA adapters with these settings, or weights with such adapters
                 merged in.
             expert_routes: whether requests may ask for the expert routes of their tokens.
+            memory: see :meth:`Engine.start`.
         """
         self._replica = replica
         name = f"generator {replica}"
-        return await self._start(name, model_path, settings, replica, lora=lora, expert_routes=expert_routes)
+        return await self._start(
+            name, model_path, settings, replica, lora=lora, expert_routes=expert_routes, memory=memory
+        )
 
     async def _generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         if not self._verified.is_set():

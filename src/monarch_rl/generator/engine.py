@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,10 +18,8 @@ import torch
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import CommitReport, Commits
 from monarch_rl.generator.gpu import check_environment
-from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.reading import Readings
-from monarch_rl.generator.replica_memory import check_memory
 from monarch_rl.generator.requests import Requests
 from monarch_rl.generator.settings import (
     GeneratorSettings,
@@ -31,8 +30,9 @@ from monarch_rl.generator.settings import (
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.sglang_format import ExpertRouteFormat
 from monarch_rl.generator.version_kind import VersionKind
-from monarch_rl.model.config import ModelConfig, find_config
+from monarch_rl.model.config import find_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
+from monarch_rl.runtime.machine_memory import check_free, free_memory
 from monarch_rl.weights.manifest import Manifest
 
 
@@ -59,6 +59,7 @@ class Engine:
         expert_routes: bool = False,
         name: str = "",
         version: int = 0,
+        memory: Mapping[str, int] | None = None,
         **extra: Any,
     ) -> Engine:
         """Start SGLang's processes and load the model.
@@ -74,6 +75,7 @@ class Engine:
                 host, for every token of its KV cache, 4 bytes per layer and chosen expert.
             name: name of the replica; empty is ``generator 0`` for replica 0.
             version: version number of the model's own weights.
+            memory: planned bytes by purpose, which a machine without GPUs must have free; None checks nothing.
             extra: further SGLang ``ServerArgs``.
 
         Raises ValueError if the model cannot be sharded over ``settings.tp`` ranks or has no expert routes, or if a
@@ -85,12 +87,14 @@ class Engine:
             await asyncio.to_thread(check_environment)
         config = find_config(model_path)
         if config is not None:
-            _check_model(config, settings, lora, on_gpu)
+            check_served(config, settings, on_gpu)
         elif expert_routes:
             raise ValueError(
                 f"--trainer.router-replay needs a local model folder with config.json; {model_path!r} has none. "
                 "Download the model first, or set --trainer.router-replay off"
             )
+        if memory and not on_gpu:
+            check_free(memory, free_memory())
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None
         kind = VersionKind.of(config, lora)
         if Engine._in_this_process is not None:
@@ -215,13 +219,6 @@ class Engine:
             return
         Engine._in_this_process = None
         await self._sglang.shutdown()
-
-
-def _check_model(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings, on_gpu: bool) -> None:
-    """Raises as :meth:`Engine.start` does."""
-    check_served(config, settings, on_gpu)
-    if not on_gpu and config.supported:
-        check_memory(config, settings, lora, free_memory())
 
 
 def _set_environment(settings: GeneratorSettings, replica: int, on_gpu: bool) -> None:

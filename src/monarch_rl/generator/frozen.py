@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -115,7 +115,14 @@ class FrozenEngine(Replica):
     _dtype = "auto"
 
     @concurrent_endpoint
-    async def setup(self, name: str, model_path: str, settings: GeneratorSettings, index: int) -> np.ndarray:
+    async def setup(
+        self,
+        name: str,
+        model_path: str,
+        settings: GeneratorSettings,
+        index: int,
+        memory: Mapping[str, int] | None = None,
+    ) -> np.ndarray:
         """Start the engine and verify its weights; returns their checksums, int64[tensors].
 
         SGLang itself loads the folder. Then the checksum of every tensor in the folder's files is compared with that of
@@ -126,11 +133,12 @@ class FrozenEngine(Replica):
             model_path: Hugging Face folder.
             settings: settings of all replicas.
             index: index of this replica.
+            memory: see :meth:`~monarch_rl.generator.engine.Engine.start`.
 
         Raises:
             WeightMismatch: the engine's weights differ from the files.
         """
-        await self._start(name, model_path, settings, index)
+        await self._start(name, model_path, settings, index, memory=memory)
         self._dtype = settings.dtype
         manifest, checksums = await asyncio.to_thread(file_checksums, Path(model_path), settings.dtype)
         await self._running.verify_base_weights(manifest, checksums)

@@ -91,6 +91,9 @@ ATTENTION_BACKENDS = (
 ENGINE_RESERVE = 6
 """Tokens of context and KV cache that SGLang does not give to a sequence: it refuses prompts of more tokens than its
 limit - 7, and the prompt of a resumed request may hold all tokens of the sequence but the last."""
+UNLIMITED_FRACTION = 0.98
+"""SGLang's ``mem_fraction_static`` where ``max_total_tokens`` bounds the KV cache, on CPUs and on devices shared with
+the trainer: so high that it does not reduce the cache further."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
@@ -154,8 +157,7 @@ def engine_arguments(
     else:
         # The overlap scheduler hides CPU work behind a device; with a model on the CPU it only adds a step of delay.
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)
-        # max_total_tokens bounds the KV cache; this limit must not reduce it further.
-        arguments["mem_fraction_static"] = 0.9
+        arguments["mem_fraction_static"] = UNLIMITED_FRACTION
         arguments["watchdog_timeout"] = CPU_BATCH_S
         arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
     return arguments

@@ -147,7 +147,7 @@ class Conversation:
         """The first ids of the policy's next turn, if this conversation was forked within it; else empty."""
         return [] if self._prefix is None else self._prefix.sampled
 
-    def drawn(self, length: int) -> list[int]:
+    def sampled(self, length: int) -> list[int]:
         """The ids of the policy's turn that ends after the first ``length`` ids. Raises ValueError if none does."""
         return self._turns[self._turn_at(length)].sampled
 

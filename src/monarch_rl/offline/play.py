@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
+from monarch_rl.pipeline.memory import cpu_memory
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
@@ -104,7 +103,7 @@ async def table(
     settings: RunSettings, task: Task, model: ModelConfig, engine: Engine, offered: Devices
 ) -> AsyncIterator[Table]:
     """A :class:`Table` for ``task`` with an engine that serves ``model``, for the block."""
-    rollout = replace(settings.rollout, generate_deadline_s=settings.patience * settings.rollout.generate_limit_s)
+    rollout = settings.with_patience().rollout
     template = await asyncio.to_thread(
         ChatTemplate, str(model.folder), rollout.template_options, tool_parser=rollout.tool_parser
     )
@@ -137,7 +136,8 @@ async def engine_of(
 
     generator, model = prepare_engine(settings, offered, task)
     limit_s = generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model.folder), generator, version=version)
+    memory = None if offered.kind == "cuda" else cpu_memory(model, generator, FULL_TRAINING)
+    starting = Engine.start(str(model.folder), generator, version=version, memory=memory)
     engine = await within(limit_s, starting, f"the engine to load {model.folder}", on="the engine")
     try:
         yield engine, model

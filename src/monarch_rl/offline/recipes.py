@@ -47,9 +47,7 @@ class _NoRun(Run):
     def frozen(
         self, name: str, model: str, settings: FrozenSettings | None = None, *, snapshot_every: int = 0
     ) -> FrozenModel:
-        s, given = self.settings, settings or FrozenSettings()
-        first_device, offered = s.generator.tp, devices()
-        return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
+        return self._add_frozen(name, model, settings, self.settings.generator.tp, devices(), snapshot_every)
 
     async def start(self, task: Task, **functions: Any) -> None:
         raise _Started(task, functions, self._frozen)

@@ -16,36 +16,24 @@ from monarch.actor import ActorError, ProcMesh
 from monarch_rl.errors import FolderChanged, FrozenRefused, SettingsError
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
-from monarch_rl.generator.memory import free_memory
-from monarch_rl.generator.replica_memory import (
-    VERSIONS,
-    automatic_fraction,
-    cpu_memory,
-    longest_sequence,
-    replica_memory,
-)
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served, engine_limits
+from monarch_rl.generator.settings import check_context, check_served, engine_limits
 from monarch_rl.model.config import ModelConfig, read_frozen
 from monarch_rl.model.folder import resolve_frozen, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING
-from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
-from monarch_rl.pipeline.memory import USABLE, describe
+from monarch_rl.pipeline.memory import cpu_memory, describe, frozen_fraction
 from monarch_rl.rollout.frozen import FrozenModel, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.runtime.machine_memory import free_memory
 
 NAME = re.compile(r"[a-z][a-z_]*")
-LOGPROB_ROWS, LOGPROB_ARRAYS = 2048, 3
-"""Prompt tokens whose log-probs SGLang computes at once (``SGLANG_LOGPROB_CHUNK_SIZE``), and float32 arrays of the
-vocabulary's size for each: logits, logits divided by the temperature, and one to normalise them."""
 
 
 @dataclass(frozen=True)
@@ -132,28 +120,8 @@ def with_memory(config: ModelConfig, settings: FrozenSettings, offered: Devices)
     """
     if not offered.memory:
         return settings
-    needed = frozen_memory(config, settings.engine, offered.memory)
-    available = int(USABLE * offered.memory)
-    if sum(needed.values()) > available:
-        raise SettingsError(
-            f"a replica needs {sum(needed.values()) / 2**30:.1f} GiB at its peak ({describe(needed)}), but a GPU here "
-            f"has {available / 2**30:.1f} GiB available: raise frozen.tp, lower frozen.context-length or "
-            "frozen.max-running-requests, or use a smaller model"
-        )
-    automatic = automatic_fraction(needed, available, offered.memory)
+    automatic = frozen_fraction(config, settings.engine, offered.memory)
     return replace(settings, memory_fraction=settings.memory_fraction or automatic)
-
-
-def frozen_memory(config: ModelConfig, engine: GeneratorSettings, device_bytes: int) -> dict[str, int]:
-    """Peak bytes by purpose on the first engine rank. As for a generator, but without incoming versions, and with the
-    log-probs of prompts."""
-    model = trained_model(config, FULL_TRAINING)
-    tokens = longest_sequence(engine, model.positions, model.positions)
-    needed = replica_memory(
-        model, engine, TransferSettings(), on_gpu=True, tokens=tokens, senders=0, device_bytes=device_bytes
-    )
-    needed.pop(VERSIONS, None)
-    return needed | {"log-probs of prompts": LOGPROB_ROWS * model.sizes.vocabulary * 4 * LOGPROB_ARRAYS}
 
 
 def check_free_memory(plans: Sequence[FrozenPlan], generator_bytes: int, free_bytes: int) -> None:
@@ -256,7 +224,8 @@ class FrozenPool(ActorPool[FrozenEngine]):
     async def set_up(self, index: int, engine: FrozenEngine, on_gpu: bool) -> None:
         """Have a new engine load and verify the folder. Raises errors of the set-up, and FolderChanged."""
         name, folder, loads, settings = self.name(index), self.folder, self._loads, self.plan.settings.engine
-        start = engine.setup.call_one(name, str(folder), settings, index)
+        memory = None if on_gpu else cpu_memory(read_frozen(Path(self.plan.model.model)), settings, FULL_TRAINING)
+        start = engine.setup.call_one(name, str(folder), settings, index, memory)
         # On top of the start, its files are read a second time, to verify them.
         limit_s = settings.start_limit_s(on_gpu) + disk_limit_s(_file_bytes(folder)) + CALL_DEADLINE_S
         checksums = await within(limit_s, start, f"{name} to start", on=name)

@@ -79,6 +79,7 @@ from monarch_rl.trainer.functions import (
     TrainingFunctions,
     check_columns,
     check_that_columns_are_read,
+    check_unread_objective,
     equal_rewards_warning,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
@@ -176,8 +177,8 @@ class Run:
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
         # A generator may be restarted during a step.
-        floor_s = settings.generator.start_limit_s(self._on_gpu) + 60
-        self._patience = Patience(settings.update_limit_s, floor_s=floor_s)
+        floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
+        self._patience = Patience(settings.patient_s(settings.update_limit_s), floor_s=floor_s)
 
     @classmethod
     @asynccontextmanager
@@ -259,10 +260,21 @@ class Run:
         """
         if self._begun is not None:
             raise RuntimeError("frozen models are started by run.start(...): call run.frozen(...) before it")
+        first_device, offered = self.settings.first_frozen_device, self._spawning_cluster.devices
+        return self._add_frozen(name, model, settings, first_device, offered, snapshot_every)
+
+    def _add_frozen(
+        self,
+        name: str,
+        model: str,
+        settings: FrozenSettings | None,
+        first_device: int,
+        offered: Devices,
+        snapshot_every: int,
+    ) -> FrozenModel:
         s, given = self.settings, settings or FrozenSettings()
-        if given.start_deadline_s is None:
-            given = replace(given, start_deadline_s=s.generator.start_limit_s(self._on_gpu))
-        first_device, offered = s.first_frozen_device, self._spawning_cluster.devices
+        start_s = given.start_deadline_s or s.generator.start_limit_s(offered.kind == "cuda")
+        given = replace(given, start_deadline_s=s.patient_s(start_s))
         return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
     async def start(
@@ -293,15 +305,19 @@ class Run:
         settings, model = prepare(self.settings, cluster.devices, task)  # launch() may not have known this task
         register_modules()
         trainer = settings.trainer
+        check_unread_objective(settings.objective, settings.default_objective, objective)
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
+        warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
+            warnings.append(warning)
+        for warning in warnings:
             print(f"warning: {warning}")
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             cluster,
-            settings,
+            settings.with_patience(),
             task_by_value,
             model,
             functions,
@@ -325,7 +341,7 @@ class Run:
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
-            s.transfers,
+            s.with_patience().weights,
             resolve_dtype(s.generator.dtype, self._on_gpu),
             actors.workers,
             actors.frozen,
@@ -706,9 +722,6 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
-        trainer = settings.trainer
-        for warning in loss_warnings(settings.objective, trainer.loss, trainer.updates_per_batch):
-            print(f"warning: {warning}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import psutil
 import torch
@@ -17,7 +17,6 @@ from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.errors import SettingsError
 from monarch_rl.generator.gpu import check_driver, check_environment
-from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
@@ -29,7 +28,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
@@ -49,6 +48,12 @@ from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
 from monarch_rl.watch.watch import STALL_S
 from monarch_rl.weights.transport import TRANSPORTS, TransferSettings
+
+S = TypeVar("S", bound="RunSettings")
+SHORTEST_S = 30.0
+"""A `patience` below 1 makes no deadline shorter than this."""
+UPDATE_S = 600.0
+"""Seconds that a step may take, however few tokens it generates."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +115,51 @@ class RunSettings(CheckedSettings, flags=""):
 
     @property
     def transfers(self) -> TransferSettings:
-        """The transfer settings with ``patience``, and the transport resolved: with ``colocate`` the default is
-        ``shared_memory``."""
-        weights, transport = self.weights, self.weights.transport
-        return replace(
-            weights,
-            transport="shared_memory" if self.colocate and transport is None else transport,
-            deadline_s=min(self.patience * weights.deadline_s, FOREVER_S),
-            attempts=min(math.ceil(self.patience * weights.attempts), 1000),
-        )
+        """The transfer settings with the transport resolved: with ``colocate`` the default is ``shared_memory``."""
+        if self.colocate and self.weights.transport is None:
+            return replace(self.weights, transport="shared_memory")
+        return self.weights
 
     @property
     def update_limit_s(self) -> float:
-        """Seconds that a step may take."""
+        """Seconds that a step may take, without ``patience``."""
         generation_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
-        return self.patience * (self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s))
+        return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + generation_s)
+
+    def with_patience(self: S) -> S:
+        """The settings with ``patience`` multiplied into the deadlines, and a patience of 1. Actors get these;
+        ``settings.json`` has the deadlines without it, so that a resumed run may have another patience."""
+        return replace(
+            self,
+            patience=1.0,
+            generator=replace(
+                self.generator,
+                start_deadline_s=self.generator.start_deadline_s and self.patient_s(self.generator.start_deadline_s),
+                drain_deadline_s=self.patient_s(self.generator.drain_deadline_s, 1.0),
+            ),
+            rollout=replace(
+                self.rollout,
+                generate_deadline_s=self.patient_s(self.rollout.generate_limit_s),
+                slot_deadline_s=self.patient_s(self.rollout.slot_deadline_s),
+            ),
+            weights=replace(
+                self.transfers,
+                deadline_s=self.patient_s(self.weights.deadline_s, 1.0),
+                attempts=min(math.ceil(self.patience * self.weights.attempts), 1000),
+            ),
+            update_deadline_s=self.patient_s(self.update_limit_s),
+        )
+
+    def patient_s(self, seconds: float, shortest_s: float = SHORTEST_S) -> float:
+        """A deadline multiplied by ``patience``, but not below ``shortest_s`` where it was not."""
+        return min(max(self.patience * seconds, min(seconds, shortest_s)), FOREVER_S)
+
+    @property
+    def default_objective(self) -> Objective:
+        """The objective of the recipe, if no flag gives another one."""
+        own: Any = next(each for each in fields(self) if each.name == "objective")
+        default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
+        return default
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,13 +168,6 @@ class RunSettings(CheckedSettings, flags=""):
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. False for the last step, after which recipes always evaluate."""
         return self.evaluate_every > 0 and step % self.evaluate_every == 0 and step < self.steps
-
-
-S = TypeVar("S", bound=RunSettings)
-SHORTEST_S = 30.0
-"""No deadline is shorter than this after a `patience` below 1."""
-UPDATE_S = 600.0
-"""Seconds that a step may take, however few tokens it generates."""
 
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
@@ -187,11 +215,11 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
     offered.check(s.generator.tp, "one generator replica")
     model = _check_rollouts(s, offered, task)
     check_gpu_memory(model, sides := engine_sides(s), offered)
-    return resolve(s, offered, model, sides).generator, model
+    return resolve(s, offered, model, sides).with_patience().generator, model
 
 
 def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sides | None = None) -> S:
-    """The settings with automatic values resolved for these devices, and ``patience`` in the deadlines.
+    """The settings with automatic values resolved for these devices.
 
     Args:
         model: None leaves values that depend on the model unresolved.
@@ -210,32 +238,11 @@ def resolve(s: S, offered: Devices, model: ModelConfig | None = None, sides: Sid
     resolved = replace(
         s.generator,
         max_running_requests=requests,
-        start_deadline_s=min(max(s.patience * limit_s, SHORTEST_S), FOREVER_S),
+        start_deadline_s=limit_s,
         memory_fraction=fraction,
         max_total_tokens=tokens,
     )
-    return _with_patience(replace(s, generator=resolved))
-
-
-def _with_patience(s: S) -> S:
-    """The settings with ``patience`` multiplied into the deadlines, and a patience of 1, so that it is done once."""
-    if s.patience == 1:
-        return replace(s, weights=s.transfers)
-    drain_s = max(s.patience * s.generator.drain_deadline_s, 1.0)
-    generate_s = max(s.patience * s.rollout.generate_limit_s, SHORTEST_S)
-    slot_s = s.patience * s.rollout.slot_deadline_s
-    return replace(
-        s,
-        patience=1.0,
-        generator=replace(s.generator, drain_deadline_s=min(drain_s, FOREVER_S)),
-        rollout=replace(
-            s.rollout,
-            generate_deadline_s=min(generate_s, FOREVER_S),
-            slot_deadline_s=min(max(slot_s, SHORTEST_S), FOREVER_S),
-        ),
-        weights=s.transfers,
-        update_deadline_s=min(max(s.update_limit_s, SHORTEST_S), FOREVER_S),
-    )
+    return replace(s, generator=resolved, weights=s.transfers)
 
 
 def memory_sides(s: RunSettings) -> Sides:

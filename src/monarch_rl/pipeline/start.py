@@ -25,8 +25,6 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
-from monarch_rl.generator.memory import free_memory
-from monarch_rl.generator.replica_memory import check_memory, cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.config import ModelConfig, read_config
@@ -35,6 +33,7 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
+from monarch_rl.pipeline.memory import checkpoint_bytes, cpu_memory
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
@@ -47,10 +46,10 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.forking.fork_server import Preload
+from monarch_rl.runtime.machine_memory import check_free, free_memory
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
-from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -157,8 +156,10 @@ async def start_generators(
 
     Raises RuntimeError if the only host of a run without GPUs has too little free memory for all replicas.
     """
-    if survivors is None and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
-        check_memory(model, settings, lora, free_memory(), engines=settings.replicas)
+    on_gpu = cluster.devices.kind == "cuda"
+    memory = None if on_gpu else cpu_memory(model, settings, lora)
+    if survivors is None and memory is not None and cluster.num_hosts == 1:
+        check_free(memory, free_memory(), engines=settings.replicas)
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
         device = first_device + index * settings.tp
@@ -174,8 +175,8 @@ async def start_generators(
 
     async def set_up(index: int, generator: Generator) -> None:
         name = f"generator {index}"
-        start = generator.setup.call_one(str(model.folder), settings, index, lora, expert_routes)
-        limit_s = settings.start_limit_s(cluster.devices.kind == "cuda") + CALL_DEADLINE_S
+        start = generator.setup.call_one(str(model.folder), settings, index, lora, expert_routes, memory)
+        limit_s = settings.start_limit_s(on_gpu) + CALL_DEADLINE_S
         await within(limit_s, start, f"{name} to start", on=name)
 
     async def join(index: int, generator: Generator) -> None:

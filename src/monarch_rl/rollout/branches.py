@@ -77,9 +77,9 @@ class Line:
         n = len(self.conversation.begun)
         return self.turns[-1].logprobs[-n:] if n else np.zeros(0, np.float32)
 
-    def drawn(self, turn: int) -> int:
+    def turn_length(self, turn: int) -> int:
         """Number of sampled tokens of a turn; turns count from 0."""
-        return len(self.conversation.drawn(self.length(turn + 1)))
+        return len(self.conversation.sampled(self.length(turn + 1)))
 
     def spans_of(self, turn: int) -> Spans:
         """The spans of a turn."""
@@ -106,7 +106,7 @@ class Line:
         fork.first_version = self.first_version
         fork.expert_routes = self.expert_routes[:shared]
         if tokens is not None:
-            fork._shorten_last_turn(self.spans_of(shared - 1), self.drawn(shared - 1) - tokens)
+            fork._shorten_last_turn(self.spans_of(shared - 1), self.turn_length(shared - 1) - tokens)
         return fork
 
     def _shorten_last_turn(self, spans: Spans, left_out: int) -> None:
@@ -232,7 +232,7 @@ class Branches:
             )
         if tokens is not None and turns is not None:
             (seat,) = branch.seats.values()
-            sampled = seat.drawn(turns - 1)
+            sampled = seat.turn_length(turns - 1)
             if not 1 <= tokens < sampled:
                 raise ValueError(
                     f"fork(tokens={tokens}) of a turn of {sampled} sampled tokens: give 1 to {sampled - 1}"

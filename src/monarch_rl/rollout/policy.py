@@ -209,11 +209,11 @@ class EpisodePolicy:
     @property
     def turn_lengths(self) -> list[int]:
         """See :attr:`monarch_rl.tasks.task.Policy.turn_lengths`."""
-        return [self._line.drawn(turn) for turn in range(self.turns)]
+        return [self._line.turn_length(turn) for turn in range(self.turns)]
 
     @property
-    def drawn(self) -> int:
-        """See :attr:`monarch_rl.tasks.task.Policy.drawn`."""
+    def sampled_tokens(self) -> int:
+        """See :attr:`monarch_rl.tasks.task.Policy.sampled_tokens`."""
         return sum(int(turn.trainable.sum()) for turn in self._line.turns)
 
     def seat(self, name: str) -> EpisodePolicy:

@@ -185,8 +185,8 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
         )
     if settings.generate_limit_s < MIN_GENERATE_S:
         raise SettingsError(
-            f"rollout.generate_deadline_s must be at least {MIN_GENERATE_S:g}, got {settings.generate_limit_s:g}: a "
-            "turn may wait for a commit of new weights"
+            f"{settings.flag('generate_deadline_s')} must be at least {MIN_GENERATE_S:g}, got "
+            f"{settings.generate_limit_s:g}: a turn may wait for a commit of new weights"
         )
     for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):
         if (episodes := groups * settings.group_size) > MAX_EPISODES[flag]:

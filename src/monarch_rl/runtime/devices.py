@@ -11,15 +11,6 @@ from monarch_rl.errors import TooFewDevices
 CPU_RANKS_PER_CORE = 4
 """Maximum ranks per core, under plain python on a CPU. Not a resource limit: it bounds what a typo can start."""
 
-GPU_CONTEXT = 640 << 20
-"""Bytes of GPU memory that a process uses before its first tensor: CUDA's context, torch's kernels, cuBLAS's workspace.
-An assumption: 0.5 to 0.6 GiB are reported for H100."""
-NCCL_COMMUNICATOR = 256 << 20
-"""Bytes of the buffers of an NCCL communicator. An assumption, for a few ranks on one machine."""
-NARROW_COMMUNICATOR = 96 << 20
-"""The same for a communicator of weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB
-per channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:

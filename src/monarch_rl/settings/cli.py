@@ -12,11 +12,11 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import tyro
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
+from monarch_rl.settings.ranges import NamedSettings, RecipeOnly, from_plain, to_plain
 
 S = TypeVar("S")
 T = TypeVar("T")
-NotAFlag = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+NotAFlag = Annotated[T, RecipeOnly, tyro.conf.Fixed, tyro.conf.Suppress]
 """A setting that a recipe sets in its file, and that its command line leaves out."""
 
 

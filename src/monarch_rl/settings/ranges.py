@@ -70,12 +70,17 @@ SEED = Range(0, 2**31 - 1)
 """Seeds that numpy, torch and SGLang all accept."""
 
 
+class RecipeOnly:
+    """In the annotation of a field: no flag sets it, only the recipe's file (``NotAFlag`` of ``settings/cli.py``)."""
+
+
 class _Field(NamedTuple):
     """What a field may be: its type, the range of its numbers, and its strings; empty if it allows any string."""
 
     hint: Any
     allowed: Range | None
     words: tuple[str, ...]
+    is_flag: bool
 
 
 class CheckedSettings:
@@ -97,7 +102,7 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting's flag, the value, and the allowed values."""
-        for name, (hint, allowed, words) in _fields(type(self)).items():
+        for name, (hint, allowed, words, _) in _fields(type(self)).items():
             value = getattr(self, name)
             parts = value if isinstance(value, tuple) else (value,)
             problems = (_problem(part, allowed, words) for part in parts)
@@ -107,7 +112,10 @@ class CheckedSettings:
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """A field's name on the command line, without the leading dashes."""
+        """A field's name in messages: its flag without the leading dashes; in Python, if it has no flag."""
+        field = _fields(cls).get(name)
+        if field is not None and not field.is_flag:
+            return f"{cls.__name__}.{name}"
         return f"{cls._flags}.{name}".lstrip(".").replace("_", "-")
 
 
@@ -186,8 +194,11 @@ def _fields(settings: type[CheckedSettings]) -> dict[str, _Field]:
     # Remembered by the class itself: one that a recipe defines is pickled by value, and in another process the names in
     # its annotations cannot be resolved.
     if "_fields" not in vars(settings):
-        hints = get_type_hints(settings)
-        settings._fields = {name: _Field(hints[name], *allowed) for name, allowed in limits(settings).items()}
+        hints, annotated = get_type_hints(settings), get_type_hints(settings, include_extras=True)
+        settings._fields = {
+            name: _Field(hints[name], *allowed, is_flag=RecipeOnly not in _extras(annotated[name]))
+            for name, allowed in limits(settings).items()
+        }
     return settings._fields
 
 

@@ -27,7 +27,7 @@ class Resampled:
     token: int = 0
     """Position in the next turn: values still differ after this many of its tokens, but not after the next token. 0 is
     before the turn, and is also the value without ``tokens``."""
-    drawn: int = 0
+    sampled_tokens: int = 0
     """Tokens sampled in all branches."""
     whole: int = 0
     """Tokens that the same number of complete episodes would have sampled."""
@@ -35,7 +35,7 @@ class Resampled:
     @property
     def saved(self) -> int:
         """Tokens that branches share and that were therefore sampled only once."""
-        return self.whole - self.drawn
+        return self.whole - self.sampled_tokens
 
 
 async def resampled(
@@ -63,7 +63,7 @@ async def resampled(
         probes: number of branches per place that is tried.
         tokens: whether to search for the token, not only for the turn.
     """
-    branching = _Branching(play, Resampled(drawn=policy.drawn))
+    branching = _Branching(play, Resampled(sampled_tokens=policy.sampled_tokens))
     start = policy.turns
     rewards = await branching.branches(policy, None, None, width)
     if not rewards or len(set(rewards.values())) == 1:
@@ -112,11 +112,11 @@ class _Branching:
                 made.append(origin.fork(turns, tokens))
         except GroupFull:
             pass
-        shared = sum(branch.drawn for branch in made)
+        shared = sum(branch.sampled_tokens for branch in made)
         values = await asyncio.gather(*map(self._value, made))  # waits: EpisodeRunner has a deadline for its own code
-        whole = sum(branch.drawn for branch in made)
+        whole = sum(branch.sampled_tokens for branch in made)
         self.result.whole += whole
-        self.result.drawn += whole - shared
+        self.result.sampled_tokens += whole - shared
         self.result.values |= dict(zip(made, values, strict=True))
         return {branch: as_outcome(value).reward for branch, value in zip(made, values, strict=True)}
 

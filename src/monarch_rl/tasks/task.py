@@ -171,7 +171,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def drawn(self) -> int:
+    def sampled_tokens(self) -> int:
         """Number of tokens sampled so far, including those before a fork."""
         ...
 

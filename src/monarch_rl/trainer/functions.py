@@ -160,6 +160,25 @@ def _check_advantage(given: str, loss: LossSettings) -> None:
         )
 
 
+def check_unread_objective(settings: Objective, default: Objective, given: Objective | LossFunction) -> None:
+    """Refuse an objective of the settings that the recipe does not train with.
+
+    Args:
+        settings: the objective of the run's settings.
+        default: the recipe's default of it.
+        given: what the recipe trains with. A function of its own may read the settings' objective: it is not checked.
+
+    Raises:
+        ValueError: names both.
+    """
+    trained = given.name if isinstance(given, Objective) else "supervised" if given is supervised else settings.name
+    if settings != default and trained != settings.name:
+        raise SettingsError(
+            f"objective {settings.name}: the recipe gives run.start() the objective {trained}. Leave the flag out, or "
+            "pass s.objective to run.start() in the recipe"
+        )
+
+
 def _check_supervised(loss: LossSettings) -> None:
     """Refuse settings that the objective ``supervised`` does not read."""
     defaults = LossSettings()

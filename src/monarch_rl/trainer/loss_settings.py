@@ -205,8 +205,12 @@ def _check_distilled(objective: Distillation, loss: LossSettings) -> None:
         )
 
 
-def loss_warnings(objective: Objective, loss: LossSettings, updates_per_batch: int) -> list[str]:
-    """Warnings, a sentence each, about an objective and settings that work, but hardly as intended."""
+def loss_warnings(objective: object, loss: LossSettings, updates_per_batch: int) -> list[str]:
+    """Warnings, a sentence each, about an objective and settings that work, but hardly as intended.
+
+    Args:
+        objective: an :class:`Objective`, or a loss function of the recipe, of which nothing is known.
+    """
     warnings = []
     if isinstance(objective, PolicyObjective):
         warnings += _ratio_warnings(objective, updates_per_batch)

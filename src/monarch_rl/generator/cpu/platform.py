@@ -40,7 +40,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from monarch_rl.generator.memory import memory_limit, own_memory
+from monarch_rl.runtime.machine_memory import memory_limit, own_memory
 
 IMAGES_UNSUPPORTED = (
     "images, video and audio are not supported on a machine without an accelerator: torchvision, which SGLang's "
@@ -179,7 +179,7 @@ def own_free_memory() -> int:
     SGLang compares the machine's free memory before and after loading, and between ranks, so it would refuse to start
     because of memory that other processes allocate meanwhile. Two readings of this function differ only by what this
     process allocated in between. Whether enough memory is really free is checked before the engine starts
-    (``replica_memory.py``).
+    (``pipeline/memory.py``).
     """
     return memory_limit() - own_memory()
 

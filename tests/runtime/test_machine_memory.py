@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from monarch_rl.generator.memory import free_memory, memory_limit
+from monarch_rl.runtime.machine_memory import free_memory, memory_limit
 
 MIB = 2**20
 FILES = {

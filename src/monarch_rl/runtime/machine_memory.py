@@ -6,6 +6,7 @@ In a container the limit of the cgroup applies, of version 2 or 1 (the kernel's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,29 @@ def free_memory(cgroup: Path = CGROUP) -> int:
         if limit is not None and used is not None:
             free.append(max(0, limit - max(0, used - _cached(cgroup / files.statistics, files.cached))))
     return min(free)
+
+
+def check_free(needed: Mapping[str, int], free_bytes: int, engines: int = 1) -> None:
+    """Check that a machine without GPUs has enough free memory to start engines.
+
+    Args:
+        needed: bytes of an engine by purpose.
+        free_bytes: free memory of the machine before the engines start.
+        engines: number of engines that start on this machine at once. They are checked together, because each alone
+            would find the same memory free.
+
+    Raises:
+        RuntimeError: it has not; states the needed bytes by purpose.
+    """
+    total = sum(needed.values())
+    if engines * total > free_bytes:
+        parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)
+        together = f", {engines} of them {engines * total / 2**30:.2f} GiB" if engines > 1 else ""
+        raise RuntimeError(
+            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}){together}, but {free_bytes / 2**30:.2f} GiB "
+            "of this machine are free: end other programs that use memory, or use a smaller KV cache, or fewer "
+            "generator.replicas"
+        )
 
 
 def own_memory() -> int:
