@@ -19,17 +19,19 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST, read_manifest
+from monarch_rl.checkpoint.folders import MANIFEST, complete, read_manifest
+from monarch_rl.errors import BrokenCheckpoint
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.offline.export import MODEL, export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
 from monarch_rl.offline.recipes import Recipe, load_recipe
+from monarch_rl.pipeline.checkpoints import FOLDER
 from monarch_rl.pipeline.evaluation import items_to_run
 from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.rollout.evaluation import Evaluation, run_held_out
@@ -49,15 +51,22 @@ class Evaluated:
     """Folder of its run, if there is one."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the run."""
+    writer: str = ""
+    """Version of monarch_rl that saved the settings; "" if no checkpoint has it."""
 
     @classmethod
     def of(cls, place: str) -> Evaluated:
         """Identify the model by its path or name. Raises BrokenCheckpoint."""
         folder = Path(place).resolve()
         if (folder / SETTINGS).is_file():
-            return cls(place, folder, json.loads((folder / SETTINGS).read_text()))
+            writer = ""
+            for checkpoint in complete(folder / FOLDER).values():
+                with suppress(BrokenCheckpoint):  # model_of() reports it
+                    writer = read_manifest(checkpoint).packages.get("monarch_rl", writer)
+            return cls(place, folder, json.loads((folder / SETTINGS).read_text()), writer)
         if (folder / MANIFEST).is_file():
-            return cls(place, folder.parents[1], read_manifest(folder).settings)
+            manifest = read_manifest(folder)
+            return cls(place, folder.parents[1], manifest.settings, manifest.packages.get("monarch_rl", ""))
         return cls(place)
 
     @property
@@ -141,7 +150,8 @@ def main() -> int:
     )
     own, flags = parser.parse_known_args()
     evaluated = Evaluated.of(own.model)
-    recipe = load_recipe(own.task, [f"--model={evaluated.begun_with}", *flags], evaluated.settings_for(own.task))
+    arguments = [f"--model={evaluated.begun_with}", *flags]
+    recipe = load_recipe(own.task, arguments, evaluated.settings_for(own.task), evaluated.writer)
     with model_of(evaluated, recipe.settings.generator, devices()) as (model, version):
         recipe = replace(recipe, settings=replace(recipe.settings, model=model))
         register_modules(own.task)

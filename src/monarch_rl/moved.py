@@ -1,4 +1,4 @@
-"""Modules that 0.2 has moved: importing one raises an ImportError that names the new one. To be removed in 0.3."""
+"""Modules and flags that 0.2 has moved, for errors that name the new ones. To be removed in 0.3."""
 
 from __future__ import annotations
 
@@ -141,7 +141,71 @@ MOVED = {
     "monarch_rl.weights.runs": "monarch_rl.weights.blocks",
     "monarch_rl.weights.transfers": "monarch_rl.weights.broadcast_group",
 }
-"""Old to new; CHANGELOG.md has the same table."""
+"""Modules, old to new; CHANGELOG.md has the same table."""
+
+
+_IN_OBJECTIVE = (
+    "ratio-to",
+    "clip-low",
+    "clip-high",
+    "dual-clip",
+    "tau-positive",
+    "tau-negative",
+    "max-change",
+    "behaviour-cap",
+)
+_DEADLINES = (
+    "generator.start_deadline_s",
+    "generator.drain_deadline_s",
+    "rollout.generate_deadline_s",
+    "rollout.slot_deadline_s",
+    "update_deadline_s",
+    "weights.deadline_s",
+    "weights.attempts",
+    "frozen.start_deadline_s",
+)
+_IN_RECIPE = (
+    "recovery.per_s",
+    "generator.part_tokens",
+    "generator.deterministic",
+    "buffer.max_mib",
+    "buffer.max_filtered",
+    "buffer.partial",
+    "buffer.reject",
+    "rollout.max_sequences",
+    "rollout.max_tokens",
+    "weights.bucket_mib",
+    "checkpoint.keep_best",
+    "trainer.betas",
+    "trainer.lr_decay_type",
+    "trainer.lora.seed",
+    "trainer.loss.lag_discount",
+    "trainer.loss.overlong_buffer",
+    "trainer.loss.overlong_penalty",
+    "task.train_size",
+)
+_CRITIC = ("lr", "gamma", "lam", "clip", "warmup")
+
+
+def _flag(field: str) -> str:
+    return field.replace("_", "-")
+
+
+MOVED_FLAGS = {
+    "trainer.loss.policy-loss": "give --objective with the same name",
+    "trainer.loss.teacher-top": "give --objective distillation with --objective.top",
+    "trainer.loss.teacher-divergence": "give --objective distillation with --objective.divergence",
+    "trainer.loss.importance-cap": "set corrections=(TIS(cap=...),) of trainer.loss in the recipe",
+    "trainer.loss.icepop-range": "set corrections=(IcePop(low=..., high=...),) of trainer.loss in the recipe",
+    "trainer.loss.sequence-range": "set corrections=(SequenceMask(low=..., high=...),) of trainer.loss in the recipe",
+    "trainer.loss.opsm-kl": "set corrections=(OPSM(max_kl=...),) of trainer.loss in the recipe",
+    "by": "give --objective ppo_clip instead of `advantage`, and --objective distillation instead of `loss`",
+    **{f"trainer.loss.{name}": f"give --objective.{name}, with an --objective that has it" for name in _IN_OBJECTIVE},
+    **{f"trainer.critic.{name}": "use recipes/ppo.py, also to resume a run that has a critic" for name in _CRITIC},
+    **{_flag(name): f"give --patience, which multiplies it, or set {name} in the recipe" for name in _DEADLINES},
+    **{_flag(name): f"set {name} in the recipe" for name in _IN_RECIPE},
+}
+"""Flags of recipes that 0.2 has removed, without dashes, and what to do instead; CHANGELOG.md lists the same flags."""
 
 
 class _MovedModules:

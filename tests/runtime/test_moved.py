@@ -1,4 +1,4 @@
-"""Modules that have moved: an import of an old one names the new one."""
+"""Modules and flags that have moved: what refuses an old one names the new one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.moved import MOVED
+from monarch_rl.moved import MOVED, MOVED_FLAGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +24,17 @@ def test_an_import_of_a_module_that_has_moved_names_the_new_one() -> None:
         importlib.import_module("monarch_rl.algorithms.no_such_module")
 
 
-def test_the_changelog_has_the_same_table() -> None:
-    rows = re.findall(
-        r"\| `(monarch_rl\.[a-z_.]+)` \| `(monarch_rl\.[a-z_.]+)` \|", (ROOT / "CHANGELOG.md").read_text()
-    )
-    assert dict(rows) == MOVED
+def test_the_changelog_has_the_same_tables() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert dict(re.findall(r"\| `(monarch_rl\.[a-z_.]+)` \| `(monarch_rl\.[a-z_.]+)` \|", text)) == MOVED
+    table = text.partition("| old flag | new |")[2].partition("\n- ")[0]
+    old = [row.split("|")[1] for row in table.splitlines() if row.startswith("  | `")]
+    flags = [flag for cell in old for pattern in re.findall(r"--([\w.{},-]+)", cell) for flag in spelled_out(pattern)]
+    assert sorted(flags) == sorted(MOVED_FLAGS)
+
+
+def spelled_out(pattern: str) -> list[str]:
+    """`a.{b,c}` as `a.b` and `a.c`."""
+    before, _, rest = pattern.partition("{")
+    inside, closing, after = rest.partition("}")
+    return [f"{before}{choice}{after}" for choice in inside.split(",")] if closing else [pattern]

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -27,9 +28,12 @@ from monarch_rl.algorithms.objectives import (
     ObjectiveName,
     PPOClip,
 )
+from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
 from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
+from monarch_rl.trainer.settings import TrainerSettings
 
 OBJECTIVES = [Objective.of_name(name) for name in Objective.names()]
 CORRECTIONS = [Correction.of_name(name) for name in Correction.names()]
@@ -219,6 +223,28 @@ def test_what_is_no_flag_keeps_the_recipes_value() -> None:
     assert "--hidden.lag-discount" in refusal("--hidden.lag-discount", "1")
 
 
+def test_a_flag_that_was_removed_is_refused_with_what_replaces_it() -> None:
+    @dataclass(frozen=True)
+    class Run(Settings):
+        trainer: TrainerSettings = field(default_factory=TrainerSettings)
+        checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+        by: str = "own"
+
+    for args, replacement in (
+        (["--trainer.loss.policy-loss", "gspo"], "--objective"),
+        (["--trainer.loss.clip_high=0.3"], "--objective.clip-high"),
+        (["--steps=2", "--checkpoint.no-keep-best"], "checkpoint.keep_best"),
+        (["--trainer.critic.lr", "1e-5"], "recipes/ppo.py"),
+        (["--weights.deadline-s=5"], "--patience"),
+    ):
+        given = next(arg for arg in args if "." in arg).partition("=")[0]
+        said = refusal(*args, kind=Run)
+        assert said.startswith(f"error: {given} was removed in monarch_rl 0.2: ") and replacement in said
+    assert cli(Run, args=["--by=mine"]).by == "mine", "a recipe may have a flag of that name"
+    for flag, replacement in MOVED_FLAGS.items():
+        assert replacement in refusal(f"--{flag}=1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind(NamedSettings, flags="kind"):
     name: str
@@ -256,3 +282,18 @@ def test_saved_settings_replace_the_defaults_they_name_and_flags_replace_them() 
     assert cli(Settings, args=[]) == Settings(), "they are those of one command line"
     with pytest.raises(ValueError, match="monarch_rl.cli"), saved_defaults(saved):
         pass
+
+
+def test_saved_settings_that_the_recipe_cannot_read_are_refused_with_the_version_that_can() -> None:
+    saved = {"hidden": {"policy_loss": "gspo"}}
+    for writer, named in (
+        ("0.1.0", "use monarch_rl 0.1.0"),
+        ("", "use that version"),
+        (version("monarch_rl"), "recipe"),
+    ):
+        with (
+            pytest.raises(ValueError, match=f"LossSettings has no policy_loss.*: .*{named}"),
+            saved_defaults(saved, writer),
+        ):
+            cli(Settings, args=[])
+    assert cli(Settings, args=[]) == Settings()

@@ -53,22 +53,24 @@ class _NoRun(Run):
         raise _Started(task, functions, self._frozen)
 
 
-def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | None = None, writer: str = "") -> Recipe:
     """Run a recipe's file up to the point where it would start its actors.
 
     Args:
         flags: the recipe's command-line arguments.
         saved: settings of a run in the form of ``settings.json``, which replace the recipe's defaults; flags override
             them.
+        writer: version of this package that saved them, for errors; "" if it is unknown.
 
     Raises:
-        ValueError: the file launches no run, does not start its run, or uses a frozen model that cannot be served.
+        ValueError: the file launches no run, does not start its run, uses a frozen model that cannot be served, or
+            cannot read the saved settings.
         SystemExit: the flags are invalid, or ask for help.
     """
     launched: list[tuple[Callable[[Run, Any], Awaitable[None]], RunSettings]] = []
     with (
         _as_program(path, flags),
-        saved_defaults(saved) if saved else nullcontext(),
+        saved_defaults(saved, writer) if saved else nullcontext(),
         capturing(lambda train, settings: launched.append((train, settings))),
     ):
         runpy.run_path(str(path), run_name="__main__")

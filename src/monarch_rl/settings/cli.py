@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from importlib.metadata import version
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import tyro
 
 from monarch_rl.errors import SettingsError
+from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
 
 S = TypeVar("S")
@@ -34,7 +37,9 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
     args = sys.argv[1:] if args is None else list(args)
     default: Any = settings()
     if _saved:
-        default = from_plain(cast(Any, settings), _merged(to_plain(default), _saved.pop()))
+        default = _read_saved(settings, default, *_saved.pop())
+    for arg in args:
+        _refuse_moved(arg, default)
     hints = get_type_hints(settings)
     for field in dataclasses.fields(cast(Any, settings)):
         family = hints[field.name]
@@ -49,17 +54,39 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
     return tyro.cli(settings, args=args, default=default, description=description)
 
 
+def _refuse_moved(arg: str, default: Any) -> None:
+    """Exit with the replacement of a flag that 0.2 has removed, unless these settings have a flag of that name."""
+    flag = arg.removeprefix("--").partition("=")[0].replace("_", "-")
+    flag = re.sub(r"(^|\.)no-(?=[^.]+$)", r"\1", flag)  # `--checkpoint.no-keep-best`
+    if arg.startswith("--") and flag in MOVED_FLAGS and not _has_flag(default, flag):
+        print(f"error: {arg.partition('=')[0]} was removed in monarch_rl 0.2: {MOVED_FLAGS[flag]}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _has_flag(default: Any, flag: str) -> bool:
+    """Whether the command line of settings with these default values has a flag of this name."""
+    value = default
+    for part in flag.split("."):
+        name = part.replace("-", "_")
+        hint = get_type_hints(type(value), include_extras=True).get(name)
+        if hint is None or tyro.conf.Suppress in get_args(hint):
+            return False
+        value = getattr(value, name)
+    return True
+
+
 @contextmanager
-def saved_defaults(saved: Mapping[str, Any]) -> Iterator[None]:
+def saved_defaults(saved: Mapping[str, Any], writer: str = "") -> Iterator[None]:
     """Within the block, the next :func:`cli` has saved settings as defaults instead of the class's own.
 
     Args:
         saved: settings in the form of ``settings.json``; those that are left out have the class's values.
+        writer: version of this package that saved them, for errors; "" if it is unknown.
 
     Raises:
-        SettingsError: the block has not parsed a command line by :func:`cli`.
+        SettingsError: the recipe cannot read the settings, or the block has not parsed a command line by :func:`cli`.
     """
-    _saved.append(saved)
+    _saved.append((saved, writer))
     yield
     if _saved:
         _saved.clear()
@@ -68,7 +95,23 @@ def saved_defaults(saved: Mapping[str, Any]) -> Iterator[None]:
         )
 
 
-_saved: list[Mapping[str, Any]] = []
+_saved: list[tuple[Mapping[str, Any], str]] = []
+
+
+def _read_saved(settings: type[S], default: Any, saved: Mapping[str, Any], writer: str) -> S:
+    """The saved settings, with default values for those that are left out. Raises SettingsError."""
+    try:
+        return from_plain(cast(Any, settings), _merged(to_plain(default), saved))
+    except SettingsError as error:
+        here = version("monarch_rl")
+        reason, remedy = f"do not fit this recipe ({error})", "use the recipe that the run was started with"
+        if writer != here:
+            of = f"monarch_rl {writer}" if writer else "another version of monarch_rl"
+            reason = f"were saved by {of}, and this recipe cannot read them with {here} ({error})"
+            remedy = f"use {of}" if writer else "use that version"
+        raise SettingsError(
+            f"the run's settings {reason}: {remedy}, or give a model folder instead of the run"
+        ) from error
 
 
 def _merged(default: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
