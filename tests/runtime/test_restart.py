@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import ActorError
 
+from monarch_rl.checkpoint.folders import complete, folder_of, partial_of
 from monarch_rl.errors import DeadlineExceeded, EpisodesFail, HostLost, NotFinite, SettingsError
-from monarch_rl.runtime.restart import Ending, decide, ending_of
+from monarch_rl.runtime.restart import Ending, decide, ending_of, newest_checkpoint
 
 LIMITS = st.integers(0, 5)
 CHECKPOINTS = st.none() | st.sampled_from(["step-000001", "step-000002", "step-000003"])
@@ -79,3 +82,16 @@ def test_an_error_of_the_recipe_is_no_loss_wherever_it_was_raised(error: BaseExc
     for _ in range(depth if isinstance(error, Exception) else 0):
         raised = ActorError(raised, "raised in an actor")  # type: ignore[arg-type]
     assert ending_of(raised) is ERRORS[error]
+
+
+def test_the_newest_checkpoint_is_the_newest_complete_one_wherever_latest_points(tmp_path: Path) -> None:
+    """The process may be killed between a checkpoint's completion and the link."""
+    assert newest_checkpoint(tmp_path) is None
+    root = tmp_path / "checkpoints"
+    partial_of(root, 7).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) is None
+    for version in (3, 999_999, 1_000_000):
+        folder_of(root, version).mkdir()
+        assert newest_checkpoint(tmp_path) == complete(root)[max(complete(root))].name == folder_of(root, version).name
+    (root / "latest").symlink_to("step-000003")
+    assert newest_checkpoint(tmp_path) == "step-1000000"

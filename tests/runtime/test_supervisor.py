@@ -30,9 +30,7 @@ supervisor.note(run, goes_on=True, cause="")
 if how == "twice":
     supervisor.note(run, restarts=1)
 if how != "early":
-    (run / "checkpoints").mkdir(exist_ok=True)
-    (run / "checkpoints" / "latest").unlink(missing_ok=True)
-    (run / "checkpoints" / "latest").symlink_to(f"step-{count if how == 'advances' else 1}")
+    (run / "checkpoints" / f"step-{count if how == 'advances' else 1}").mkdir(parents=True, exist_ok=True)
 if how == "waits":
     (run / "waits").touch()
     time.sleep(600)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import time
 import zlib
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.errors import BrokenCheckpoint
+from monarch_rl.runtime.restart import CHECKPOINT_NAME
 
 logger = logging.getLogger("monarch_rl")
 
@@ -36,7 +36,6 @@ GROUPS = "buffer.groups"
 """File of the buffer's state."""
 LATEST, BEST = "latest", "best"
 """Symbolic links to checkpoints."""
-_NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
 
 
@@ -180,7 +179,7 @@ def point(link: Path, folder: Path) -> None:
 
 def complete(root: Path) -> dict[int, Path]:
     """The complete checkpoints in a folder, by version, oldest first."""
-    found = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.match(path.name))}
+    found = {int(match[1]): path for path in root.glob("step-*") if (match := CHECKPOINT_NAME.match(path.name))}
     return dict(sorted(found.items()))
 
 

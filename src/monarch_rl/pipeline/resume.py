@@ -40,14 +40,13 @@ from monarch_rl.pipeline.run_folder import (
     STATE,
     launcher,
     new_folder,
-    newest_checkpoint,
     read_state,
     recipe_name,
 )
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
-from monarch_rl.runtime.restart import Ending, decide
+from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
 from monarch_rl.settings.ranges import to_plain
 
 logger = logging.getLogger("monarch_rl")

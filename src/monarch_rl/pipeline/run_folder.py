@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import complete, write_whole
+from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.process import signal_name
-from monarch_rl.runtime.restart import Ending, decide, ending_of
+from monarch_rl.runtime.restart import Ending, decide, ending_of, newest_checkpoint
 from monarch_rl.runtime.signals import Interrupts
 
 logger = logging.getLogger("monarch_rl")
@@ -86,11 +86,6 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
 
 
 _run_of_this_process: Path | None = None
-
-
-def newest_checkpoint(run: Path) -> str | None:
-    """The name of a run's newest complete checkpoint."""
-    return next((path.name for path in reversed(complete(run / "checkpoints").values())), None)
 
 
 def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) -> None:

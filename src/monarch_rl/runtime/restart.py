@@ -13,14 +13,26 @@ Imports nothing heavy, because the supervisor stays in memory for the whole run.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from monarch_rl.errors import EpisodesFail, NotFinite
 
 PERMANENT_ERRORS = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors of a task, an objective or a setting, which another attempt would meet again. Any other error is attributed
 to a lost process: when one is lost, the others fail in many ways."""
+
+CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
+"""Names of complete checkpoints in a run's ``checkpoints/``, with their version (``checkpoint/folders.py``)."""
+
+
+def newest_checkpoint(run: Path) -> str | None:
+    """The name of a run's newest complete checkpoint."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    versions = {int(match[1]): match[0] for match in map(CHECKPOINT_NAME.match, names) if match}
+    return versions[max(versions)] if versions else None
 
 
 class Ending(Enum):

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from monarch_rl.runtime.process import adopt_orphans, die_with_parent, signal_name
-from monarch_rl.runtime.restart import Ending, decide
+from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
 from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.runtime.signals import handled
 
@@ -89,7 +89,7 @@ class Supervisor:
             signal.signal(number, self._pass_on)
         adopt_orphans()
         limit = RESTARTS if self._limit is None else self._limit
-        restarts, latest = (0, None) if resumed is None else (1, _latest(resumed))
+        restarts, latest = (0, None) if resumed is None else (1, newest_checkpoint(resumed))
         first_cause = cause
         with ScratchFolder() as scratch:
             notes = scratch.path / "state"
@@ -107,7 +107,7 @@ class Supervisor:
                 if self._limit is None:
                     limit = state.get("restarts", limit)
                 run = Path(state["run"]) if state else resumed
-                checkpoint = None if run is None else _latest(run)
+                checkpoint = None if run is None else newest_checkpoint(run)
                 decision = decide(
                     ending, checkpoint=checkpoint, previous=latest, restarts=restarts, limit=limit, cause=cause
                 )
@@ -175,13 +175,6 @@ class Supervisor:
         if self._child is not None:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
-
-
-def _latest(run: Path) -> str | None:
-    """The name of a run's newest checkpoint."""
-    with suppress(OSError):
-        return os.readlink(run / "checkpoints" / "latest")
-    return None
 
 
 def _read(notes: Path) -> dict[str, Any]:
