@@ -443,7 +443,7 @@ Failures = dict[Replica, BaseException]
 
 
 async def unresponsive_replicas(replicas: list[Replica]) -> dict[Replica, str]:
-    """Those of the given replicas that do not answer, each with the reason."""
+    """The reason for each of these replicas that does not answer."""
     reasons = await asyncio.gather(*(ping_failure(replica.name, replica.handle) for replica in replicas))
     return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
 
