@@ -153,7 +153,7 @@ METRICS = (
         "critic/loss",
         "",
         "Loss of the critic: half the squared error of its values, clipped; mean over tokens and over the updates of "
-        "the batch. Like all of `critic/`, only with `--trainer.critic.lr`.",
+        "the batch. Like all of `critic/`, only with a critic (`recipes/ppo.py`).",
         "learning",
     ),
     Metric(
@@ -180,7 +180,7 @@ METRICS = (
         "critic/clipped",
         "share",
         "Share of tokens that no longer contribute to the critic's gradient, because their value has moved by more "
-        "than `--trainer.critic.clip` towards the return.",
+        "than `--trainer.critic.clip` of `recipes/ppo.py` towards the return.",
         "learning",
     ),
     Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping; mean over updates.", "learning"),
