@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch_rl.algorithms.objectives import CISPO, GSPO, IcePop, SequenceMask
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.settings import GeneratorSettings
@@ -20,6 +21,7 @@ from monarch_rl.offline.export import Source, source_of
 from monarch_rl.offline.recipes import load_recipe
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import to_plain
+from monarch_rl.trainer.loss_settings import LossSettings
 from tests import patience
 from tests.model.configs import qwen3
 from tests.pipeline.test_resume import RunSettings, finished_step
@@ -163,6 +165,33 @@ def test_saved_settings_are_the_defaults_of_their_recipe(path: Path, tmp_path: P
     for changed in ([], CHANGED):
         settings = to_plain(load_recipe(path, [*models, *changed]).settings)
         assert to_plain(load_recipe(path, [], settings).settings) == settings
+
+
+def test_parameters_that_no_flag_can_give_are_those_of_the_run() -> None:
+    recipe = ROOT / "recipes" / "grpo.py"
+    run = load_recipe(recipe, []).settings
+    loss = LossSettings(corrections=(IcePop(low=0.1), SequenceMask(high=2.0)))
+    run = replace(run, objective=CISPO(clip_high=7.0), trainer=replace(run.trainer, loss=loss))
+    taken = load_recipe(recipe, ["--objective.clip-low=0.5"], to_plain(run)).settings
+    assert taken.objective == CISPO(clip_high=7.0, clip_low=0.5) and taken.trainer == run.trainer
+    assert load_recipe(recipe, ["--objective=gspo"], to_plain(run)).settings.objective == GSPO()
+
+
+def test_a_run_whose_settings_the_recipe_does_not_have_is_refused_with_its_version(tmp_path: Path) -> None:
+    path = ROOT / "recipes" / "grpo.py"
+    settings = {"trainer": {"loss": {"policy_loss": "gspo"}}}
+    run = finished_step(settings_of(tmp_path), packages={"monarch_rl": "0.1.0"}, settings=settings)
+    run = run.rename(run.parent / "grpo-1")
+    (run / "settings.json").write_text(json.dumps(settings))
+    for place in (run, run / "checkpoints" / "step-000003"):
+        evaluated = Evaluated.of(str(place))
+        with pytest.raises(ValueError, match=r"no policy_loss.*: use monarch_rl 0\.1\.0"):
+            load_recipe(path, [], evaluated.settings_for(path), evaluated.writer)
+    own = tmp_path / "own.py"
+    own.write_text(path.read_text().replace("launch(train, cli(", "import tyro\n    launch(train, tyro.cli("))
+    assert load_recipe(own, ["--held-out=5"]).settings.held_out == 5
+    with pytest.raises(ValueError, match=r"monarch_rl\.cli"):
+        load_recipe(own, [], {"held_out": 7})
 
 
 def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
