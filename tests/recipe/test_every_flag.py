@@ -238,6 +238,7 @@ def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
     wrong = [
         (path.name, name)
         for path in (ROOT / "src").rglob("*.py")
+        if path.name != "moved.py"  # its subject is flags that no recipe has
         for text in strings(ast.parse(path.read_text()))
         for name in named.findall(text)
         if name not in known and not any(flag.startswith(f"{name}.") for flag in known) and name != GROUPS
