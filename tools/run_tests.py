@@ -75,6 +75,8 @@ MARK = "MONARCH_RL_CHECKS"
 SUMMARY = ROOT / "benchmarks" / "results" / "test_all.txt"
 MOST_REPEATS = 8
 """Maximum number of tests to repeat: if more have failed, the cause is one that repeating does not change."""
+ERROR_LINES = 30
+"""Number of lines of each failed test's error that are printed again at the end."""
 INFRASTRUCTURE = re.compile(
     r"^(E\s.*)?(MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
     r"Temporary failure in name resolution)",
@@ -411,6 +413,10 @@ def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> N
             print(f"{name}: {test}")
     for test in verdict.flaky:
         print(f"\n-- the first log of {test}\n{results.logs.get(test, '')}")
+    for test in verdict.failed[:MOST_REPEATS]:  # once more at the end, because services that show logs cut the middle
+        lines = results.logs.get(test, "").splitlines()
+        errors = [line for line in lines if line.startswith("E  ")]
+        print(f"\n-- the error of {test}", *(errors or lines)[-ERROR_LINES:], sep="\n")
 
 
 def since_full_run() -> str:

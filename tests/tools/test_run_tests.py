@@ -14,7 +14,7 @@ import pytest
 from tests import patience
 from tests.tiers import CostTable
 from tools import run_tests
-from tools.run_tests import Results, judged, repeatable
+from tools.run_tests import Clock, Results, Verdict, judged, repeatable, report
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +98,13 @@ def test_results_without_some_of_the_tests_are_incomplete(
     found = results(*failed)
     found.code, found.given, found.left_out = code, set(given), dict.fromkeys(left_out, 1.0)
     assert (culprit in found.incomplete) if culprit else (found.incomplete == "")
+
+
+def test_errors_of_failed_tests_are_printed_last(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(QUICK, CORE, log="def test():\nE   ZeroDivisionError: by zero\nwhat it printed")
+    report(found, Verdict(failed=[QUICK, CORE]), Clock(), sampled=False)
+    end = capsys.readouterr().out.partition(f"FAILED: {CORE}")[2]
+    assert end.count("ZeroDivisionError: by zero") == 2
 
 
 def test_a_repeat_tries_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
