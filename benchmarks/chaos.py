@@ -8,8 +8,8 @@ A real run of recipes/grpo.py on the tiny model, under the supervisor, with two 
 checkpoint every other step. One fault after the other is injected; order, victims and pauses follow from the seed. Then
 it ends. Checked: it ends well, the lag bound holds at every step, every batch is full, every admitted group is
 accounted for, none was trained twice, steps that were made again have the weights of before, every lost process came
-back, and no process, no listening socket and no temporary file is left. Prints a table (docs/failures.md) and, last,
-the figures as one line of JSON.
+back, and no process, no listening socket and no temporary file is left. Prints a table and, last,
+the same as one line of JSON.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
     shares.bar(range(len(best.found.lag)), best.found.lag)
     shares.set(xlabel="lag of trained tokens, as recommended", ylabel="share", xticks=range(len(best.found.lag)))
     gains.bar(lags, [max(gain(cases, c) for c in cases if c.max_policy_lag == lag) for lag in lags])
-    gains.set(xlabel="max-policy-lag, at its best split", ylabel="steps per second over depth 0", xticks=lags)
+    gains.set(xlabel="max-policy-lag, at its best split", ylabel="speed relative to lag 0", xticks=lags)
     for axis in (steps, idle):
         axis.legend(loc="upper center", ncols=3, fontsize="small")
     for axis in (steps, idle, shares, gains):

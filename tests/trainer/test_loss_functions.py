@@ -180,8 +180,10 @@ def test_an_objective_of_the_settings_that_the_recipe_replaces_is_refused() -> N
         check_unread_objective(default, default, trained)
     for read in (gspo, GSPO(clip_high=0.1), scaled):  # a function of the recipe's may read it
         check_unread_objective(gspo, default, read)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="^objective ppo_clip: "):
-        check_unread_objective(PPOClip(clip_low=0.1), default, supervised)
+    for trained in (supervised, PPOClip()):
+        with pytest.raises(ValueError, match="^objective ppo_clip: "):
+            check_unread_objective(PPOClip(clip_low=0.1), default, trained)
+    check_unread_objective(PPOClip(clip_low=0.1), default, PPOClip(clip_low=0.1, clip_high=0.5))
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:

@@ -529,8 +529,8 @@ class Publication:
                 ) from error
             raise PublishError(
                 f"version {self.version}, produced by step {self.version}, has non-finite weights and will not be "
-                f"served: {cause}. Lower --trainer.lr, clip gradients more tightly, or reduce the scale of your loss "
-                "or advantages"
+                f"served: {cause}. Start a new run with a lower --trainer.lr (a resumed run keeps "
+                "its learning rates), clip gradients more tightly, or reduce the scale of your loss or advantages"
             ) from error
 
     async def _raise_if_trainer_unresponsive(self, error: Exception) -> None:

@@ -73,7 +73,7 @@ def why_not_finite(model: ShardedModel, loss: torch.Tensor) -> str:
     dist.all_gather_object(gathered, (_wrong_weight(model), float(loss)))
     weight = next((weight for weight, _ in gathered if weight), None)
     if weight is not None:
-        return f"{weight}: an earlier update was too large. Lower trainer.lr"
+        return f"{weight}: an earlier update was too large. Start a new run with a lower --trainer.lr"
     total = sum(loss for _, loss in gathered)
     if not torch.isfinite(torch.tensor(total)):
         return f"The weights are finite, but the loss is {total}: {LOOK_AT}"

@@ -171,10 +171,19 @@ def check_unread_objective(settings: Objective, default: Objective, given: Objec
     Raises:
         ValueError: names both.
     """
-    trained = given.name if isinstance(given, Objective) else "supervised" if given is supervised else settings.name
-    if settings != default and trained != settings.name:
+    if settings == default:
+        return
+    trained: str = settings.name
+    unread = False
+    if isinstance(given, Objective):
+        # A recipe may change parameters of the settings' objective; one that has only defaults was not made from it.
+        trained, unread = given.name, given != settings and given == Objective.defaults_of(given.name)
+    elif given is supervised:
+        trained = "supervised"
+    if trained != settings.name or unread:
+        whose = f"{trained} with default parameters" if trained == settings.name else trained
         raise SettingsError(
-            f"objective {settings.name}: the recipe gives run.start() the objective {trained}. Leave the flag out, or "
+            f"objective {settings.name}: the recipe gives run.start() the objective {whose}. Leave the flag out, or "
             "pass s.objective to run.start() in the recipe"
         )
 
