@@ -19,7 +19,7 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 Rows = list[dict[str, Any]]
 COLUMNS = (
     ("entropy", "entropy_first_tenth", "entropy_last_tenth"),
-    ("KL to the drawing policy", "kl"),
+    ("KL to the behaviour policy", "kl"),
     ("largest", "kl_max"),
     ("clipped", "clipped"),
     ("weight", "weight"),

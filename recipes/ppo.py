@@ -4,8 +4,7 @@
     python recipes/ppo.py --trainer.critic.lam 0.95 --trainer.critic.warmup 10
 
 The critic is a second model of the policy's size on the trainer's devices. It is worth its memory where credit per
-token matters: in long conversations, with rewards of turns, or with one episode per prompt
-(docs/algorithms.md#a-critic).
+token matters: in long conversations and with rewards of turns (docs/algorithms.md#a-critic).
 """
 
 from __future__ import annotations

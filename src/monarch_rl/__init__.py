@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # for mypy and "go to definition"; a test compares it with th
     from monarch_rl.algorithms.functions import of_batch as of_batch
     from monarch_rl.algorithms.functions import other_tokens as other_tokens
     from monarch_rl.algorithms.group_view import GroupView as GroupView
+    from monarch_rl.algorithms.group_view import PerToken as PerToken
+    from monarch_rl.algorithms.group_view import PerTurn as PerTurn
     from monarch_rl.algorithms.objectives import CISPO as CISPO
     from monarch_rl.algorithms.objectives import DPPO as DPPO
     from monarch_rl.algorithms.objectives import GSPO as GSPO
@@ -98,7 +100,7 @@ _NAMES = {
     "monarch_rl.algorithms.advantages": "BySeat SeatBaselines dr_grpo gae grpo max_rl overlong_penalty reinforce_pp "
     "rloo",
     "monarch_rl.algorithms.functions": "entropy_gradient needs of_batch other_tokens",
-    "monarch_rl.algorithms.group_view": "GroupView",
+    "monarch_rl.algorithms.group_view": "GroupView PerToken PerTurn",
     "monarch_rl.algorithms.objectives": "CISPO DPPO GSPO OPSM SAPO TIS DecoupledPPO Distillation IcePop Objective "
     "PPOClip PolicyGradient SequenceMask",
     "monarch_rl.buffer.settings": "BufferSettings",

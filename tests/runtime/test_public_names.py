@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = """
 BufferSettings BySeat CISPO CheckpointSettings CriticSettings DPPO DecoupledPPO Distillation DropGroup Environment
 EvaluationSettings FrozenModel FrozenSettings GSPO GeneratorSettings GroupView IcePop JournalSettings LoraSettings
-LossSettings MathReward Message MicroBatch Mixture OPSM Objective OpenEnv Outcome PPOClip Policy PolicyGradient
-Questions Range ReasoningGym RecoverySettings RemoteJudge Reply RolloutSettings Run RunSettings SAPO Sandbox
-SeatBaselines SequenceMask Stage TIS Task TaskSettings TextArena TokenLogprobs ToolCall TrainerSettings
+LossSettings MathReward Message MicroBatch Mixture OPSM Objective OpenEnv Outcome PPOClip PerToken PerTurn Policy
+PolicyGradient Questions Range ReasoningGym RecoverySettings RemoteJudge Reply RolloutSettings Run RunSettings SAPO
+Sandbox SeatBaselines SequenceMask Stage TIS Task TaskSettings TextArena TokenLogprobs ToolCall TrainerSettings
 TransferSettings Verifiers assistant cli data_set dr_grpo entropy_gradient gae grpo jsonl launch max_rl needs of_batch
 other_tokens overlong_penalty parquet reference reinforce_pp resampled rloo run_tools supervised system teacher tool
 user

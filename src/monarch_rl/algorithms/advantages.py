@@ -76,8 +76,8 @@ def max_rl(group: GroupView) -> torch.Tensor:
 
 @of_batch
 def reinforce_pp(groups: Sequence[GroupView], eps: float = 1e-6) -> list[torch.Tensor]:
-    """``(R - mean) / (std + eps)`` over the whole batch: there is no baseline per group, so one sequence per prompt is
-    enough, and groups of equal rewards teach, too (REINFORCE++, arXiv:2501.03262).
+    """``(R - mean) / (std + eps)`` over the whole batch: there is no baseline per group, so few
+    sequences per prompt are enough, and groups of equal rewards teach, too (REINFORCE++, arXiv:2501.03262).
 
     Returns:
         float32[S] for each group.
