@@ -93,7 +93,7 @@ async def start_engine(cluster: Cluster, model: Path, slot: int, expert_routes: 
     generator = cluster.spawn(name, 1, first_device=slot).spawn(name, GeneratorBeside)
     start = generator.setup.call_one(str(model), settings, slot, expert_routes=expert_routes)
     await within(settings.start_limit_s(cluster.devices.kind == "cuda"), start, f"{name} to start", on=name)
-    return Dispatcher([generator], ROUND_DEADLINE_S, losses=0)
+    return Dispatcher([generator], ROUND_DEADLINE_S, max_losses=0)
 
 
 async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:

@@ -237,7 +237,7 @@ async def measure(generator: Any, shipped: BareEngine, own: BareEngine, load: Lo
 
     A ratio is the median over rounds of seconds of a yardstick / seconds of the actor.
     """
-    dispatcher = Dispatcher([generator], ROUND_DEADLINE_S, losses=0)
+    dispatcher = Dispatcher([generator], ROUND_DEADLINE_S, max_losses=0)
 
     stats = await within(ROUND_DEADLINE_S, generator.stats.call_one(), "the generator's figures")
     replica = {stats["pid"], *stats["child_pids"]}

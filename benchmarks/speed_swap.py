@@ -80,7 +80,7 @@ async def measure(
 @asynccontextmanager
 async def keep_busy(generator: GeneratorBeside, load: Load) -> AsyncIterator[None]:
     """Within the block the generator decodes without a break, and records when the tokens of one request come."""
-    playing = asyncio.create_task(_play(Dispatcher([generator], DEADLINE_S, losses=0), load))
+    playing = asyncio.create_task(_play(Dispatcher([generator], DEADLINE_S, max_losses=0), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
     try:
         yield

@@ -82,7 +82,7 @@ async def wait(future: Any) -> Any:
 
 
 async def ask(actor: Any, prompt: list[int], sampling: Sampling) -> Completion:
-    return await Dispatcher([actor], DEADLINE_S, losses=0).generate(prompt, sampling, 0)
+    return await Dispatcher([actor], DEADLINE_S, max_losses=0).generate(prompt, sampling, 0)
 
 
 def forked(_: Any) -> Any:

@@ -155,7 +155,7 @@ class System(Generic[G]):
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""
         # No controller replaces a lost replica: the last one's end is the request's.
-        dispatcher = Dispatcher(self.generators, 120.0, losses=len(self.generators) - 1)
+        dispatcher = Dispatcher(self.generators, 120.0, max_losses=len(self.generators) - 1)
         drawing = (dispatcher.generate(prompt, sampling, group) for group, prompt in enumerate(prompts))
         return list(await asyncio.gather(*drawing))
 

@@ -103,7 +103,7 @@ class Harness:
         return system.version
 
     async def ask(self, index: int) -> Completion:
-        return await Dispatcher([self.generators[index]], 120.0, losses=0).generate([7, 8, 9], SHORT, 0)
+        return await Dispatcher([self.generators[index]], 120.0, max_losses=0).generate([7, 8, 9], SHORT, 0)
 
     async def serving(self, *indices: int) -> None:
         """Check that these replicas draw with the newest version, from the same bits, and answer alike."""

@@ -588,10 +588,10 @@ def test_a_call_outlives_lost_engines_within_a_bound() -> None:
     async def test() -> None:
         lost = ActorError(EngineStopped("exit code -9"), "logprobs failed")
         engines: list[Any] = [Engine(lost), Engine(lost), Engine(np.ones(2))]
-        answer = await ask(Dispatcher(engines, 600, "frozen judge", losses=2))
+        answer = await ask(Dispatcher(engines, 600, "frozen judge", max_losses=2))
         assert answer.tolist() == [1, 1] and [engine.asked for engine in engines] == [1, 1, 1]
         with pytest.raises(ReplicaLost, match="exit code -9"):
-            await ask(Dispatcher(engines[:2], 600, "frozen judge", losses=1))
+            await ask(Dispatcher(engines[:2], 600, "frozen judge", max_losses=1))
 
     asyncio.run(test())
 
@@ -599,7 +599,7 @@ def test_a_call_outlives_lost_engines_within_a_bound() -> None:
 def test_a_refusal_is_the_callers_and_costs_no_engine() -> None:
     async def test() -> None:
         refusing: Any = Engine(ActorError(GenerationError("too long"), "logprobs failed"))
-        dispatcher = Dispatcher([refusing], 600, "frozen judge", losses=2)
+        dispatcher = Dispatcher([refusing], 600, "frozen judge", max_losses=2)
         for asked in (1, 2):
             with pytest.raises(GenerationError, match="too long"):
                 await ask(dispatcher)
@@ -612,14 +612,14 @@ def test_without_an_engine_a_call_waits_for_the_next_one_and_says_so_when_it_is_
     async def test() -> None:
         lost: Any = Engine(ActorError(EngineStopped("exit code -9"), "logprobs failed"))
         fresh: Any = Engine(np.ones(1))
-        dispatcher = Dispatcher([lost], 600, "frozen judge", "frozen.request-deadline-s", losses=2)
+        dispatcher = Dispatcher([lost], 600, "frozen judge", "frozen.request-deadline-s", max_losses=2)
         asking = asyncio.ensure_future(ask(dispatcher))  # type: ignore[arg-type]
         while not dispatcher._lost:
             await asyncio.sleep(0)
         dispatcher.replace(0, fresh)
         dispatcher.update_replicas([], [])
         assert (await asking).tolist() == [1]
-        late = Dispatcher([lost], 0.05, "frozen judge", "frozen.request-deadline-s", losses=2)
+        late = Dispatcher([lost], 0.05, "frozen judge", "frozen.request-deadline-s", max_losses=2)
         with pytest.raises(DeadlineExceeded, match="frozen judge 0 was lost"):
             await ask(late)
 

@@ -180,7 +180,7 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, expert_routes=True)
         prompts = [[5, 6, 7, i] for i in range(8)]
         sampling = Sampling(200, expert_routes_from=0)
-        dispatcher = Dispatcher([generator], 120.0, losses=0)
+        dispatcher = Dispatcher([generator], 120.0, max_losses=0)
         completions = await asyncio.gather(*(dispatcher.generate(prompt, sampling, 0) for prompt in prompts))
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         groups = [pack_group(Group(0, 0, [played])) for played in episodes]

@@ -26,7 +26,7 @@ GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 async def alone(generators: list[InspectedGenerator]) -> list[Completion]:
     """Greedy completions, one request at a time: a batch of several changes the last bits."""
     return [
-        await Dispatcher([g], 60, losses=0).generate(prompt, GREEDY, 0)
+        await Dispatcher([g], 60, max_losses=0).generate(prompt, GREEDY, 0)
         for g in generators
         for prompt in ([7, 8, 9], [20, 30])
     ]

@@ -41,7 +41,7 @@ class Dispatcher:
         deadline_s: float,
         kind: str = "generator",
         flag: str = "patience",
-        losses: int | None = None,
+        max_losses: int | None = None,
     ) -> None:
         """
         Args:
@@ -49,13 +49,13 @@ class Dispatcher:
             deadline_s: seconds that a request may take, including retries on other replicas.
             kind: name of a replica in messages.
             flag: the setting that ``deadline_s`` comes from.
-            losses: how many replicas may be lost during a request before it fails. None is unlimited, for replicas that
-                a controller replaces.
+            max_losses: how many replicas may be lost during a request before it fails. None is unlimited, for replicas
+                that a controller replaces.
         """
         if not replicas:
             raise ValueError("a dispatcher needs at least one replica")
         self._replicas = list(replicas)
-        self._deadline_s, self._kind, self._flag, self._losses = deadline_s, kind, flag, losses
+        self._deadline_s, self._kind, self._flag, self._max_losses = deadline_s, kind, flag, max_losses
         self._connections = [ReplicaConnection(handle) for handle in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
@@ -67,8 +67,13 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
-        settings = {"deadline_s": self._deadline_s, "kind": self._kind, "flag": self._flag, "losses": self._losses}
-        return {"replicas": self._replicas} | settings
+        return {
+            "replicas": self._replicas,
+            "deadline_s": self._deadline_s,
+            "kind": self._kind,
+            "flag": self._flag,
+            "max_losses": self._max_losses,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Dispatcher.__init__(self, **state)
@@ -105,13 +110,15 @@ class Dispatcher:
             GenerationError: the engine refused the request.
             DeadlineExceeded: the request was not answered in time. The message names the last replica that was asked,
                 or, if none took requests, lists the lost replicas with reasons.
-            ReplicaLost: more replicas were lost during the request than ``losses`` allows.
+            ReplicaLost: more replicas were lost during the request than ``max_losses`` allows.
         """
         parts: list[Completion] = []
         sampled_ids: list[int] = []
         reason: str | None = None
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
-        for losses in itertools.count(1):
+
+        async def attempt() -> Completion:
+            nonlocal reason
             # Expert routes come only with a complete answer. If nothing else is missing, a replica reads all tokens and
             # samples one more, which is dropped.
             rest, rest_sampling = prompt_ids, sampling
@@ -121,23 +128,21 @@ class Dispatcher:
             try:
                 answer = await self._ask(rest, rest_sampling, group, clock)
             except ReplicaLost as error:
-                if self._losses is not None and losses > self._losses:
-                    raise
-                if reason is not None:
-                    continue
-                parts += error.parts
-                sampled_ids += [token for part in error.parts for token in part.token_ids.tolist()]
-                # The replica may have been lost between the last token and the answer. Only the request's own stop
-                # tokens are checked here: the replica has more of them, but sends no part that ends with one.
-                reason = finish_reason_of(sampled_ids, sampling, sampling.stop_token_ids)
-                if reason is not None and sampling.expert_routes_from is None:
-                    return join_parts(parts, reason)
-            else:
                 if reason is None:
-                    return join_parts([*parts, answer], answer.finish_reason)
-                routes = answer.expert_routes
-                return replace(join_parts(parts, reason), expert_routes=None if routes is None else routes[:-1])
-        raise AssertionError("a request is asked until it is answered")
+                    parts.extend(error.parts)
+                    sampled_ids.extend(token for part in error.parts for token in part.token_ids.tolist())
+                    # The replica may have been lost between the last token and the answer. Only the request's own stop
+                    # tokens are checked here: the replica has more of them, but sends no part that ends with one.
+                    reason = finish_reason_of(sampled_ids, sampling, sampling.stop_token_ids)
+                    if reason is not None and sampling.expert_routes_from is None:
+                        return join_parts(parts, reason)
+                raise
+            if reason is None:
+                return join_parts([*parts, answer], answer.finish_reason)
+            routes = answer.expert_routes
+            return replace(join_parts(parts, reason), expert_routes=None if routes is None else routes[:-1])
+
+        return await self._retried(attempt)
 
     async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Call an endpoint other than ``generate`` of the group's replica; returns its result.
@@ -158,13 +163,17 @@ class Dispatcher:
                 raise refused if isinstance(refused, GenerationError) else ReplicaLost(str(error)) from error
 
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
+        return await self._retried(lambda: self._of_replica(group, what, ask, clock))
+
+    async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Result of ``attempt``, which is repeated when it raises ReplicaLost, up to ``max_losses`` times."""
         for losses in itertools.count(1):
             try:
-                return await self._of_replica(group, what, ask, clock)
+                return await attempt()  # waits: _of_replica has a deadline
             except ReplicaLost:
-                if self._losses is not None and losses > self._losses:
+                if self._max_losses is not None and losses > self._max_losses:
                     raise
-        raise AssertionError("a request is asked until it is answered")
+        raise AssertionError("attempts are repeated until one succeeds or raises")
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int, clock: DeadlineClock) -> Completion:
         what = (
@@ -191,8 +200,8 @@ class Dispatcher:
         """
         while (replica := self._replica_of(group)) is None:
             self._changed.clear()
-            losses = "".join(f"; {self._kind} {index} was lost: {why}" for index, why in sorted(self._lost.items()))
-            missing = f"a {self._kind} that takes requests of group {group}{losses}"
+            lost = "".join(f"; {self._kind} {index} was lost: {why}" for index, why in sorted(self._lost.items()))
+            missing = f"a {self._kind} that takes requests of group {group}{lost}"
             await within(clock, self._changed.wait(), missing, on="controller", flag=self._flag)
         connection = self._connections[replica]
         self._in_flight[replica] += 1

@@ -62,7 +62,8 @@ class GeneratorHandle(Protocol):
 
 
 class DispatchedGenerators(GeneratorHandle, Protocol):
-    """Several replicas behind one handle; crosses processes, so it must pickle."""
+    """Several replicas behind one handle, which resends the requests of lost ones (``generator/dispatcher.py``). It
+    crosses processes, so it must pickle."""
 
     def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and resend the unanswered requests of the ``lost`` ones to
