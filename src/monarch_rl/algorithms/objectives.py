@@ -42,6 +42,8 @@ class PolicyObjective(Objective):
 
     has_ratio: ClassVar[bool] = True
     """Whether it uses a ratio to an older policy."""
+    for_negatives: ClassVar[tuple[str, ...]] = ()
+    """Names of its parameters that only concern tokens of negative advantage."""
 
     @property
     def has_importance_ratio(self) -> bool:
@@ -93,6 +95,7 @@ class PPOClip(RatioObjective):
     """PPO's clipped ratio (arXiv:1707.06347) with DAPO's wider upper bound (arXiv:2503.14476). The clip has an effect
     only where the ratio is not 1: with `ratio_to behaviour`, or several updates per batch."""
 
+    for_negatives: ClassVar[tuple[str, ...]] = ("dual_clip",)
     name: _Name = "ppo_clip"
     clip_low: Annotated[float, Range(0, 1)] = 0.2
     """The ratio is clipped below at 1 - clip_low (PPO)."""
@@ -167,6 +170,7 @@ class GSPO(RatioObjective):
 class SAPO(RatioObjective):
     """A gate that closes gradually as the ratio moves away from 1 (arXiv:2511.20347, the source of the defaults)."""
 
+    for_negatives: ClassVar[tuple[str, ...]] = ("tau_negative",)
     name: _Name = "sapo"
     tau_positive: Annotated[float, Range(0.001, 1000)] = 1.0
     """How steeply the gate closes for tokens with A > 0. Larger values stay nearer to the old policy."""

@@ -348,15 +348,15 @@ async def start_actors(
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
     updates = s.steps * s.trainer.updates_per_batch
     plan = TrainerPlan(
-        model.folder,
-        s.trainer,
-        updates,
-        s.rollout.temperature,
-        loss_tokens(s, limits),
-        functions,
-        journal,
-        s.journal.mib << 20,
-        resumed.generation if resumed else 0,
+        model=model.folder,
+        settings=s.trainer,
+        total_steps=updates,
+        temperature=s.rollout.temperature,
+        max_tokens=loss_tokens(s, limits),
+        functions=functions,
+        journal=journal,
+        journal_bytes=s.journal.mib << 20,
+        generation=resumed.generation if resumed else 0,
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())

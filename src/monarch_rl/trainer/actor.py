@@ -179,7 +179,7 @@ class Trainer(ResilientActor):
             journal.took(packed)
 
         def step() -> tuple[dict[str, float], BatchAdvantages]:
-            result = train(policy, packed, self.functions, self._plan.max_new_tokens)
+            result = train(policy, packed, self.functions, self._plan.max_tokens)
             self._rows_taken += rows
             self._note(version + 1)
             return result

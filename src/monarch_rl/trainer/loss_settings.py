@@ -177,9 +177,9 @@ def check_objective(objective: Objective, loss: LossSettings) -> None:
             f"trainer.loss.corrections {weights[0]} weights by pi_trainer / pi_engine, and so does {other}: leave one "
             "of them out"
         )
-    for name in ("dual_clip", "tau_negative"):
-        default = next((field.default for field in fields(objective) if field.name == name), None)
-        if loss.positives_only and getattr(objective, name, None) != default:
+    defaults = Objective.defaults_of(objective.name)
+    for name in objective.for_negatives:
+        if loss.positives_only and getattr(objective, name) != getattr(defaults, name):
             raise SettingsError(
                 f"{objective.flag(name)}: no effect, because trainer.loss.positives-only drops tokens of negative "
                 "advantage. Leave it out"

@@ -37,8 +37,8 @@ class TrainerPlan:
     """Optimiser steps of the run, for the learning-rate schedule: batches x updates per batch."""
     temperature: float
     """Sampling temperature, at which log-probs are computed."""
-    max_new_tokens: int
-    """Most tokens that an episode may generate: the normaliser of the ``constant`` aggregation."""
+    max_tokens: int
+    """The normaliser of the ``constant`` aggregation: ``trainer.loss.max_tokens``, or the limit of an episode."""
     functions: TrainingFunctions | None = None
     """Advantage and loss function. None: the advantage that ``settings.loss`` names, and PPO's clip. With a custom loss
     function only the aggregation of these settings has an effect, through ``MicroBatch.weights``."""
@@ -74,7 +74,7 @@ def write_plan(folder: Path, plan: TrainerPlan) -> None:
         "settings": to_plain(plan.settings),
         "total_steps": plan.total_steps,
         "temperature": plan.temperature,
-        "max_new_tokens": plan.max_new_tokens,
+        "max_new_tokens": plan.max_tokens,
         "generation": plan.generation,
         "functions": None if plan.functions is None else _functions(plan.functions),
     }
@@ -109,8 +109,15 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
             f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
             f"({error}): replay the run with {writer}"
         ) from error
-    numbers = {name: values[name] for name in ("total_steps", "temperature", "max_new_tokens", "generation")}
-    return TrainerPlan(Path(values["model"]), settings, functions=functions, **numbers)
+    return TrainerPlan(
+        model=Path(values["model"]),
+        settings=settings,
+        total_steps=values["total_steps"],
+        temperature=values["temperature"],
+        max_tokens=values["max_new_tokens"],
+        functions=functions,
+        generation=values["generation"],
+    )
 
 
 def trained_as(plan: TrainerPlan) -> str:
@@ -125,7 +132,7 @@ def trained_as(plan: TrainerPlan) -> str:
         ):
             functions.append([named or place_of(function), code_of(function)])
         functions.append(loaded.advantage_columns)
-    content = to_plain(plan.settings), plan.temperature, plan.max_new_tokens, functions
+    content = to_plain(plan.settings), plan.temperature, plan.max_tokens, functions
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
