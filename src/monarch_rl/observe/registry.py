@@ -278,8 +278,9 @@ METRICS = (
     Metric(
         "trainer/clipped",
         "share",
-        "Share of tokens that the policy loss clips: the ratio of the token, or of its sequence, is outside the clip "
-        "range ([algorithms.md](algorithms.md)).",
+        "Share of tokens that the objective clips or drops: the ratio of the token, or of its sequence, is outside the "
+        "clip range; `sapo`: less than half of the gradient is left; `dppo_tv`: the probability has moved too far; "
+        "`decoupled`: also where the behaviour weight is above its cap ([algorithms.md](algorithms.md#objectives)).",
         "learning",
     ),
     Metric(
