@@ -28,7 +28,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.rollout.submit import MESSAGE_BYTES, SubmitQueue, TicketQueue
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
@@ -74,7 +74,7 @@ def template(s: Settings) -> bytes:
         drawn = Completion(ids, logprobs.astype(np.float32), np.zeros(s.new_tokens, np.int32), "length")
         return Episode([Turn.from_completion(list(range(s.prompt_tokens)), drawn)], float(reward), "length")
 
-    return pack_group(Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]))
+    return serialize_group(Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]))
 
 
 class Clock(Actor):

@@ -34,7 +34,7 @@ from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.advantages import advantages_of, group_views
@@ -106,7 +106,7 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         return Group(index, index, [Episode([turn], float(random.random()), "stop") for turn in turns])
 
     groups = [group(index) for index in range(s.groups)]
-    packed = [PackedGroup.read(pack_group(whole)) for whole in groups]
+    packed = [SerializedGroup.read(serialize_group(whole)) for whole in groups]
     whole = Batch(step, packed, None, np.asarray([sum(one.trainable for one in packed)]))
     shard = cut(whole, ShardPlan(policy.world_size, policy.settings.tokens_per_microbatch))[policy.rank]
     loss = policy.settings.loss

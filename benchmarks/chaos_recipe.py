@@ -30,7 +30,7 @@ from monarch_rl.episode.episode import (
     Ticket,  # noqa: E402
 )
 from monarch_rl.episode.sampling import Completion, Sampling  # noqa: E402
-from monarch_rl.episode.serialization import PackedGroup  # noqa: E402
+from monarch_rl.episode.serialization import SerializedGroup  # noqa: E402
 from monarch_rl.generator.actor import Generator  # noqa: E402
 from monarch_rl.generator.parts import OnPart  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
@@ -88,7 +88,7 @@ class FailingGenerator(Generator):
 class FailingBuffer(Buffer):
     """Fails when it is given groups."""
 
-    def _submit(self, groups: list[PackedGroup]) -> None:
+    def _submit(self, groups: list[SerializedGroup]) -> None:
         end_if_told("buffer")
         super()._submit(groups)
 

@@ -43,7 +43,7 @@ from monarch_rl.checkpoint import folders  # noqa: E402
 from monarch_rl.checkpoint.folders import Manifest, newest_whole  # noqa: E402
 from monarch_rl.checkpoint.journal import FOLDER, JournalWriter  # noqa: E402
 from monarch_rl.episode.episode import Episode, Group, Turn  # noqa: E402
-from monarch_rl.episode.serialization import PackedGroup, pack_group  # noqa: E402
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group  # noqa: E402
 from monarch_rl.offline.parity import run_ranks  # noqa: E402
 from monarch_rl.runtime.network import held_port  # noqa: E402
 from tools.gpu_parts.common import TINY, Bench, make_model  # noqa: E402
@@ -312,7 +312,7 @@ def journal(s: Settings, scratch: Path) -> dict[str, Any]:
     """The goal is at most 1.5 times token ids and log-probs."""
     folder = run_folder(s, scratch / "runs", 0, "--steps=12", "--journal.mib=64")
     writer = JournalWriter(scratch / "long", 0, 2**30)
-    packed = [PackedGroup.read(pack_group(long_group(number))) for number in range(4)]
+    packed = [SerializedGroup.read(serialize_group(long_group(number))) for number in range(4)]
     trained = sum(episode.tokens for group in packed for episode in group.episodes)
     whole = Batch(0, packed, None, np.asarray([trained]))
     writer.batch(cut(whole, ShardPlan(1, 16_384))[0])

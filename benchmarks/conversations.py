@@ -28,7 +28,7 @@ from reporting import run_benchmark, short
 
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.episode.serialization import unpack_group
+from monarch_rl.episode.serialization import deserialize_group
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
@@ -180,7 +180,7 @@ async def measure(s: Settings, template: ChatTemplate) -> dict[str, Any]:
     before = process.memory_info().rss
     load = await measured(played(template, generator, buffer, s))
     for number, data in enumerate(buffer.put_groups[:1]):
-        assert all(len(episode.turns) == s.turns for episode in unpack_group(data).episodes), number
+        assert all(len(episode.turns) == s.turns for episode in deserialize_group(data).episodes), number
     return {
         "conversations_at_once": generator.most_at_once,
         "turns": generator.turns,

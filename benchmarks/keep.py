@@ -27,7 +27,7 @@ from speed_trainer import Training
 
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.config import ModelConfig, read_config
@@ -136,7 +136,7 @@ def summary(
         return statistics.median(one / other for one, other in zip(values, base, strict=True))
 
     tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
-    nbytes = {way: sum(len(pack_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
+    nbytes = {way: sum(len(serialize_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
     sampling_masks = [episode.sampling_masks for group in drawn[KEPT] for episode in group.episodes]
     counts = np.concatenate([one.counts[one.counts > 0] for one in sampling_masks if one is not None])
     return {

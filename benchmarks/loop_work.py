@@ -18,7 +18,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.model.chat import ChatTemplate
 
 LIMIT_MS = 20.0
@@ -67,18 +67,18 @@ def best_ms(work: Callable[[], object], rounds: int) -> float:
 
 def main(s: Settings) -> None:
     groups = [make_group(s, number) for number in range(s.groups)]
-    data = pack_group(groups[0])
+    data = serialize_group(groups[0])
     template = ChatTemplate(s.model)
     drawn = groups[0].episodes[0].turns[0].token_ids.tolist()
     budget = 4 * (s.tokens + 200)
-    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     batch = Batch(0, packed, None, np.asarray([sum(group.trainable for group in packed)]))
     shard = cut(batch, ShardPlan(2, budget))[0]
     work: dict[str, Callable[[], object]] = {
         "rollout worker: tokens of one answer to text": lambda: template.plain(drawn),
         "rollout worker: 8 answers to text (on a thread)": lambda: [template.plain(drawn) for _ in range(8)],
-        "rollout worker: a group to bytes": lambda: pack_group(groups[0]),
-        "buffer: a group read": lambda: PackedGroup.read(data),
+        "rollout worker: a group to bytes": lambda: serialize_group(groups[0]),
+        "buffer: a group read": lambda: SerializedGroup.read(data),
         "buffer: a batch cut into two shards": lambda: cut(batch, ShardPlan(2, budget)),
         "buffer, trainer: a shard to a pickle and back": lambda: pickle.loads(pickle.dumps(shard)),
     }

@@ -13,7 +13,7 @@ import numpy as np
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.episode.serialization import deserialize_group, serialize_group
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, update
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
@@ -40,7 +40,7 @@ class TrainerBeside(Trainer):
     @concurrent_endpoint
     async def plain_setup(self, groups: list[bytes], names: list[str]) -> None:
         """Load the plain models, and prepare this rank's part of the batch as torchtitan's data loader would."""
-        await self._on(self._compute, self._set_up_plain, [unpack_group(data) for data in groups], names)
+        await self._on(self._compute, self._set_up_plain, [deserialize_group(data) for data in groups], names)
 
     def _set_up_plain(self, groups: list[Group], names: list[str]) -> None:
         import torch
@@ -108,7 +108,7 @@ class Training:
         for group in self.groups:
             ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
             assert ticket is not None, "the buffer is closed"
-            data = pack_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
+            data = serialize_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
             await within(CALL_DEADLINE_S, self.buffer.submit.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
         metrics = await update(self.trainer, self.buffer, self.version, Patience(deadline_s))
@@ -167,7 +167,7 @@ class Timed:
 async def take_turns(training: Training, yardsticks: list[str], rounds: int, deadline_s: float) -> Timed:
     """Rounds of one step each of the trainer and of the yardsticks; the first round warms up."""
     trainer, deadline = training.trainer, SET_UP_DEADLINE_S
-    data = [pack_group(group) for group in training.groups]
+    data = [serialize_group(group) for group in training.groups]
     await within(deadline, trainer.plain_setup.call(data, yardsticks), "trainer ranks to load plain torchtitan")
 
     async def ours() -> tuple[float, float, float]:

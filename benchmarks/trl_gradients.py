@@ -39,7 +39,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.runtime.network import held_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.batch import pack
@@ -185,8 +185,8 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
     groups = []
     for index in range(GROUPS):
         of_group = sequences[index * SIZE : (index + 1) * SIZE]
-        packed = pack_group(Group(index, index, [episode_of(sequence, loss.columns) for sequence in of_group]))
-        groups.append(PackedGroup.read(packed))
+        packed = serialize_group(Group(index, index, [episode_of(sequence, loss.columns) for sequence in of_group]))
+        groups.append(SerializedGroup.read(packed))
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
     advantage = loss.advantage or ADVANTAGES[loss.ours.advantage]()

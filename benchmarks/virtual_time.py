@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.episode.prefixes import PrefixTree
-from monarch_rl.episode.serialization import PackedEpisode, PackedGroup
+from monarch_rl.episode.serialization import SerializedEpisode, SerializedGroup
 
 
 @dataclass
@@ -53,7 +53,9 @@ def drive(
         now, _, what, number = heapq.heappop(ends)
         if what == "group":
             versions = dict.fromkeys((began.pop(number), core.published_version), 1)
-            core.submit(PackedGroup(number, number, [PackedEpisode(0.0, 1, versions, b"")], PrefixTree([0], [0])))
+            core.submit(
+                SerializedGroup(number, number, [SerializedEpisode(0.0, 1, versions, b"")], PrefixTree([0], [0]))
+            )
         elif what == "step":
             core.trained(number)
             training, free_since = False, now

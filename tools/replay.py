@@ -94,7 +94,7 @@ def sizes(journal: Path) -> str:
         reader = JournalReader(journal, int(folder.name.removeprefix("rank")))
         written += reader.nbytes
         for version in reader.versions:
-            for episode in chain(*reader.batch(version).unpack()):
+            for episode in chain(*reader.batch(version).deserialize()):
                 tokens, trained = tokens + episode.num_tokens, trained + episode.num_trainable
     if not tokens:
         raise ValueError(f"{journal} contains no batch: run with --journal.mib above 0")

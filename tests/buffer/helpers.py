@@ -14,7 +14,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.prefixes import PrefixTree
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import PackedEpisode, PackedGroup
+from monarch_rl.episode.serialization import SerializedEpisode, SerializedGroup
 
 
 def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Episode:
@@ -31,13 +31,13 @@ def group(group_id: int, *versions: Sequence[int]) -> Group:
 
 def packed(
     group_id: int, *versions: Sequence[int], attempt: int = 0, failed: int = 0, equal: bool = False, nbytes: int = 0
-) -> PackedGroup:
+) -> SerializedGroup:
     """What the buffer reads of :func:`group`'s bytes, without them. ``equal``: all rewards are."""
     episodes = [
-        PackedEpisode(0.0 if equal else float(i), 2 + len(v), dict(Counter(v)), b"") for i, v in enumerate(versions)
+        SerializedEpisode(0.0 if equal else float(i), 2 + len(v), dict(Counter(v)), b"") for i, v in enumerate(versions)
     ]
     separate = PrefixTree(list(range(len(episodes))), [0] * len(episodes))
-    return PackedGroup(group_id, group_id, episodes, separate, failed, attempt, bytes(nbytes))
+    return SerializedGroup(group_id, group_id, episodes, separate, failed, attempt, bytes(nbytes))
 
 
 def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **settings: Any) -> BufferCore:

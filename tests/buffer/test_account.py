@@ -9,7 +9,7 @@ from monarch.actor import this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.monitor import ProcessMonitor
 from tests.buffer.helpers import group
@@ -36,9 +36,9 @@ async def account() -> list[list[tuple[str, str]]]:
         await look()
         first = await buffer.admit.call_one("rollout worker 1", WAIT_S)
         second = await buffer.admit.call_one("rollout worker 2", WAIT_S)
-        await buffer.submit.call_one(pack_group(group(first.group_id, [0], [0])))
+        await buffer.submit.call_one(serialize_group(group(first.group_id, [0], [0])))
         await look()
-        await buffer.submit.call_one(pack_group(group(second.group_id, [0], [0])))
+        await buffer.submit.call_one(serialize_group(group(second.group_id, [0], [0])))
         await look()
         await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
         await buffer.trained.call_one(1)

@@ -15,7 +15,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue, TicketQueue
 from monarch_rl.runtime.deadlines import now, within
@@ -49,7 +49,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
     tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(groups)]
     for ticket in tickets:
-        await buffer.submit.call_one(pack_group(group(ticket.group_id, [version], [version])))
+        await buffer.submit.call_one(serialize_group(group(ticket.group_id, [version], [version])))
     return [ticket.group_id for ticket in tickets]
 
 
@@ -135,7 +135,7 @@ def test_close_ends_every_wait(process: Any) -> None:
         with pytest.raises(ActorError) as failure:
             await within(WAIT_S, take, "the end of take")
         assert isinstance(failure.value.exception, BufferClosed)
-        await buffer.submit.call_one(pack_group(group(last.group_id, [0])))
+        await buffer.submit.call_one(serialize_group(group(last.group_id, [0])))
         assert await buffer.admit.call_one("worker 0", WAIT_S) is None
 
     run(test)
@@ -161,7 +161,7 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
                 of_group.fill_column("value", np.arange(of_group.num_tokens) + of_group.reward)
                 of_group.fill_column("other", np.ones(of_group.num_tokens))
             await buffer.admit.call_one("worker 0", WAIT_S)
-            await buffer.submit.call_one(pack_group(one))
+            await buffer.submit.call_one(serialize_group(one))
         calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
         shards = await asyncio.gather(*calls)
         again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))
@@ -185,7 +185,7 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             ]
             assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
             assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
-            for microbatch_places, episodes in zip(shard.places, shard.unpack(), strict=True):
+            for microbatch_places, episodes in zip(shard.places, shard.deserialize(), strict=True):
                 microbatch = [(g, e, one) for (g, e, _), one in zip(microbatch_places, episodes, strict=True)]
                 assert sum(e.num_tokens - 1 for _, _, e in microbatch) <= KEYS_PER_TOKEN * 12
                 by_group = [[e for g, _, e in microbatch if g == group] for group in range(2)]
@@ -212,7 +212,7 @@ def test_slots_of_stale_groups_go_to_waiting_workers(process: Any) -> None:
         admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
         ticket = await within(WAIT_S, admit, "the slot of the stale group")
-        await buffer.submit.call_one(pack_group(group(ticket.group_id, [3])))
+        await buffer.submit.call_one(serialize_group(group(ticket.group_id, [3])))
         await within(WAIT_S, take, "the batch")
         counts = await buffer.counts.call_one()
         assert counts.dropped == {STALE: 1}
@@ -224,7 +224,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
     async def test() -> None:
         buffer = buffer_actor(process, 2, 0)
         tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
-        await buffer.submit.call_one(pack_group(group(0, [0], [0])))
+        await buffer.submit.call_one(serialize_group(group(0, [0], [0])))
         dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
         await buffer.counts.call_one()
@@ -233,14 +233,14 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
         ticket = await within(WAIT_S, waiting, "the lost worker's group")
         assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
         assert "held: group 1 by worker 1" in await buffer.report.call_one()
-        await buffer.submit.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
+        await buffer.submit.call_one(serialize_group(group(1, [0], [0])))  # worker 0 was only slow
         await buffer.drop.call_one(1, "score hung")
         counts = await buffer.counts.call_one()
         assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
         assert "held: group 1 by worker 1" in await buffer.report.call_one()
         again = group(1, [0], [0])
         again.attempt = 1
-        await buffer.submit.call_one(pack_group(again))
+        await buffer.submit.call_one(serialize_group(again))
         shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
         assert shard.num_episodes == 4
 
@@ -254,7 +254,7 @@ def test_waits_for_a_slow_group_are_counted(process: Any) -> None:
         await buffer.admit.call_one("worker 0", WAIT_S)
         take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
         await fill(buffer, 2)
-        await buffer.submit.call_one(pack_group(group(0, [0])))
+        await buffer.submit.call_one(serialize_group(group(0, [0])))
         await within(WAIT_S, take, "the batch")
         counts, passed_s = await buffer.counts.call_one(), now() - began
         assert counts.order_waits == 1 and 0 < counts.order_wait_s <= passed_s
@@ -267,7 +267,7 @@ def test_waits_for_a_slow_group_are_counted(process: Any) -> None:
 
 def large(group_id: int) -> bytes:
     """Some 0.6 MiB."""
-    return pack_group(group(group_id, [0] * 75_000))
+    return serialize_group(group(group_id, [0] * 75_000))
 
 
 def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
@@ -322,9 +322,9 @@ def test_an_outbox_hands_on_what_the_buffer_refuses(process: Any) -> None:
         buffer = buffer_actor(process, 1, 1)
         outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
         with pytest.raises(ActorError, match="group 5 .*not admitted"):
-            await within(WAIT_S, outbox.submit(5, 0, pack_group(group(5, [0]))), "the refusal")
+            await within(WAIT_S, outbox.submit(5, 0, serialize_group(group(5, [0]))), "the refusal")
         await buffer.admit.call_one("worker 0", WAIT_S)
-        await within(WAIT_S, outbox.submit(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
+        await within(WAIT_S, outbox.submit(0, 0, serialize_group(group(0, [0]))), "a put after a refusal")
 
     run(test)
 
@@ -335,7 +335,7 @@ def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
         outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
-        small = pack_group(group(2, [0] * 12_000))
+        small = serialize_group(group(2, [0] * 12_000))
         assert len(small) <= UNASKED_BYTES
         await outbox.submit(1, 0, large(1))
         await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
@@ -355,7 +355,7 @@ def test_groups_that_are_complete_at_once_travel_in_one_call(process: Any) -> No
         counting: Any = CountingBuffer(buffer)
         outbox = SubmitQueue(counting, "worker 0", WAIT_S)
         ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
-        await asyncio.gather(*(outbox.submit(i, 0, pack_group(group(i, [0]))) for i in ids))
+        await asyncio.gather(*(outbox.submit(i, 0, serialize_group(group(i, [0]))) for i in ids))
         assert counting.puts == [8]
         assert (await buffer.counts.call_one()).complete == 8
 

@@ -19,7 +19,7 @@ from monarch_rl.buffer.ledger import (
     STALE,
 )
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from tests.buffer.helpers import core, group, mean_lag, packed
 
 
@@ -30,7 +30,7 @@ def play(buffer: BufferCore, groups: int) -> None:
         buffer.submit(packed(ticket.group_id, [buffer.published_version]))
 
 
-def step(buffer: BufferCore) -> list[PackedGroup]:
+def step(buffer: BufferCore) -> list[SerializedGroup]:
     batch = buffer.take(buffer.version)
     assert batch is not None
     buffer.trained(buffer.version + 1)
@@ -415,9 +415,9 @@ def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
         made = group(ticket.group_id, [0] * 1000)
         for number in range(columns):
             made.episodes[0].fill_column(f"column {number}", np.ones(made.episodes[0].num_tokens))
-        data = pack_group(made)
+        data = serialize_group(made)
         before = buffer.budget.used
-        buffer.submit(PackedGroup.read(data))
+        buffer.submit(SerializedGroup.read(data))
         assert buffer.budget.used - before == len(data)
         sizes.append(len(data))
     assert sizes[1] - sizes[0] == pytest.approx(4 * 1000, abs=64)
@@ -425,16 +425,16 @@ def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
 
 
 def test_a_core_goes_on_from_its_state() -> None:
-    from monarch_rl.episode.serialization import PackedGroup as Read
+    from monarch_rl.episode.serialization import SerializedGroup as Read
     from tests.buffer.helpers import group
 
     settings = BufferSettings(2, window=1)
     buffer = BufferCore(2, settings, task_cursor=7)
     admit(buffer, 5)
     for group_id in (1, 2, 3):
-        buffer.submit(Read.read(pack_group(group(group_id, [0], [0]))))
+        buffer.submit(Read.read(serialize_group(group(group_id, [0], [0]))))
     assert ids(buffer) is None
-    buffer.submit(Read.read(pack_group(group(0, [0], [0]))))
+    buffer.submit(Read.read(serialize_group(group(0, [0], [0]))))
     step(buffer)
     assert ids(buffer) == [2, 3]
     resumed = BufferCore.restore(2, settings, buffer.state())
@@ -455,7 +455,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
     settings = BufferSettings(3, window=1)
     buffer = BufferCore(1, settings)
     admit(buffer, 2)
-    buffer.submit(PackedGroup.read(pack_group(group(1, [0], [0]))))
+    buffer.submit(SerializedGroup.read(serialize_group(group(1, [0], [0]))))
     resumed = BufferCore.restore(1, settings, buffer.state(), generation=1)
     for version, group_id in ((1, 1), (2, 3), (3, 4)):
         resumed.note_replayed(version, [group_id], np.asarray([1, 2]))
@@ -483,14 +483,14 @@ def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:
     buffer = BufferCore(2, settings)
     admit(buffer, 4)
     for group_id in (0, 1):
-        buffer.submit(PackedGroup.read(pack_group(group(group_id, [0], [0]))))
+        buffer.submit(SerializedGroup.read(serialize_group(group(group_id, [0], [0]))))
     assert ids(buffer) == [0, 1]
     step(buffer)
-    buffer.submit(PackedGroup.read(pack_group(group(2, [0, 1], [1]))))
-    buffer.submit(PackedGroup.read(pack_group(group(3, [0], [0]))))
+    buffer.submit(SerializedGroup.read(serialize_group(group(2, [0, 1], [1]))))
+    buffer.submit(SerializedGroup.read(serialize_group(group(3, [0], [0]))))
     undone = BufferCore.restore(2, settings, buffer.state() | {"version": 0}, generation=1)
     assert undone.counts().wasted_tokens == {ROLLED_BACK: 3}
     assert (undone.counts().complete, undone.counts().playing) == (1, 1)
     again = undone.admit()
     assert again is not None and (again.group_id, again.attempt) == (2, ATTEMPTS)
-    assert not undone.submit(PackedGroup.read(pack_group(group(2, [0], [0])))), "of the generation before"
+    assert not undone.submit(SerializedGroup.read(serialize_group(group(2, [0], [0])))), "of the generation before"

@@ -12,7 +12,7 @@ from monarch_rl.algorithms.packing import SLOWER
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.rollout.submit import SubmitQueue, TicketQueue
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -49,7 +49,7 @@ class Player(Actor):
                 if ticket.group_id % 7 == 3:
                     await buffer.drop.call_one(ticket.group_id, "score hung")
                     continue
-                await outbox.submit(ticket.group_id, 0, pack_group(make(ticket.group_id, version, 0)))
+                await outbox.submit(ticket.group_id, 0, serialize_group(make(ticket.group_id, version, 0)))
                 puts += 1
 
         await asyncio.gather(*(place() for _ in range(3)))
@@ -63,7 +63,7 @@ class Rank(Actor):
         shard = await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)
         return shard.rewards, [
             [(g, e, one) for (g, e, _), one in zip(places, episodes, strict=True)]
-            for places, episodes in zip(shard.places, shard.unpack(), strict=True)
+            for places, episodes in zip(shard.places, shard.deserialize(), strict=True)
         ]
 
 

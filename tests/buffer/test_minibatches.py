@@ -13,7 +13,7 @@ from monarch_rl.algorithms.losses import Aggregation
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.batch import pack_shard
 from tests.buffer.helpers import episode
@@ -32,7 +32,7 @@ def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int |
         [(g + e) % 2 for g, of_group in enumerate(lengths) for e, n in enumerate(of_group) for _ in range(n)]
     )
     lag_counts = np.asarray([drawn[1] if len(drawn) > 1 else 0] + ([] if oldest else [drawn[0]]))
-    batch = Batch(1, [PackedGroup.read(pack_group(group)) for group in groups], oldest, lag_counts)
+    batch = Batch(1, [SerializedGroup.read(serialize_group(group)) for group in groups], oldest, lag_counts)
     return cut(batch, ShardPlan(ranks, 40, minibatches=minibatches))
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.ledger import STALE
-from monarch_rl.episode.serialization import PackedGroup
+from monarch_rl.episode.serialization import SerializedGroup
 from tests.buffer.helpers import core, packed
 
 GROUPS, WORKERS, LOSSES = 3, 2, 2
@@ -68,11 +68,11 @@ def _oldest(one: Any) -> int | None:
 
 @pytest.fixture(autouse=True)
 def groups_are_read_from_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_rl.buffer.groups.PackedGroup.read", lambda group: group)
+    monkeypatch.setattr("monarch_rl.buffer.groups.SerializedGroup.read", lambda group: group)
 
 
 @functools.cache
-def drawn_group(group_id: int, attempt: int, version: int) -> PackedGroup:
+def drawn_group(group_id: int, attempt: int, version: int) -> SerializedGroup:
     return packed(group_id, [version], attempt=attempt)
 
 

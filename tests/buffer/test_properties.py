@@ -41,7 +41,7 @@ from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, PLAYED_AGAIN,
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from tests.buffer.helpers import episode
 
 STEPS = 25
@@ -59,7 +59,7 @@ BOUND = GroupBound(max_sequences=6, max_tokens=18)
 @functools.lru_cache(100_000)
 def read_group(
     group_id: int, attempt: int, versions: tuple[int, ...], failed: int, equal: bool, sequences: int = 2
-) -> PackedGroup:
+) -> SerializedGroup:
     """Two plays: the first of one sequence, the second of all others, which are branches; from four sequences on they
     have two seats."""
     episodes = [episode(versions, 1.0)]
@@ -67,7 +67,7 @@ def read_group(
     for place, one in enumerate(episodes):
         one.play, one.seat = min(place, 1), f"seat {place % 2}" if sequences > 3 else ""
         one.fork = Fork(place - 2, 1) if place > 1 else None
-    return PackedGroup.read(pack_group(Group(group_id, group_id, episodes, failed, attempt)))
+    return SerializedGroup.read(serialize_group(Group(group_id, group_id, episodes, failed, attempt)))
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def most_bytes() -> int:
     return max(group.nbytes for group in largest if BOUND.excess(len(group.episodes), group.tokens) is None)
 
 
-def all_equal(group: PackedGroup) -> bool:
+def all_equal(group: SerializedGroup) -> bool:
     """Of each seat, all rewards are."""
     by_seat: dict[str, set[float]] = {}
     for one in group.episodes:
@@ -104,8 +104,8 @@ class Books:
     playing: dict[int, Rollout] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)
     """Attempts of the groups that wait for a worker."""
-    complete: dict[int, PackedGroup] = field(default_factory=dict)
-    taken: dict[int, PackedGroup] = field(default_factory=dict)
+    complete: dict[int, SerializedGroup] = field(default_factory=dict)
+    taken: dict[int, SerializedGroup] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Books:
     filtered: int = 0
     line: list[int] = field(default_factory=list)
     """Groups in the order in which batches take them; those of the batch that is trained keep their places."""
-    again: dict[int, PackedGroup] = field(default_factory=dict)
+    again: dict[int, SerializedGroup] = field(default_factory=dict)
     """Trained, and waiting to be trained again."""
     uses: Counter[int] = field(default_factory=Counter)
     made: dict[int, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Books:
         self.playing = {}
 
 
-def tokens(group: PackedGroup) -> list[int]:
+def tokens(group: SerializedGroup) -> list[int]:
     """The version of each trainable token."""
     return [version for e in group.episodes for version, n in e.tokens_by_version.items() for _ in range(n)]
 
@@ -201,7 +201,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     # -- what the model expects -------------------------------------------------------------------------------
 
-    def reason(self, group: PackedGroup) -> str | None:
+    def reason(self, group: SerializedGroup) -> str | None:
         s, lags = self.settings, [self.core.version - version for version in tokens(group)]
         for limit, mask, reason in (
             (s.max_policy_lag, s.late == "mask", STALE if s.late == "wait" else LATE),
@@ -236,7 +236,7 @@ class AnyOrder(RuleBasedStateMachine):
         over = self.books.overtaken[group_id] + sum(other > group_id for other in batch)
         return self.window is None or over <= self.window
 
-    def make(self, group_id: int, attempt: int, pick: int) -> PackedGroup:
+    def make(self, group_id: int, attempt: int, pick: int) -> SerializedGroup:
         """A group of up to three tokens a sequence, by versions that the premise allows, of two sequences or more."""
         first = min(self.books.published_at.get(group_id, 0), self.core.version)
         span = self.core.version - first + 1
@@ -280,7 +280,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.hand_in(group)
 
-    def reserve(self, group: PackedGroup, play: Rollout) -> bool:
+    def reserve(self, group: SerializedGroup, play: Rollout) -> bool:
         always = group.group_id in self.line()[: self.k] or play.reserved > 0
         room = self.core.reserve(group.group_id, group.nbytes, play.attempt)
         assert room == (always or self.make_room(group.nbytes))
@@ -297,7 +297,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.let_go(group_id)
         return True
 
-    def hand_in(self, group: PackedGroup) -> None:
+    def hand_in(self, group: SerializedGroup) -> None:
         b, s = self.books, self.settings
         del b.playing[group.group_id]
         reason = None

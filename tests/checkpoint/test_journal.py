@@ -30,10 +30,10 @@ from monarch_rl.checkpoint.journal import (
     decode,
     encode,
     files_of,
-    pack_record,
     read_records,
+    serialize_record,
 )
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
 from tests.buffer.helpers import group
 from tests.patience import wait_until
@@ -89,7 +89,7 @@ def test_a_value_that_was_cut_off_is_refused(value: Any, data: st.DataObject) ->
 
 @given(RECORDS, st.data())
 def test_of_a_file_that_was_cut_off_all_whole_records_are_read(records: list[Record], data: st.DataObject) -> None:
-    packed = [pack_record(record) for record in records]
+    packed = [serialize_record(record) for record in records]
     whole = MAGIC + b"".join(packed)
     length = data.draw(st.integers(0, len(whole)))
     ends = np.cumsum([len(MAGIC), *map(len, packed)])
@@ -105,7 +105,7 @@ def test_of_a_file_that_was_cut_off_all_whole_records_are_read(records: list[Rec
 
 @given(RECORDS.filter(bool), st.data())
 def test_a_spoilt_byte_costs_its_record_and_what_follows(records: list[Record], data: st.DataObject) -> None:
-    packed = [pack_record(record) for record in records]
+    packed = [serialize_record(record) for record in records]
     ends = np.cumsum([len(MAGIC), *map(len, packed)])
     place = data.draw(st.integers(len(MAGIC), int(ends[-1]) - 1))
     spoilt = bytearray(MAGIC + b"".join(packed))
@@ -125,7 +125,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 def shards(version: int, ranks: int) -> list[PackedShard]:
     groups = [group(2 * version + g, [version] * 3, [version] * (2 + g)) for g in range(2)]
-    packed = [PackedGroup.read(pack_group(one)) for one in groups]
+    packed = [SerializedGroup.read(serialize_group(one)) for one in groups]
     return cut(Batch(version, packed, None, np.asarray([10], np.int64)), ShardPlan(ranks, 1000, minibatches=2))
 
 
@@ -257,5 +257,5 @@ def test_a_full_disk_leaves_whole_records_and_no_files_without_any(tmp_path: Pat
     for rank, expected in ((0, [0, 21]), (1, [21])):
         (file,) = files_of(tmp_path / f"rank{rank}")
         assert [record.version for record in read_records(file) if record.kind == "STEP"] == expected
-        end = pack_record(list(read_records(file))[-1])
+        end = serialize_record(list(read_records(file))[-1])
         assert file.read_bytes().endswith(end) and file.stat().st_size == len(whole) + len(end) * (rank == 0)

@@ -18,7 +18,7 @@ def test_the_types_and_functions_of_the_page_exist_where_it_says() -> None:
     page = (ROOT / "docs/data.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \| (.*?) \| (.*?) \|", page, re.MULTILINE)
     types = {name for name, *_ in rows}
-    assert {"Group", "PackedGroup", "Batch", "PackedShard", "MicroBatch"} <= types
+    assert {"Group", "SerializedGroup", "Batch", "PackedShard", "MicroBatch"} <= types
     for name, file, *_ in rows:
         assert name in defined((SOURCE / file).read_text()), f"{name} is not in {file}"
     (drawing,) = re.findall(r"## The path\n(.*?)\n## ", page, re.DOTALL)

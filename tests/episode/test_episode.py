@@ -11,7 +11,13 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
 from monarch_rl.episode.sampling import Completion, SamplingMasks
-from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
+from monarch_rl.episode.serialization import (
+    BEHAVIOUR,
+    SerializedGroup,
+    deserialize_episode,
+    deserialize_group,
+    serialize_group,
+)
 from monarch_rl.episode.shard import mask_older
 
 COLUMNS = st.lists(st.sampled_from(["teacher", "value", "a b"]), unique=True)
@@ -95,7 +101,7 @@ def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
 
 @given(GROUPS)
 def test_group_survives_its_bytes(group: Group) -> None:
-    read = unpack_group(pack_group(group))
+    read = deserialize_group(serialize_group(group))
     for name in ("group_id", "task_index", "failed", "attempt", "task"):
         assert getattr(read, name) == getattr(group, name)
     for ours, theirs in zip(group.episodes, read.episodes, strict=True):
@@ -116,7 +122,7 @@ def test_group_survives_its_bytes(group: Group) -> None:
                 check_equal(a.sampling_masks.ids, b.sampling_masks.ids)
     check_equal(read.plays, group.plays)
     assert [episode.play for episode in read.episodes] == group.plays.tolist()
-    assert pack_group(read) == pack_group(group)
+    assert serialize_group(read) == serialize_group(group)
 
 
 @given(GROUPS)
@@ -128,7 +134,7 @@ def test_oldest_and_newest_version_are_those_of_trainable_tokens(group: Group) -
         for version, trainable in zip(turn.policy_versions, turn.trainable, strict=True)
         if trainable
     ]
-    packed = PackedGroup.read(pack_group(group))
+    packed = SerializedGroup.read(serialize_group(group))
     assert packed.oldest_version == min(drawn, default=None)
     assert packed.newest_version == max(drawn, default=None)
     assert packed.trainable == sum(episode.num_trainable for episode in group.episodes) == len(drawn)
@@ -136,7 +142,7 @@ def test_oldest_and_newest_version_are_those_of_trainable_tokens(group: Group) -
 
 @given(GROUPS)
 def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
-    packed = PackedGroup.read(pack_group(group))
+    packed = SerializedGroup.read(serialize_group(group))
     assert packed.rewards.tolist() == group.rewards.tolist()
     assert packed.task == group.task
     check_equal(packed.plays, group.plays)
@@ -157,7 +163,7 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
         for oldest in range(-1, 5):
             since = sum(n for version, n in known.tokens_by_version.items() if version >= oldest)
             assert since == (drawn >= oldest).sum()
-            masked = unpack_episode(known.data)
+            masked = deserialize_episode(known.data)
             mask_older(masked, oldest)
             assert masked.trainable.tolist() == (episode.trainable & (episode.policy_versions >= oldest)).tolist()
 
@@ -167,7 +173,7 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
 def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     groups: list[Group], data: st.DataObject
 ) -> None:
-    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     places = [(g, e) for g, group in enumerate(groups) for e in range(len(group.episodes))]
     own = data.draw(st.lists(st.sampled_from(places), unique=True))
     names = sorted(groups[0].episodes[0].turns[0].columns)
@@ -196,7 +202,7 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
         check_equal(rewards, group.rewards)
         check_equal(lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
         check_equal(truncated, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
-    (taken,) = shard.unpack()
+    (taken,) = shard.deserialize()
     for (g, e), episode in zip(own, taken, strict=True):
         drawn = groups[g].episodes[e]
         assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
@@ -221,21 +227,21 @@ def test_turns_of_a_group_have_the_same_columns() -> None:
     group = Group(7, 0, [Episode([one], 0.0, "stop"), Episode([one, other], 0.0, "stop")])
     said = r"group 7: turn 0 of episode 0 .*\['teacher'\], turn 1 of episode 1 .*\['teacher', 'value'\]"
     with pytest.raises(ValueError, match=said):
-        pack_group(group)
+        serialize_group(group)
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [1.0, 0.0, 2.0, 3.0], [[1.0], [2.0], [3.0]]])
 def test_a_column_without_a_number_for_each_token_is_refused(values: list[float]) -> None:
     group = Group(7, 0, [Episode([turn_of(3, value=values)], 0.0, "stop")])
     with pytest.raises(ValueError, match="column value of turn 0 of episode 0 .* 3"):
-        pack_group(group)
+        serialize_group(group)
 
 
 def test_a_number_that_would_be_lost_is_refused() -> None:
     turn = turn_of(2, value=[1.0, 2.0])
     turn.trainable[0], turn.logprobs[0] = False, 0.0
     with pytest.raises(ValueError, match="not trainable"):
-        pack_group(Group(7, 0, [Episode([turn], 0.0, "stop")]))
+        serialize_group(Group(7, 0, [Episode([turn], 0.0, "stop")]))
 
 
 def test_an_episode_is_filled_turn_by_turn() -> None:
@@ -251,7 +257,7 @@ def test_an_episode_is_filled_turn_by_turn() -> None:
 @given(groups_of(["a", "b"], fewest=1), groups_of(["b"], fewest=1))
 @settings(max_examples=50)
 def test_groups_of_a_batch_have_the_same_columns(one: Group, other: Group) -> None:
-    packed = [PackedGroup.read(pack_group(group)) for group in (one, other)]
+    packed = [SerializedGroup.read(serialize_group(group)) for group in (one, other)]
     with pytest.raises(ValueError, match=r"\['b'\], .*\['a', 'b'\]"):
         cut(Batch(0, packed, None, np.zeros(1, np.int64)), ShardPlan(1, 10_000))
     with pytest.raises(ValueError, match=r"\['b'\], .*column a"):
@@ -264,30 +270,30 @@ def test_what_a_column_costs() -> None:
     for turn in bare:
         turn.trainable[:300], turn.logprobs[:300] = False, 0.0
     full = [replace(turn, columns={"value": turn.trainable.astype(np.float32)}) for turn in bare]
-    sizes = [len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))) for turn in (bare[0], full[0])]
+    sizes = [len(serialize_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))) for turn in (bare[0], full[0])]
     assert sizes[1] - sizes[0] == pytest.approx(4 * 700, abs=64)
 
 
 def test_what_is_no_packed_group_is_refused() -> None:
-    data = pack_group(Group(7, 0, []))
+    data = serialize_group(Group(7, 0, []))
     with pytest.raises(ValueError, match="GRP9"):
-        unpack_group(b"GRP9" + data[4:])
+        deserialize_group(b"GRP9" + data[4:])
     with pytest.raises(ValueError, match=f"group 7 .*{len(data) + 1} bytes.*{len(data)}"):
-        unpack_group(data + b"x")
+        deserialize_group(data + b"x")
     with pytest.raises(ValueError, match=" 20 bytes"):
-        unpack_group(data[:20])
+        deserialize_group(data[:20])
 
 
 def test_a_logprob_that_would_be_lost_is_refused() -> None:
     turn = Turn(np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool))
     with pytest.raises(ValueError, match="not trainable"):
-        pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
+        serialize_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
 
 
 def test_a_token_takes_eight_bytes() -> None:
     n = 1000
     turn = Turn.from_completion([], Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop"))
-    assert len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 160)
+    assert len(serialize_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 160)
 
 
 @pytest.mark.parametrize(("logprobs", "versions"), [(1, 3), (3, 1), (4, 3)])
@@ -341,7 +347,7 @@ def test_a_sampling_mask_that_would_be_lost_is_refused() -> None:
         np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), sampling_masks
     )
     with pytest.raises(ValueError, match="sampling mask .*not trainable"):
-        pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
+        serialize_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
     with pytest.raises(ValueError, match="1 of the 2 turns"):
         _ = Episode([turn, replace(turn, sampling_masks=None)], 0.0, "stop").sampling_masks
 
@@ -354,5 +360,5 @@ def test_what_kept_sets_and_routes_cost() -> None:
     bare = Episode([Turn.from_completion([], completion)], 0.0, "stop")
     full = Episode([Turn.from_completion([], replace(completion, sampling_masks=sampling_masks))], 0.0, "stop")
     full.expert_routes = np.zeros((n - 1, layers, k), np.uint8)
-    more = len(pack_group(Group(0, 0, [full]))) - len(pack_group(Group(0, 0, [bare])))
+    more = len(serialize_group(Group(0, 0, [full]))) - len(serialize_group(Group(0, 0, [bare])))
     assert more == pytest.approx(n * (4 + 4 * size) + n * layers * k, abs=64)

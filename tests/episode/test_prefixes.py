@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.prefixes import prefix_tree
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from tests.episode.trees import distinct_inputs, inputs_of, tree_of, trees
 
 GROUPS = st.booleans().flatmap(lambda routes: trees(routes=routes))
@@ -31,7 +31,7 @@ def test_any_two_share_the_least_that_neighbours_between_them_share(episodes: li
 
 @given(GROUPS)
 def test_the_header_of_a_group_tells_what_is_computed(episodes: list[Episode]) -> None:
-    group = PackedGroup.read(pack_group(Group(0, 0, episodes)))
+    group = SerializedGroup.read(serialize_group(Group(0, 0, episodes)))
     assert group.tree == prefix_tree(episodes)
     inputs = sum(episode.num_tokens - 1 for episode in episodes)
     assert inputs - sum(group.tree.shared) == distinct_inputs(episodes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Fork
-from monarch_rl.episode.serialization import PackedGroup, pack_group, unpack_episode
+from monarch_rl.episode.serialization import SerializedGroup, deserialize_episode, serialize_group
 from monarch_rl.episode.shard import sample_groups, trained_episodes
 from tests.buffer.helpers import group
 
@@ -28,7 +28,7 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
         for place, sequence in enumerate(one.episodes):
             sequence.play, sequence.fork = 0, Fork(place - 1, 1) if place else None
             sequence.turns[0].reward = place / 4 if place else None
-    packed = [PackedGroup.read(pack_group(one)) for one in groups]
+    packed = [SerializedGroup.read(serialize_group(one)) for one in groups]
     shards = cut(Batch(4, packed, None, np.asarray([1], np.int64)), ShardPlan(ranks, 1000))
     advantages = [one.rewards * 10 for one in packed]
     found = [episode for shard in shards for episode in trained_episodes(shard, advantages, limit, seed)]
@@ -41,12 +41,12 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
         assert (episode.reward, episode.advantage) == (original.reward, 10 * original.reward)
         assert (episode.play, episode.fork) == (original.play, original.fork)
         assert episode.turn_rewards == [turn.reward for turn in original.turns]
-        np.testing.assert_array_equal(unpack_episode(episode.data).token_ids, original.token_ids)
+        np.testing.assert_array_equal(deserialize_episode(episode.data).token_ids, original.token_ids)
     assert len({(episode.group_id, episode.place) for episode in found}) == len(found)
 
 
 def test_a_sequence_without_an_advantage_has_none() -> None:
-    packed = [PackedGroup.read(pack_group(group(0, [4], [5])))]
+    packed = [SerializedGroup.read(serialize_group(group(0, [4], [5])))]
     (shard,) = cut(Batch(4, packed, None, np.asarray([1], np.int64)), ShardPlan(1, 1000))
     found = trained_episodes(shard, [[np.asarray(np.nan), np.asarray([1.0, 2.0])]], 1, seed=0)
     assert {episode.place: episode.advantage for episode in found} == {0: None, 1: [1.0, 2.0]}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 from monarch_rl.errors import GenerationError
-from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, pack_answers, unpack_answers
+from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, deserialize_answers, serialize_answers
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.runtime.persistent_channel import AnswerSender
 from monarch_rl.simulate.clock import run_virtual
@@ -40,7 +40,7 @@ def completions(draw: st.DrawFn) -> Completion:
 def test_answers_survive_their_bytes(answers: list[Answer]) -> None:
     """In their order, errors last."""
     expected = sorted(answers, key=lambda answer: isinstance(answer[1], Exception))
-    found = unpack_answers(pack_answers(answers))
+    found = deserialize_answers(serialize_answers(answers))
     assert [index for index, _ in found] == [index for index, _ in expected]
     for (_, copy), (_, original) in zip(found, expected, strict=True):
         if isinstance(original, Exception):
@@ -66,7 +66,7 @@ class Received:
         self.messages: list[tuple[float, list[int]]] = []
 
     def send(self, obj: tuple[str, bytes], /) -> None:
-        answers = [index for index, _ in unpack_answers(obj[1])]
+        answers = [index for index, _ in deserialize_answers(obj[1])]
         self.messages.append((asyncio.get_running_loop().time(), answers))
 
 
@@ -76,7 +76,7 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
 
     async def play() -> tuple[list[float], list[tuple[float, list[int]]]]:
         port, added = Received(), list[float]()
-        sender = AnswerSender("here", pack_answers, ANSWER_PACE_S)
+        sender = AnswerSender("here", serialize_answers, ANSWER_PACE_S)
         sender.open(port)
         for index, pause in enumerate(pauses):
             await asyncio.sleep(pause)

@@ -16,7 +16,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
@@ -188,7 +188,7 @@ class System(Generic[G]):
             completions = await self.draw([prompt] * SIZE, sampling)
             episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
             groups.append(Group(ticket.group_id, 0, episodes))
-            await self.buffer.submit.call_one(pack_group(groups[-1]))
+            await self.buffer.submit.call_one(serialize_group(groups[-1]))
         return groups
 
     async def step(self, seed: int, sampling: Sampling = ALL_TOKENS) -> dict[str, float]:
@@ -207,7 +207,7 @@ class System(Generic[G]):
         completions = await self.draw(prompts, sampling)
         assert {int(v) for c in completions for v in c.policy_versions} == {self.version}
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        answers = await self.trainer.logprobs.call([pack_group(Group(0, 0, episodes))], self.version)
+        answers = await self.trainer.logprobs.call([serialize_group(Group(0, 0, episodes))], self.version)
         return max(
             float(np.abs(computed - completion.logprobs).max())
             for by_rank in answers.values()

@@ -12,7 +12,7 @@ import pytest
 
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
@@ -183,7 +183,7 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         dispatcher = Dispatcher([generator], 120.0, max_losses=0)
         completions = await asyncio.gather(*(dispatcher.generate(prompt, sampling, 0) for prompt in prompts))
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        groups = [pack_group(Group(0, 0, [played])) for played in episodes]
+        groups = [serialize_group(Group(0, 0, [played])) for played in episodes]
         same: dict[str, float] = {}
         for router_replay in ("compare", "replay"):
             experts, logprobs = await trained_by(router_replay, groups)

@@ -12,7 +12,7 @@ import pytest
 
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.failure import KINDS
-from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.episode.serialization import deserialize_group, serialize_group
 from monarch_rl.rollout.stages import DropGroup, Stage, StageFailed, Stages, columns_filled
 from monarch_rl.simulate.clock import run_virtual
 from tests.buffer.helpers import group
@@ -68,7 +68,7 @@ def test_stages_fill_columns_and_change_rewards_one_after_the_other() -> None:
     (first, second), times = run([Stage(teacher, fills=("teacher",)), Stage(judge), Stage(picky)], *groups)
     assert first is None and second is not None
     assert (second.reason, second.failure) == ("stage picky: too easy", None)
-    for item, of_item in enumerate(unpack_group(pack_group(of_item)) for of_item in groups):
+    for item, of_item in enumerate(deserialize_group(serialize_group(of_item)) for of_item in groups):
         for number, episode in enumerate(of_item.episodes):
             values = episode.token_ids + item + np.float32(0.5)
             assert episode.column("teacher").tolist() == np.where(episode.trainable, values, 0).tolist()
@@ -88,7 +88,7 @@ def test_rewards_that_a_stage_computes_in_numpy_are_plain_numbers_when_they_are_
     group = made()
     (failed,), _ = run([Stage(in_float32)], group)
     assert failed is None
-    for number, episode in enumerate(unpack_group(pack_group(group)).episodes):
+    for number, episode in enumerate(deserialize_group(serialize_group(group)).episodes):
         assert (episode.reward, episode.parts) == (number + 0.5, {"style": 1.0})
         assert [turn.reward for turn in episode.turns] == [None, 0.25]
 
@@ -224,7 +224,7 @@ def test_a_column_that_is_not_finite_in_one_episode_reaches_the_trainer() -> Non
     of_one = made()
     (failed,), _ = run([Stage(one_wrong, fills=("teacher",))], of_one)
     assert failed is None
-    right, wrong = unpack_group(pack_group(of_one)).episodes
+    right, wrong = deserialize_group(serialize_group(of_one)).episodes
     assert np.isfinite(right.column("teacher")).all() and wrong.reward == 0.5
     assert np.flatnonzero(np.isnan(wrong.column("teacher"))).tolist() == [2]
 

@@ -13,7 +13,7 @@ import pytest
 
 from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.sampling import TopLogprobs
-from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.episode.serialization import deserialize_group, serialize_group
 from monarch_rl.errors import FrozenRefused
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
@@ -104,7 +104,7 @@ def test_the_most_likely_tokens_stand_in_columns_of_their_own(large: FrozenModel
     assert stage.fills == ("teacher", "teacher_id_0", "teacher_id_1", "teacher_logprob_0", "teacher_logprob_1")
     group, requests, failed = asked(large, stage)
     assert failed is None and len(requests) == len(group.episodes)
-    for episode in unpack_group(pack_group(group)).episodes:
+    for episode in deserialize_group(serialize_group(group)).episodes:
         drawn = episode.trainable
         for i in range(2):
             assert (episode.column(f"teacher_id_{i}")[drawn] == 2**24 - 1 - i).all()

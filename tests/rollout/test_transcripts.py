@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode, Fork, Group, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.messages import ToolCall, assistant, tool, user
 from monarch_rl.rollout.sequences import untrained
@@ -64,7 +64,7 @@ def trained_of(group: Group) -> list[TrainedEpisode]:
             one.fork,
             [reward for _, reward in one.turns],
         )
-        for place, one in enumerate(PackedGroup.read(pack_group(group)).episodes)
+        for place, one in enumerate(SerializedGroup.read(serialize_group(group)).episodes)
     ]
 
 

@@ -142,7 +142,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             for version, shard in enumerate(shards):
                 assert [len(rewards) for rewards in shard.rewards] == [4, 4]
                 assert shard.tasks == [SUMS.name] * 2
-                for (g, e, _), episode in zip(chain(*shard.places), chain(*shard.unpack()), strict=True):
+                for (g, e, _), episode in zip(chain(*shard.places), chain(*shard.deserialize()), strict=True):
                     group_id = 2 * version + g
                     item = source.item(group_id)
                     text = template.plain(episode.token_ids.tolist())
@@ -254,7 +254,7 @@ def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(proc
             assert counts.wasted_tokens == dict.fromkeys(counts.dropped, 4)  # two digits, two ends
             assert min(rewards.min() for rewards in shard.rewards) >= 10
             assert shard.column_names == ("judge",)
-            for episode in chain(*shard.unpack()):
+            for episode in chain(*shard.deserialize()):
                 assert episode.column("judge").tolist() == np.where(episode.trainable, episode.token_ids, 0).tolist()
             stats = await s.workers.stats.call_one()
             spent = stats.stages["judge"]

@@ -10,7 +10,7 @@ import numpy as np
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
@@ -80,7 +80,7 @@ def shard(
     minibatches: int = 1,
 ) -> PackedShard:
     """What one trainer rank would take of them from the buffer. ``columns``: of all episodes."""
-    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = sum(group.trainable for group in packed)
     whole = Batch(version, packed, None, np.asarray([trainable]))
     return cut(whole, ShardPlan(ranks, token_budget, columns, minibatches))[rank]

@@ -25,7 +25,7 @@ from monarch_rl.algorithms.advantages import gae
 from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.errors import CannotWrite
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.network import world_store
@@ -55,7 +55,7 @@ def update(policy: Policy, step: int) -> None:
 
 
 def update_both(policy: Policy, step: int) -> None:
-    groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
+    groups = [SerializedGroup.read(serialize_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
     part = cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
     functions = LoadedFunctions(gae, loss_function(PPOClip(), policy.settings.loss))  # type: ignore[arg-type]

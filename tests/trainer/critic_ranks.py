@@ -24,7 +24,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.checkpoint.tensors import local_of
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack
@@ -42,7 +42,7 @@ CRITIC_LR, STEPS, COMPARED = 1e-2, 8, 3
 
 
 def part_of(policy: Policy, groups: list[Group], oldest: int | None = None, minibatches: int = 1) -> PackedShard:
-    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = np.asarray([sum(group.trainable for group in packed)])
     way = ShardPlan(policy.world_size, 50, minibatches=minibatches)
     return cut(Batch(0, packed, oldest, trainable), way)[policy.rank]

@@ -29,7 +29,7 @@ from monarch_rl.algorithms.group_view import Advantage, GroupView
 from monarch_rl.algorithms.objectives import PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -139,7 +139,7 @@ def part_of(minibatches: int = 1, last_reward: float = 1.0, wrong: tuple[int, in
     if wrong is not None:
         drawn = groups[wrong[0]].episodes[wrong[1]].turns[0]
         drawn.logprobs[drawn.trainable.argmax()] = math.nan
-    packed_groups = [PackedGroup.read(pack_group(group)) for group in groups]
+    packed_groups = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = np.asarray([sum(group.trainable for group in packed_groups)])
     return cut(Batch(0, packed_groups, None, trainable), ShardPlan(1, 500, ("behaviour",), minibatches))[0]
 

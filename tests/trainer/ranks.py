@@ -22,7 +22,7 @@ from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.algorithms.objectives import CISPO, Objective, PolicyGradient, PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
-from monarch_rl.episode.serialization import PackedGroup, pack_group
+from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import NotFinite
 from monarch_rl.model.lora import LoraSettings
@@ -198,7 +198,7 @@ def check_old_and_drift(folder: Path) -> None:
 
 def packed_shard(policy: Policy, step: int) -> PackedShard:
     """This rank's share of a batch, as it comes from the buffer."""
-    groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
+    groups = [SerializedGroup.read(serialize_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
     return cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
 

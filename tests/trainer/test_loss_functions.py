@@ -84,7 +84,7 @@ def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
     part = shard(batch(0), 0, 0, 1, token_budget=50)
     microbatches = packed(part, advantage)
     assert len(microbatches) > 1
-    for found, places, episodes in zip(microbatches, part.places, part.unpack(), strict=True):
+    for found, places, episodes in zip(microbatches, part.places, part.deserialize(), strict=True):
         expected = []
         for (group, place, _), episode in zip(places, episodes, strict=True):
             rewards = part.rewards[group]
@@ -283,7 +283,7 @@ def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldes
 
     part = replace(shard(groups, 0, 0, 1, 64, ("value",)), oldest=oldest)
     for advantage in (of_turns, of_tokens):
-        for found, episodes in zip(packed(part, advantage), part.unpack(), strict=True):
+        for found, episodes in zip(packed(part, advantage), part.deserialize(), strict=True):
             expected: list[float] = []
             for episode in episodes:
                 for turn in episode.turns:

@@ -32,7 +32,7 @@ from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.buffer.waiting import Interruptions, WaitQueue
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.serialization import PackedGroup
+from monarch_rl.episode.serialization import SerializedGroup
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.runtime import wait_registry
@@ -150,22 +150,22 @@ class Buffer(FailureReports):
 
     @persistent_endpoint
     async def submit(self, *groups: bytes) -> None:
-        """Submit complete groups, each packed by ``pack_group``.
+        """Submit complete groups, each from ``serialize_group``.
 
         Raises:
             ValueError: a group is not in progress, or does not fit and had no memory reserved.
         """
-        self._submit([PackedGroup.read(data) for data in groups])
+        self._submit([SerializedGroup.read(data) for data in groups])
 
     @persistent_endpoint
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
         """Submit the groups that fit in memory; returns for each group whether it did."""
-        read = [PackedGroup.read(data) for data in groups]
+        read = [SerializedGroup.read(data) for data in groups]
         has_room = [self._core.reserve(group.group_id, group.nbytes, group.attempt) for group in read]
         self._submit([group for group, fits in zip(read, has_room, strict=True) if fits])
         return has_room
 
-    def _submit(self, groups: list[PackedGroup]) -> None:
+    def _submit(self, groups: list[SerializedGroup]) -> None:
         for group in groups:
             self._core.submit(group)
             self._end_lease(group.group_id, group.attempt)

@@ -38,7 +38,7 @@ from monarch_rl.buffer.ledger import (
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.serialization import PackedGroup
+from monarch_rl.episode.serialization import SerializedGroup
 
 
 class BufferCore:
@@ -133,7 +133,7 @@ class BufferCore:
                 self._retire(trained)
         return self.budget.reserve(live, nbytes, always=due)
 
-    def submit(self, group: PackedGroup) -> bool:
+    def submit(self, group: SerializedGroup) -> bool:
         """Submit a complete group; True if the buffer keeps it.
 
         It is not kept if the settings filter it out, if it was reassigned to another worker, or after ``close``.
@@ -461,7 +461,7 @@ class ByteBudget:
         self.used += nbytes
         return True
 
-    def fill(self, live: LiveGroup, group: PackedGroup) -> None:
+    def fill(self, live: LiveGroup, group: SerializedGroup) -> None:
         """The group has arrived: its own bytes replace the reserved ones."""
         self.used += group.nbytes - live.reserved
         live.reserved, live.group = 0, group
@@ -487,12 +487,12 @@ class LagLimit:
     mask: bool
     reason: str
 
-    def drops(self, group: PackedGroup, version: int) -> bool:
+    def drops(self, group: SerializedGroup, version: int) -> bool:
         decisive = group.newest_version if self.mask else group.oldest_version
         return decisive is not None and version - decisive > self.lag
 
 
-def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, bound: int | None) -> np.ndarray:
+def token_lags(groups: Iterable[SerializedGroup], version: int, oldest: int | None, bound: int | None) -> np.ndarray:
     """Number of tokens to train by lag behind ``version``: int64[bound + 1], or as long as needed without a bound.
 
     Raises:
@@ -514,7 +514,7 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
     return np.asarray([by_lag[lag] for lag in range(length)], np.int64)
 
 
-def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
+def tokens_before(oldest: int | None, groups: Iterable[SerializedGroup]) -> int:
     """Number of trainable tokens sampled by versions before ``oldest``."""
     if oldest is None:
         return 0
@@ -541,11 +541,11 @@ class FilterRules:
         """The oldest version whose tokens may be trained in the update of ``version``; None: any version."""
         return version - min(limit.lag for limit in self._limits) if self._limits else None
 
-    def lag_reason(self, group: PackedGroup, version: int) -> str | None:
+    def lag_reason(self, group: SerializedGroup, version: int) -> str | None:
         """Why the group is too old for the update of ``version`` and of later ones; None if it is not."""
         return next((limit.reason for limit in self._limits if limit.drops(group, version)), None)
 
-    def on_arrival(self, group: PackedGroup, version: int) -> str | None:
+    def on_arrival(self, group: SerializedGroup, version: int) -> str | None:
         """Why a group that was just submitted is not trained; None if it is kept."""
         if group.failed and self._partial == "drop":
             return PARTIAL
@@ -556,7 +556,7 @@ class FilterRules:
         return self.lag_reason(group, version)
 
 
-def rewards_are_equal(group: PackedGroup) -> bool:
+def rewards_are_equal(group: SerializedGroup) -> bool:
     """Whether all sequences of the group, or with seats all sequences of each seat, have the same reward."""
     return len({(episode.seat, episode.reward) for episode in group.episodes}) == len(
         {episode.seat for episode in group.episodes}

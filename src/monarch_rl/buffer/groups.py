@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.serialization import PackedGroup
+from monarch_rl.episode.serialization import SerializedGroup
 
 ATTEMPTS = 1 << 20
 """Attempts of generation g of a run are numbered from g times this on, so that the attempt alone shows whether it was
@@ -181,7 +181,7 @@ class LiveGroups:
                 overtaken=overtaken,
                 times_trained=times_trained,
                 last_trained_version=last_version,
-                group=PackedGroup.read(data) if data is not None else None,
+                group=SerializedGroup.read(data) if data is not None else None,
             )
         return groups
 
@@ -209,7 +209,7 @@ class LiveGroup:
     """Version made from its last batch."""
     reserved: int = 0
     """Bytes reserved by its worker."""
-    group: PackedGroup | None = None
+    group: SerializedGroup | None = None
     """None until it is complete."""
 
     @property
@@ -224,7 +224,7 @@ class Batch:
 
     version: int
     """Version that the batch updates."""
-    groups: list[PackedGroup]
+    groups: list[SerializedGroup]
     """In queue order: in order of admission, except for those that were trained before."""
     oldest: int | None
     """Oldest version whose tokens are trained; earlier tokens are masked. None trains all."""

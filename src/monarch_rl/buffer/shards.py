@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.groups import Batch
-from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup
+from monarch_rl.episode.serialization import BEHAVIOUR, SerializedGroup
 from monarch_rl.episode.shard import MiniBatch, PackedShard
 
 
@@ -90,7 +90,7 @@ def _mini_batch(batch: Batch, start: int, end: int, microbatches: int) -> MiniBa
     return MiniBatch(microbatches, sum(trained), len(episodes))
 
 
-def _column_names(groups: Sequence[PackedGroup], needed: Sequence[str]) -> tuple[str, ...]:
+def _column_names(groups: Sequence[SerializedGroup], needed: Sequence[str]) -> tuple[str, ...]:
     """Names of the columns that all groups have. Raises ValueError if groups have different ones, or lack one of the
     ``needed``, which training reads."""
     names = groups[0].columns if groups else ()

@@ -162,7 +162,7 @@ class JournalWriter:
         self._end_file()
 
     def _write(self, record: Record) -> None:
-        data = pack_record(record)
+        data = serialize_record(record)
         if self._file is None or self._written + len(data) > self._most // FILES:
             data = self._begin_file(record.version) + data
         assert self._file is not None
@@ -201,7 +201,7 @@ class JournalWriter:
         number = int(existing[-1].stem) + 1 if existing else 0
         # Unbuffered: a later write or close() would retry the bytes that a buffer still holds after a failed write.
         self._file, self._written = (self._folder / f"{number:06d}.journal").open("xb", buffering=0), 0
-        return MAGIC + pack_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
+        return MAGIC + serialize_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
 
     def _end_file(self) -> None:
         file, self._file = self._file, None
@@ -332,7 +332,7 @@ class Record:
     data: bytes
 
 
-def pack_record(record: Record) -> bytes:
+def serialize_record(record: Record) -> bytes:
     """The bytes of a record. Raises ValueError unless its kind has four characters."""
     kind = record.kind.encode("ascii")
     if len(kind) != 4:

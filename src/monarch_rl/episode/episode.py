@@ -157,8 +157,8 @@ class Episode:
     seat: str = ""
     """Name of the player whose sequence it is, in a rollout with several players."""
     play: int = POSITION
-    """Index of the rollout of the prompt that it belongs to, 0, 1, ...; ``POSITION``, until the group is packed, means
-    its own position in the group."""
+    """Index of the rollout of the prompt that it belongs to, 0, 1, ...; ``POSITION``, until the group is serialized,
+    means its own position in the group."""
     fork: Fork | None = None
     """Where it branches off an earlier sequence of its rollout; None if it does not."""
     messages: list[dict[str, Any]] = field(default_factory=list)

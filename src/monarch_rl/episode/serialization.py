@@ -1,10 +1,10 @@
 """Groups as bytes, to be sent between processes and stored on disk. Data from outside is never unpickled.
 
-A packed group is
+A serialized group is
 
     4 bytes "GRP6", 4 bytes length of the header, the header (JSON), then the episodes one after the other
 
-and a packed episode is
+and a serialized episode is
 
     4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32),
     if the sampler truncates: sizes (int32) and ids (int32) of the sampling masks of the trainable tokens,
@@ -45,7 +45,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
-class PackedEpisode:
+class SerializedEpisode:
     """An episode as unread bytes, with the fields that the group's header has about it."""
 
     reward: float
@@ -93,18 +93,18 @@ class PackedEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedGroup:
+class SerializedGroup:
     """A group of which only the header was read. Fields as in :class:`monarch_rl.episode.episode.Group`."""
 
     group_id: int
     task_index: int
-    episodes: list[PackedEpisode]
+    episodes: list[SerializedEpisode]
     tree: PrefixTree
     """Prefixes that the episodes share."""
     failed: int = 0
     attempt: int = 0
     data: bytes = b""
-    """The whole packed group, as it arrived."""
+    """The whole serialized group, as it arrived."""
     task: str = ""
     columns: tuple[str, ...] = ()
     """Names of the columns that all turns have, in their stored order."""
@@ -163,7 +163,7 @@ class PackedGroup:
         return max((version for episode in self.episodes for version in episode.tokens_by_version), default=None)
 
     @classmethod
-    def read(cls, data: bytes) -> PackedGroup:
+    def read(cls, data: bytes) -> SerializedGroup:
         """Read the header. Raises ValueError on another format, or if there are too few or too many bytes."""
         if data[:4] != FORMAT:
             raise ValueError(f"group has format {data[:4]!r}, but this program reads {FORMAT!r}")
@@ -178,8 +178,10 @@ class PackedGroup:
         view, episodes = memoryview(data), []
         for reward, tokens, by_version, nbytes, finish_reason, parts, turns, seat, play, fork in header["episodes"]:
             own, of_turns = view[start : start + nbytes], [(tokens_of, reward_of) for tokens_of, reward_of in turns]
-            packed = PackedEpisode(reward, tokens, dict(by_version), own, finish_reason, parts, of_turns, seat, play)
-            episodes.append(packed if fork is None else replace(packed, fork=Fork(*fork)))
+            serialized = SerializedEpisode(
+                reward, tokens, dict(by_version), own, finish_reason, parts, of_turns, seat, play
+            )
+            episodes.append(serialized if fork is None else replace(serialized, fork=Fork(*fork)))
             start += nbytes
         return cls(
             header["group_id"],
@@ -193,17 +195,19 @@ class PackedGroup:
             tuple(header["columns"]),
         )
 
-    def unpack(self) -> Group:
-        episodes = [packed.give_outcome(unpack_episode(packed.data)) for packed in self.episodes]
+    def deserialize(self) -> Group:
+        episodes = [serialized.give_outcome(deserialize_episode(serialized.data)) for serialized in self.episodes]
         return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt, self.task)
 
 
-def pack_group(group: Group) -> bytes:
-    """Pack a group, in the format described at the top of this file. Raises ValueError if a token that is not trainable
-    has values that the format does not store, or if turns have different columns."""
+def serialize_group(group: Group) -> bytes:
+    """Serialize a group, in the format described at the top of this file. Raises ValueError if a token that is not
+    trainable has values that the format does not store, or if turns have different columns."""
     spans = [[turn.spans for turn in episode.turns] for episode in group.episodes]
     columns = column_names(group)
-    packed = [_pack_episode(episode, by_turn, columns) for episode, by_turn in zip(group.episodes, spans, strict=True)]
+    serialized = [
+        _serialize_episode(episode, by_turn, columns) for episode, by_turn in zip(group.episodes, spans, strict=True)
+    ]
     header: dict[str, Any] = {
         "group_id": group.group_id,
         "task_index": group.task_index,
@@ -225,21 +229,24 @@ def pack_group(group: Group) -> bytes:
                 play,
                 episode.fork,
             )
-            for episode, by_turn, arrays, play in zip(group.episodes, spans, packed, group.plays.tolist(), strict=True)
+            for episode, by_turn, arrays, play in zip(
+                group.episodes, spans, serialized, group.plays.tolist(), strict=True
+            )
         ],
     }
     text = _padded(header)
-    return b"".join([FORMAT, _LENGTH.pack(len(text)), text, *(array for arrays in packed for array in arrays)])
+    return b"".join([FORMAT, _LENGTH.pack(len(text)), text, *(array for arrays in serialized for array in arrays)])
 
 
-def unpack_group(data: bytes) -> Group:
-    """The inverse of :func:`pack_group`. Raises ValueError on another format, or if there are too few or too many
+def deserialize_group(data: bytes) -> Group:
+    """The inverse of :func:`serialize_group`. Raises ValueError on another format, or if there are too few or too many
     bytes."""
-    return PackedGroup.read(data).unpack()
+    return SerializedGroup.read(data).deserialize()
 
 
-def unpack_episode(data: bytes | memoryview) -> Episode:
-    """Read one packed episode. The fields in the group's header are not set: see :meth:`PackedEpisode.give_outcome`."""
+def deserialize_episode(data: bytes | memoryview) -> Episode:
+    """Read one serialized episode. The fields in the group's header are not set: see
+    :meth:`SerializedEpisode.give_outcome`."""
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
 
@@ -290,8 +297,8 @@ def column_names(group: Group) -> list[str]:
     return names
 
 
-def _pack_episode(episode: Episode, spans: list[list[VersionSpan]], columns: list[str]) -> list[bytes]:
-    """The arrays of a packed episode, in order. ``spans``: the spans of each turn. ``columns``: column names."""
+def _serialize_episode(episode: Episode, spans: list[list[VersionSpan]], columns: list[str]) -> list[bytes]:
+    """The arrays of a serialized episode, in order. ``spans``: the spans of each turn. ``columns``: column names."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
     sampling_masks, expert_routes = episode.sampling_masks, episode.expert_routes
     trainable_logprobs, start = [], 0

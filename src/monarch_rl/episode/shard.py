@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Fork
-from monarch_rl.episode.serialization import unpack_episode
+from monarch_rl.episode.serialization import deserialize_episode
 
 
 class MiniBatch(NamedTuple):
@@ -28,8 +28,8 @@ class MiniBatch(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class PackedShard:
     """One trainer rank's shard of a batch: the outcomes of all groups, from which every rank computes all advantages,
-    and the packed episodes of the rank's own micro-batches. Lists have one entry per group, unless stated otherwise.
-    ``G`` is the number of a group's episodes.
+    and the serialized episodes of the rank's own micro-batches. Lists have one entry per group, unless stated
+    otherwise. ``G`` is the number of a group's episodes.
 
     It is what a rank gets from the buffer, what the journal records, and what a replay trains on.
     """
@@ -76,7 +76,7 @@ class PackedShard:
     """By micro-batch, one mini-batch after the other: for each episode ``(group position in the batch, episode position
     in the group, bytes)``. In each mini-batch all ranks have the same number of micro-batches."""
     data: bytes
-    """Packed episodes of all micro-batches, one after the other."""
+    """Serialized episodes of all micro-batches, one after the other."""
     oldest: int | None = None
     """Oldest version whose tokens are trained; earlier tokens are masked. None trains all."""
     supervised: SupervisedShard | None = None
@@ -96,20 +96,20 @@ class PackedShard:
         )
 
     def episodes(self) -> Iterator[tuple[int, int, memoryview]]:
-        """The rank's episodes: group position in the batch, episode position in the group, packed episode."""
+        """The rank's episodes: group position in the batch, episode position in the group, serialized episode."""
         view, start = memoryview(self.data), 0
         for group, place, nbytes in chain.from_iterable(self.places):
             yield group, place, view[start : start + nbytes]
             start += nbytes
 
-    def unpack(self) -> list[list[Episode]]:
+    def deserialize(self) -> list[list[Episode]]:
         """The rank's episodes by micro-batch, like :attr:`places`, with their outcomes, and without training tokens
         that are too old."""
-        episodes = (self._unpacked(*packed) for packed in self.episodes())
+        episodes = (self._deserialized(*episode) for episode in self.episodes())
         return [list(islice(episodes, len(places))) for places in self.places]
 
-    def _unpacked(self, group: int, place: int, data: memoryview) -> Episode:
-        episode = unpack_episode(data)
+    def _deserialized(self, group: int, place: int, data: memoryview) -> Episode:
+        episode = deserialize_episode(data)
         episode.reward, episode.parts = float(self.rewards[group][place]), self.parts[group][place]
         episode.seat, episode.play = self.seats[group][place], int(self.plays[group][place])
         episode.fork = self.forks[group][place]
@@ -150,7 +150,7 @@ def mask_older(episode: Episode, oldest: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrainedEpisode:
-    """A trained episode, still packed as the trainer rank received it."""
+    """A trained episode, still serialized as the trainer rank received it."""
 
     step: int
     """The step that trained it."""
@@ -166,7 +166,7 @@ class TrainedEpisode:
     """One number, or one per sampled token; None if the episode was not trained, because a column that the advantage
     reads is not finite."""
     data: bytes
-    """Packed episode, for :func:`~monarch_rl.episode.serialization.unpack_episode`."""
+    """Serialized episode, for :func:`~monarch_rl.episode.serialization.deserialize_episode`."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named components of the reward."""
     seat: str = ""

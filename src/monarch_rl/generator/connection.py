@@ -98,7 +98,7 @@ class ReplicaConnection:
         A ReplicaLost carries the parts of the completion that have arrived. The caller enforces the deadline.
         """
         if self._channel is None or self._channel.closed:
-            self._channel = PersistentChannel(self._attend, self._send, unpack_answers, PACE_S)
+            self._channel = PersistentChannel(self._attend, self._send, deserialize_answers, PACE_S)
         pending = _PendingRequest((prompt_ids, sampling), asyncio.get_running_loop().create_future())
         self._channel.ask(pending, pending)
         return pending.answer
@@ -115,7 +115,7 @@ class ReplicaConnection:
         wanted = [(number, pending.request) for number, pending in requests if not pending.answer.done()]
         if not wanted:  # all were cancelled
             return
-        content = _packed(wanted)  # an error is the requests' own fault, whichever replica is asked
+        content = _serialized(wanted)  # an error is the requests' own fault, whichever replica is asked
         try:
             self._handle.generate.broadcast(channel, content)
         except Exception as error:
@@ -138,7 +138,7 @@ class Answering:
 
     def __init__(self, generate: GenerateCall, refusal: type[Exception]) -> None:
         self._generate, self._refusal = generate, refusal
-        self._callers: Callers[Answer] = Callers(pack_answers, ANSWER_PACE_S)
+        self._callers: Callers[Answer] = Callers(serialize_answers, ANSWER_PACE_S)
 
     async def answer(self, connection: str, port: AnswerPort) -> None:
         """Send answers to ``port``. Never returns; raises the error that ends the channel ``connection``."""
@@ -151,11 +151,11 @@ class Answering:
         if sender is None:
             return
         try:
-            unpacked: list[tuple[int, list[int], Sampling]] = pickle.loads(requests)
+            received: list[tuple[int, list[int], Sampling]] = pickle.loads(requests)
         except Exception as error:
             sender.end(error)
             return
-        for number, prompt_ids, sampling in unpacked:
+        for number, prompt_ids, sampling in received:
             sender.start(self._answer(sender, number, prompt_ids, sampling))
 
     async def _answer(
@@ -180,15 +180,15 @@ class Answering:
 # a message of answers is three arrays that concatenate those of all answers, and a list of plain values.
 
 
-def _packed(requests: list[tuple[int, Request]]) -> bytes:
+def _serialized(requests: list[tuple[int, Request]]) -> bytes:
     """Pickle numbered requests, with one list object for equal prompts, which pickle writes only once."""
     prompts: dict[tuple[int, ...], list[int]] = {}
     shared = [(number, prompts.setdefault(tuple(ids), ids), sampling) for number, (ids, sampling) in requests]
     return pickle.dumps(shared, pickle.HIGHEST_PROTOCOL)
 
 
-def pack_answers(answers: Sequence[Answer]) -> bytes:
-    """Encode answers for :func:`unpack_answers`."""
+def serialize_answers(answers: Sequence[Answer]) -> bytes:
+    """Encode answers for :func:`deserialize_answers`."""
     rows, errors, completions = [], [], []
     for index, content in answers:
         if isinstance(content, Exception):
@@ -210,7 +210,7 @@ def pack_answers(answers: Sequence[Answer]) -> bytes:
     return pickle.dumps((rows, arrays, errors), pickle.HIGHEST_PROTOCOL)
 
 
-def unpack_answers(message: bytes) -> list[Answer]:
+def deserialize_answers(message: bytes) -> list[Answer]:
     """Decode answers. They keep their order, except that errors come last: an error is the last answer to a request."""
     rows, arrays, errors = pickle.loads(message)
     answers: list[Answer] = []

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.packing import plan_microbatches, separate
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.episode.serialization import pack_group, unpack_group
+from monarch_rl.episode.serialization import deserialize_group, serialize_group
 from monarch_rl.errors import SideFailed
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
@@ -183,7 +183,7 @@ def sample_sequences(
     deadline_s: float,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Continue all prompts with one engine, and write each set to ``folder`` as a packed group."""
+    """Continue all prompts with one engine, and write each set to ``folder`` as a serialized group."""
     asyncio.run(_sample(folder, model, settings, prompt_sets, expert_routes, deadline_s, arguments))
 
 
@@ -224,7 +224,7 @@ async def _sample_all(folder: Path, engine: Engine, prompt_sets: Sequence[Prompt
             )
             for prompt, completion in zip(prompt_set.prompts, completions, strict=True)
         ]
-        (folder / prompt_set.name).write_bytes(pack_group(Group(index, index, episodes)))
+        (folder / prompt_set.name).write_bytes(serialize_group(Group(index, index, episodes)))
 
 
 # -- the trainer's side -----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def compute_logprobs(
 
     policy = Policy(model, settings, total_steps=1)
     for prompt_set in prompt_sets:
-        group = unpack_group((folder / prompt_set.name).read_bytes())
+        group = deserialize_group((folder / prompt_set.name).read_bytes())
         policy.temperature = prompt_set.sampling.temperature or NEAR_ZERO
         tensors = _compute(policy, group.episodes)
         if rank % settings.tp == 0:
@@ -284,5 +284,5 @@ def _collect(folder: Path, prompt_set: PromptSet, data_ranks: int) -> Reading:
 
     engine, own = merged("engine"), merged("own")
     assert engine is not None and own is not None
-    group = unpack_group((folder / prompt_set.name).read_bytes())
+    group = deserialize_group((folder / prompt_set.name).read_bytes())
     return Reading(group, engine, own, merged("replayed"), merged("differing"))

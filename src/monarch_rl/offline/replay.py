@@ -284,7 +284,7 @@ class _Rank:
     ) -> list[OpenedEpisode]:
         """The step's episodes of this rank."""
         opened, packed = [], self._packed(shard, advantages)
-        for places, episodes, batch, computed in zip(shard.places, shard.unpack(), packed, logprobs, strict=True):
+        for places, episodes, batch, computed in zip(shard.places, shard.deserialize(), packed, logprobs, strict=True):
             ratios = (computed - batch.behaviour_logprobs).exp().tolist()
             for index, ((group, place, _), episode) in enumerate(zip(places, episodes, strict=True)):
                 mine = (batch.sequences == index).nonzero().flatten().tolist()

@@ -30,7 +30,7 @@ class BufferHandle(Protocol):
 
     @concurrent_endpoint
     async def submit(self, *groups: bytes) -> None:
-        """Submit complete groups, each packed by ``pack_group``."""
+        """Submit complete groups, each from ``serialize_group``."""
         ...
 
     @concurrent_endpoint

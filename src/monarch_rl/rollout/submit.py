@@ -10,7 +10,7 @@ from typing import Any
 
 from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.failure import KINDS, Failure
-from monarch_rl.episode.serialization import pack_group
+from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.rollout.stages import Stage, StageFailed, Stages
@@ -182,7 +182,7 @@ class TicketQueue:
 # -- completed groups: stages and submission, or dropping; and reports of failures ------------------------------------
 
 INLINE_TOKENS = 8192
-"""Maximum tokens of a group that is packed on the event loop. Packing takes a millisecond or two; a thread costs part
+"""Maximum tokens of a group that is serialized on the event loop. It takes a millisecond or two; a thread costs part
 of that and also delays the loop."""
 
 
@@ -227,7 +227,7 @@ class GroupSubmitter:
             await self.drop(ticket, failed.reason, sum(episode.num_trainable for episode in group.episodes))
             return
         small = sum(episode.num_tokens for episode in group.episodes) <= INLINE_TOKENS
-        data = pack_group(group) if small else await asyncio.to_thread(pack_group, group)
+        data = serialize_group(group) if small else await asyncio.to_thread(serialize_group, group)
         if self._transcripts is not None:
             self._transcripts.add(group)
         await self._queue.submit(group.group_id, group.attempt, data)

@@ -14,7 +14,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.failure import shortened
-from monarch_rl.episode.serialization import unpack_episode
+from monarch_rl.episode.serialization import deserialize_episode
 from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import Message
@@ -88,7 +88,7 @@ def rows(
         task: task of the run; in a mixture, items are shown as the task that they belong to defines them.
     """
     items = {index: _item(task, index) for index in dict.fromkeys(trained.task_index for trained, _ in asked)}
-    opened = [_Opened(trained, unpack_episode(trained.data)) for trained, _ in asked]
+    opened = [_Opened(trained, deserialize_episode(trained.data)) for trained, _ in asked]
     _find_shared(opened)
     return [
         _row(one, messages, items[one.trained.task_index], template)
@@ -97,7 +97,7 @@ def rows(
 
 
 class _Opened:
-    """A trained episode, unpacked."""
+    """A trained episode, deserialized."""
 
     def __init__(self, trained: TrainedEpisode, episode: Episode) -> None:
         self.trained, self.episode = trained, episode

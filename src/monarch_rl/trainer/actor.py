@@ -17,7 +17,7 @@ from monarch.actor import current_rank
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
-from monarch_rl.episode.serialization import unpack_group
+from monarch_rl.episode.serialization import deserialize_group
 from monarch_rl.episode.shard import PackedShard, TrainedEpisode, trained_episodes
 from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.deadlines import within
@@ -148,7 +148,7 @@ class Trainer(ResilientActor):
         """
         plan, policy = self._plan, self.policy
         started = time.perf_counter()
-        packed = await within(
+        shard = await within(
             batch_deadline_s + 10,
             self._buffer.take.call_one(
                 version,
@@ -165,27 +165,27 @@ class Trainer(ResilientActor):
         )
         taken = time.perf_counter()
         if self._mixed is not None:
-            packed.supervised = await self._take_rows(self._mixed, plan.settings.minibatches)
-        metrics = await self._train(packed, self._journal)
+            shard.supervised = await self._take_rows(self._mixed, plan.settings.minibatches)
+        metrics = await self._train(shard, self._journal)
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
 
-    async def _train(self, packed: PackedShard, journal: StepJournal | None) -> dict[str, float]:
+    async def _train(self, shard: PackedShard, journal: StepJournal | None) -> dict[str, float]:
         """Train the next version on a batch, and record the step in ``journal``, if any."""
         from monarch_rl.trainer.step import train
 
-        version, policy = packed.version, self.policy
-        rows = 0 if packed.supervised is None else sum(part.episodes for part in packed.supervised.minibatches)
+        version, policy = shard.version, self.policy
+        rows = 0 if shard.supervised is None else sum(part.episodes for part in shard.supervised.minibatches)
         if journal is not None:
-            journal.took(packed)
+            journal.took(shard)
 
         def step() -> tuple[dict[str, float], BatchAdvantages]:
-            result = train(policy, packed, self.functions, self._plan.max_tokens)
+            result = train(policy, shard, self.functions, self._plan.max_tokens)
             self._rows_taken += rows
             self._note(version + 1)
             return result
 
         metrics, advantages = await self._on(self._compute, step)
-        self._trained = packed, advantages
+        self._trained = shard, advantages
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
             return metrics | {LOST: float(journal.lost)}
@@ -234,8 +234,8 @@ class Trainer(ResilientActor):
         if self._rows is None:
             raise RuntimeError("use_rows() must come first")
         started = time.perf_counter()
-        packed = PackedShard.of_rows(version, await self._take_rows(self._rows, 1))
-        metrics = await self._train(packed, self._journal)
+        shard = PackedShard.of_rows(version, await self._take_rows(self._rows, 1))
+        metrics = await self._train(shard, self._journal)
         return metrics | {"wait_s": 0.0, "step_s": time.perf_counter() - started}
 
     async def _take_rows(self, rows: SupervisedRows, minibatches: int) -> SupervisedShard:
@@ -261,7 +261,7 @@ class Trainer(ResilientActor):
 
         logprobs: list[np.ndarray] = []
         with torch.no_grad():
-            for episode in (episode for data in groups for episode in unpack_group(data).episodes):
+            for episode in (episode for data in groups for episode in deserialize_group(data).episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
                 with device_work.operation("a pass for log-probs", batch.token_ids.numel()):
                     logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
@@ -425,15 +425,15 @@ class Trainer(ResilientActor):
         if earlier is None:
             raise RuntimeError("replayable_batches() must come first")
         started = time.perf_counter()
-        packed = await asyncio.to_thread(earlier.batch, version)
-        metrics = await self._train(packed, None)
+        shard = await asyncio.to_thread(earlier.batch, version)
+        metrics = await self._train(shard, None)
         metrics |= {"wait_s": 0.0, "step_s": time.perf_counter() - started}
         equal = await self._on(self._compute, earlier.equal, version)
         if equal is None and self._journal is not None:  # else the next resume takes it for the step that ended the run
             await self._on(self._compute, self._journal.made, version, metrics)
         if last:
             self._earlier = None
-        return StepReplay(metrics, [group_id for group_id, _ in packed.group_ids], packed.lag_counts, equal)
+        return StepReplay(metrics, [group_id for group_id, _ in shard.group_ids], shard.lag_counts, equal)
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:

@@ -201,7 +201,7 @@ def pack_shard(
             batch.columns[name] = _trainable_only(episodes, of_episodes(values)).to(device)
         return batch
 
-    microbatches = zip(shard.places, shard.unpack(), strict=True)
+    microbatches = zip(shard.places, shard.deserialize(), strict=True)
     return [
         [packed(minibatch, places, episodes) for places, episodes in islice(microbatches, minibatch.microbatches)]
         for minibatch in shard.minibatches

@@ -73,18 +73,18 @@ class Critic:
         return values if batch.rows is None else values[batch.rows]
 
     @torch.no_grad()
-    def with_values(self, packed: PackedShard) -> PackedShard:
+    def with_values(self, shard: PackedShard) -> PackedShard:
         """The batch with the column ``value`` for all its groups. Each rank computes the values of its share of the
         tokens.
 
         Raises:
             NotFinite: a value is not finite.
         """
-        values = torch.zeros(int(sum(of_group.sum() for of_group in packed.lengths)), device=self._device)
-        column = _by_group(values, packed.lengths)
-        shard = replace(packed, oldest=None)  # tokens masked for their lag need values, too
-        no_advantages = [[torch.zeros(()) for _ in of_group] for of_group in packed.lengths]
-        minibatches = pack_shard(shard, no_advantages, "constant", 1, self._device)
+        values = torch.zeros(int(sum(of_group.sum() for of_group in shard.lengths)), device=self._device)
+        column = _by_group(values, shard.lengths)
+        unmasked = replace(shard, oldest=None)  # tokens masked for their lag need values, too
+        no_advantages = [[torch.zeros(()) for _ in of_group] for of_group in shard.lengths]
+        minibatches = pack_shard(unmasked, no_advantages, "constant", 1, self._device)
         for batch, places in zip(chain(*minibatches), shard.places, strict=True):
             with device_work.operation("a pass for values", batch.token_ids.numel()):
                 own = [column[group][place] for group, place, _ in places]
@@ -97,9 +97,9 @@ class Critic:
                 "a value of the critic is not finite: an earlier update of it was too large. Lower trainer.critic.lr"
             )
         arrays = [
-            [of_sequence.numpy() for of_sequence in of_group] for of_group in _by_group(values.cpu(), packed.lengths)
+            [of_sequence.numpy() for of_sequence in of_group] for of_group in _by_group(values.cpu(), shard.lengths)
         ]
-        return replace(packed, columns=packed.columns | {VALUE: arrays})
+        return replace(shard, columns=shard.columns | {VALUE: arrays})
 
     def update_batch(self, minibatches: Sequence[Sequence[MicroBatch]], epochs: int = 1) -> dict[str, float]:
         """One optimiser step per mini-batch, ``epochs`` times over, like :meth:`Policy.update_batch`.

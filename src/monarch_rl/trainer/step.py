@@ -39,7 +39,7 @@ logger = logging.getLogger("monarch_rl")
 
 def train(
     policy: Policy,
-    packed: PackedShard,
+    shard: PackedShard,
     functions: LoadedFunctions,
     max_tokens: int,
 ) -> tuple[dict[str, float], BatchAdvantages]:
@@ -56,14 +56,14 @@ def train(
         NotFinite: gradient or loss is not finite; names the step, the cause and the objective.
         ValueError: the advantage or the objective returned an unusable value, or ranks got different advantages.
     """
-    if not packed.rewards:
-        return train_rows(policy, packed), []
+    if not shard.rewards:
+        return train_rows(policy, shard), []
     advantage, objective, loss = functions.advantage, functions.objective, policy.settings.loss
-    where, critic, epochs = f"step {packed.version + 1}", policy.critic, policy.settings.epochs
+    where, critic, epochs = f"step {shard.version + 1}", policy.critic, policy.settings.epochs
     if critic is not None:
         with _not_finite_in(where):
-            packed = critic.with_values(packed)
-    views = [with_overlong_penalty(view, loss) for view in group_views(packed)]
+            shard = critic.with_values(shard)
+    views = [with_overlong_penalty(view, loss) for view in group_views(shard)]
     columns = {} if critic is None else value_columns(views, critic.settings)  # before an advantage writes into them
     advantages = advantages_of(views, advantage)
     check_agreement(
@@ -72,8 +72,8 @@ def train(
         f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend "
         "only on the groups that it is given, not on random numbers, clocks or the order of sets",
     )
-    minibatches = pack_shard(packed, advantages, loss.aggregation, max_tokens, policy.device, columns)
-    trained = minibatches if packed.supervised is None else mixed(minibatches, packed.supervised, policy.device)
+    minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
+    trained = minibatches if shard.supervised is None else mixed(minibatches, shard.supervised, policy.device)
     learns = critic is None or not critic.warming_up
     with _not_finite_in(where, f". The objective is {place_of(objective)}"):
         metrics = policy.update_batch(trained, objective, epochs, learns)
@@ -81,21 +81,21 @@ def train(
         problem = f"the objective {place_of(objective)} returned a loss of {metrics['loss']}"
         raise NotFinite(f"{where}: {problem}, although its gradient is finite")
     for number, microbatch in enumerate(chain.from_iterable(minibatches)):
-        _report_left_out(policy.left_out.get(id(microbatch), {}), number, packed)
-    _report_rows_left_out(policy, trained, packed)
+        _report_left_out(policy.left_out.get(id(microbatch), {}), number, shard)
+    _report_rows_left_out(policy, trained, shard)
     if critic is not None:
         with _not_finite_in(where):
             metrics |= critic.update_batch(minibatches, epochs) | value_metrics(columns)
-    return metrics | batch_metrics(packed, flat(advantages)), advantages
+    return metrics | batch_metrics(shard, flat(advantages)), advantages
 
 
-def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
+def train_rows(policy: Policy, shard: PackedShard) -> dict[str, float]:
     """One optimiser step on supervised rows alone. Raises NotFinite like :func:`train`."""
-    assert packed.supervised is not None
-    minibatches = pack_rows(packed.supervised, policy.device)
-    with _not_finite_in(f"step {packed.version + 1}, which is supervised"):
-        metrics = policy.update_batch(minibatches, rows_loss, lr_factor=packed.supervised.lr_factor)
-    _report_rows_left_out(policy, minibatches, packed)
+    assert shard.supervised is not None
+    minibatches = pack_rows(shard.supervised, policy.device)
+    with _not_finite_in(f"step {shard.version + 1}, which is supervised"):
+        metrics = policy.update_batch(minibatches, rows_loss, lr_factor=shard.supervised.lr_factor)
+    _report_rows_left_out(policy, minibatches, shard)
     return metrics
 
 
@@ -108,22 +108,22 @@ def _not_finite_in(where: str, more: str = "") -> Iterator[None]:
         raise NotFinite(f"{where}: {error}{more}") from error
 
 
-def _report_left_out(causes: dict[int, str], microbatch: int, packed: PackedShard) -> None:
+def _report_left_out(causes: dict[int, str], microbatch: int, shard: PackedShard) -> None:
     """Log the episodes of a micro-batch that were not trained because one of their values is not finite."""
     for place, cause in causes.items():
-        group, episode, _ = packed.places[microbatch][place]
-        task = f" of task {packed.tasks[group]}" if packed.tasks[group] else ""
-        what = f"step {packed.version + 1}: episode {episode} of item {packed.items[group]}{task}"
+        group, episode, _ = shard.places[microbatch][place]
+        task = f" of task {shard.tasks[group]}" if shard.tasks[group] else ""
+        what = f"step {shard.version + 1}: episode {episode} of item {shard.items[group]}{task}"
         logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 
-def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], packed: PackedShard) -> None:
+def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], shard: PackedShard) -> None:
     """Log the supervised rows that were not trained for the same reason."""
     row_batches = [microbatch for microbatch in chain.from_iterable(minibatches) if microbatch.supervised]
-    places = [] if packed.supervised is None else packed.supervised.rows
+    places = [] if shard.supervised is None else shard.supervised.rows
     for microbatch, rows in zip(row_batches, places, strict=True):
         for place, cause in policy.left_out.get(id(microbatch), {}).items():
-            what = f"step {packed.version + 1}: supervised row {rows[place]}"
+            what = f"step {shard.version + 1}: supervised row {rows[place]}"
             logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 
