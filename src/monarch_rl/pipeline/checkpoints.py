@@ -67,7 +67,7 @@ class Checkpoints:
 
     Args:
         run: the run's folder.
-        about: the run's settings, stored in each checkpoint.
+        run_settings: the run's settings, stored in each checkpoint.
         note: prints a line.
         version: the version that the run starts from.
         generation: number of times the run was resumed.
@@ -79,7 +79,7 @@ class Checkpoints:
         run: Path,
         savers: Savers,
         settings: CheckpointSettings,
-        about: dict[str, Any],
+        run_settings: dict[str, Any],
         note: Callable[[str], None],
         version: int = 0,
         generation: int = 0,
@@ -88,7 +88,7 @@ class Checkpoints:
         self.failed = 0
         """Number of checkpoints that could not be written."""
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
-        self._generation, self._about = generation, about
+        self._generation, self._run_settings = generation, run_settings
         self._begun_version, self._begun_at = version, now()
         self._failure_logged_at: float | None = None
         self._shards_failed = False
@@ -201,15 +201,15 @@ class Checkpoints:
             shards = await self._write_parts(partial)
             measured = self._kept.found_for(copy.version)
             manifest = Manifest(
-                copy.version,
-                copy.optimizer_steps,
-                self._generation,
-                state.seconds,
-                state.files,
-                state.counters,
-                measured,
-                state.best,
-                self._about,
+                version=copy.version,
+                optimizer_steps=copy.optimizer_steps,
+                generation=self._generation,
+                seconds=state.seconds,
+                positions=state.files,
+                counters=state.counters,
+                measured=measured,
+                best=state.best,
+                settings=self._run_settings,
                 ranks=len(shards),
                 files=[file for of_rank in shards for file in of_rank],
             )

@@ -374,7 +374,7 @@ class Run:
                 self.folder,
                 actors,
                 s.checkpoint,
-                about=to_plain(s),
+                run_settings=to_plain(s),
                 note=outputs.note,
                 version=restored,
                 generation=resumed.generation if resumed else 0,
@@ -635,7 +635,12 @@ class Run:
         """
         components = self._components
         files = components.outputs.flush(limit_s)
-        return ControllerState(components.outputs.seconds, files, components.observer.counters(), self._best.best)
+        return ControllerState(
+            seconds=components.outputs.seconds,
+            files=files,
+            counters=components.observer.counters(),
+            best=self._best.best,
+        )
 
     def _last_controller_state(self) -> ControllerState:
         # A longer limit, because no step waits for it.
