@@ -16,9 +16,9 @@ GROUPS = st.lists(trees(), max_size=8)
 Plan = list[list[list[tuple[int, int]]]]
 
 
-def planned(groups: list[list[Episode]], token_budget: int, dp_size: int) -> Plan:
+def planned(groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: int) -> Plan:
     sharing = [SharingGroup([e.num_tokens for e in group], *prefix_tree(group)) for group in groups]
-    return plan_microbatches(sharing, token_budget, dp_size)
+    return plan_microbatches(sharing, tokens_per_microbatch, dp_size)
 
 
 def computed(groups: list[list[Episode]], microbatch: list[tuple[int, int]]) -> int:
@@ -29,29 +29,29 @@ def computed(groups: list[list[Episode]], microbatch: list[tuple[int, int]]) -> 
     return sum(map(distinct_inputs, members.values()))
 
 
-@given(groups=GROUPS, token_budget=st.integers(24, 100), dp_size=st.integers(1, 5))
+@given(groups=GROUPS, tokens_per_microbatch=st.integers(24, 100), dp_size=st.integers(1, 5))
 def test_every_episode_once_within_the_budgets_and_equally_many_microbatches(
-    groups: list[list[Episode]], token_budget: int, dp_size: int
+    groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: int
 ) -> None:
-    plan = planned(groups, token_budget, dp_size)
+    plan = planned(groups, tokens_per_microbatch, dp_size)
     assert len(plan) == dp_size
     assert len({len(rank) for rank in plan}) == 1
     placed = [place for rank in plan for microbatch in rank for place in microbatch]
     assert sorted(placed) == [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
     for microbatch in (microbatch for rank in plan for microbatch in rank):
         assert microbatch == sorted(microbatch)
-        assert computed(groups, microbatch) <= token_budget
+        assert computed(groups, microbatch) <= tokens_per_microbatch
         keys = sum(groups[g][e].num_tokens - 1 for g, e in microbatch)
-        assert keys <= KEYS_PER_TOKEN * token_budget
+        assert keys <= KEYS_PER_TOKEN * tokens_per_microbatch
 
 
-@given(groups=GROUPS.filter(bool), token_budget=st.integers(24, 100), dp_size=st.integers(1, 5))
+@given(groups=GROUPS.filter(bool), tokens_per_microbatch=st.integers(24, 100), dp_size=st.integers(1, 5))
 def test_the_slowest_rank_has_at_most_its_share_of_separate_episodes_and_the_longest(
-    groups: list[list[Episode]], token_budget: int, dp_size: int
+    groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: int
 ) -> None:
     """Its waits included: the sum over micro-batches of the largest that run at the same time. And a rank waits for no
     more than one piece of a group."""
-    plan = planned(groups, token_budget, dp_size)
+    plan = planned(groups, tokens_per_microbatch, dp_size)
     tokens = [[computed(groups, microbatch) for microbatch in rank] for rank in plan]
     largest = [max(at_once) for at_once in zip(*tokens, strict=True)]
     inputs = [episode.num_tokens - 1 for group in groups for episode in group]
@@ -63,14 +63,14 @@ def test_the_slowest_rank_has_at_most_its_share_of_separate_episodes_and_the_lon
 
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
-    token_budget=st.integers(100, 400),
+    tokens_per_microbatch=st.integers(100, 400),
     dp_size=st.integers(1, 5),
 )
 def test_ranks_are_balanced_to_within_the_longest_episode_where_nothing_is_shared(
-    lengths: list[int], token_budget: int, dp_size: int
+    lengths: list[int], tokens_per_microbatch: int, dp_size: int
 ) -> None:
     """In their sums, and in what each waits for the largest at every micro-batch."""
-    plan = plan_microbatches(separate(lengths), token_budget, dp_size)
+    plan = plan_microbatches(separate(lengths), tokens_per_microbatch, dp_size)
     tokens = [[sum(lengths[i] - 1 for i, _ in microbatch) for microbatch in rank] for rank in plan]
     assert max(map(sum, tokens)) - min(map(sum, tokens)) <= max(lengths)
     largest = [max(at_once) for at_once in zip(*tokens, strict=True)]

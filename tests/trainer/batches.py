@@ -75,7 +75,7 @@ def shard(
     version: int,
     rank: int,
     ranks: int,
-    token_budget: int,
+    tokens_per_microbatch: int,
     columns: tuple[str, ...] = (),
     minibatches: int = 1,
 ) -> PackedShard:
@@ -83,4 +83,4 @@ def shard(
     packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = sum(group.trainable for group in packed)
     whole = Batch(version, packed, None, np.asarray([trainable]))
-    return cut(whole, ShardPlan(ranks, token_budget, columns, minibatches))[rank]
+    return cut(whole, ShardPlan(ranks, tokens_per_microbatch, columns, minibatches))[rank]

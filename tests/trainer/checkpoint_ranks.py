@@ -50,7 +50,7 @@ def update(policy: Policy, step: int) -> None:
     if policy.critic is not None:
         update_both(policy, step)
         return
-    part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+    part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
     policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
 
 

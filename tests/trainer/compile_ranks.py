@@ -45,7 +45,7 @@ def train(folder: Path, model: str, settings: TrainerSettings, name: str) -> tup
     at_start = counters["stats"]["unique_graphs"]
     figures = []
     for step in range(STEPS):
-        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
         microbatches, parts = packed(part, policy), settings.minibatches
         minibatches = [microbatches[number::parts] for number in range(parts)]
         metrics = policy.update_batch(minibatches, loss_function(PPOClip(), settings.loss))

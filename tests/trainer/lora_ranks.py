@@ -68,7 +68,7 @@ def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Poli
     check_trained(policy, settings.lora)
     policy.save(folder / f"{name}_start")
     for step in range(STEPS):
-        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
         policy.update(packed(part, policy), loss_function(PPOClip(), settings.loss))
     check_base(policy, folder / kind)
     policy.save(folder / name)

@@ -48,7 +48,7 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
     steps = []
     for step in range(STEPS):
         groups, ranks = single(step) if single_episode else batch(step), policy.world_size
-        shards = [shard(groups, step, rank, ranks, token_budget=50) for rank in range(ranks)]
+        shards = [shard(groups, step, rank, ranks, tokens_per_microbatch=50) for rank in range(ranks)]
         metrics = policy.update(packed(shards[policy.rank], policy), objective)
         without_episodes = sum(not microbatch for part in shards for microbatch in part.places)
         assert (metrics["padding"] > 0) == (without_episodes > 0) >= single_episode
@@ -64,7 +64,7 @@ def go_on_with_another_degree(folder: Path, before: TrainerSettings, after: Trai
     """Saves what was trained when the checkpoint was made, what another degree reads, and both after another update."""
 
     def update(policy: Policy, step: int) -> None:
-        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
         policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
 
     policy = Policy(folder / "moe", before, total_steps=STEPS)

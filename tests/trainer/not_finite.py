@@ -83,7 +83,7 @@ def update(policy: Policy, objective: LossFunction | None = None) -> str:
     groups = batch(0)
     for episode in (episode for group in groups for episode in group.episodes):
         episode.turns[0].token_ids[:] %= TOKENS
-    batches = packed(shard(groups, 0, 0, 1, token_budget=500), policy)
+    batches = packed(shard(groups, 0, 0, 1, tokens_per_microbatch=500), policy)
     return said_by(lambda: policy.update(batches, objective or loss_function(PPOClip(), policy.settings.loss)))
 
 

@@ -106,7 +106,7 @@ def train(
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
     policy = Policy(folder / kind, settings, total_steps=STEPS)
     for step in range(STEPS):
-        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
         assert len(part.places) > 1
         batches, changes, marks = packed(part, policy), list[GpuOperation | None](), Marks()
         device_work.use_device("cuda", changes.append, marks.make)
@@ -137,7 +137,9 @@ def train_by_hand(folder: Path, name: str, settings: TrainerSettings) -> None:
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
     for step in range(STEPS):
         policy.optimizers.zero_grad()
-        for microbatch in packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy):
+        for microbatch in packed(
+            shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50), policy
+        ):
             loss_function(PPOClip(), settings.loss)(policy.token_logprobs(microbatch), microbatch)[0].backward()
         torch.nn.utils.clip_grad_norm_(policy.module.parameters(), settings.max_grad_norm, foreach=True)
         policy.optimizers.step()
@@ -150,7 +152,7 @@ def train_several(folder: Path, name: str) -> None:
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, epochs=2, minibatches=2, loss=loss)
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS * settings.updates_per_batch)
     for step in range(STEPS):
-        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=30, minibatches=2)
         advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
         minibatches = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
         assert len(minibatches) == 2 and len(minibatches[1]) > 1
@@ -174,7 +176,7 @@ def check_old_and_drift(folder: Path) -> None:
     ]
     for name, objective in objectives:
         policy = Policy(folder / "qwen3", TrainerSettings(lr=LR, epochs=2, minibatches=2), total_steps=8)
-        part = shard(batch(0), 0, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        part = shard(batch(0), 0, policy.rank, policy.world_size, tokens_per_microbatch=30, minibatches=2)
         advantages = advantages_of(group_views(part), dr_grpo)
         minibatches = pack_shard(part, advantages, "constant", MAX_NEW_TOKENS, policy.device)
         flat, changes, marks = [each for own in minibatches for each in own], list[GpuOperation | None](), Marks()
@@ -273,7 +275,7 @@ def check_reference_of_lora(folder: Path, full: Policy) -> None:
     settings = TrainerSettings(lr=0.05, lora=LoraSettings(rank=4), reference=True, loss=loss)
     policy, kls = Policy(folder / "qwen3", settings, total_steps=3), list[float]()
     for step in range(3):
-        batches = packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy)
+        batches = packed(shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50), policy)
         kls.append(policy.update(batches, loss_function(PPOClip(), loss))["kl_reference"])
         full.update(
             again := packed(shard(batch(step), step, full.rank, full.world_size, 50), full),
@@ -337,7 +339,7 @@ def refuse(folder: Path, policy: Policy) -> None:
 def check_filled_old(policy: Policy) -> None:
     """A column ``old`` that a stage has filled stays, with several updates, too."""
     loss = policy.settings.loss
-    part = shard(batch(0), 0, policy.rank, policy.world_size, token_budget=50)
+    part = shard(batch(0), 0, policy.rank, policy.world_size, tokens_per_microbatch=50)
     batches = packed(part, policy)
     for each in batches:
         each.columns["old"] = each.behaviour_logprobs.clone()

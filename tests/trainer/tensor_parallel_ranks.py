@@ -78,7 +78,7 @@ def train(policy: Policy, folder: Path, name: str) -> None:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
     steps = []
     for step in range(STEPS):
-        part = shard(batch(step), step, policy.data_rank, policy.settings.data_ranks, token_budget=50)
+        part = shard(batch(step), step, policy.data_rank, policy.settings.data_ranks, tokens_per_microbatch=50)
         metrics = policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
         assert metrics["tokens"] == part.trainable_tokens
         assert 0 <= metrics["imbalance"] < 0.5

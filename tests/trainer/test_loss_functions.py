@@ -81,7 +81,7 @@ def packed(part: PackedShard, advantage: Any) -> list[MicroBatch]:
 
 def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
     advantage = sent(partial(leave_one_out, scale=3.0), supervised).advantage.load()
-    part = shard(batch(0), 0, 0, 1, token_budget=50)
+    part = shard(batch(0), 0, 0, 1, tokens_per_microbatch=50)
     microbatches = packed(part, advantage)
     assert len(microbatches) > 1
     for found, places, episodes in zip(microbatches, part.places, part.deserialize(), strict=True):
@@ -300,7 +300,7 @@ def normalised(groups: list[GroupView]) -> list[torch.Tensor]:
 
 
 def test_an_advantage_may_see_the_whole_batch() -> None:
-    part = shard(batch(0), 0, 0, 1, token_budget=500)
+    part = shard(batch(0), 0, 0, 1, tokens_per_microbatch=500)
     found = np.concatenate(flat(advantages_of(group_views(part), partial(normalised))))
     rewards = np.concatenate(part.rewards)
     np.testing.assert_allclose(found, (rewards - rewards.mean()) / rewards.std(ddof=1), atol=1e-6)
@@ -603,7 +603,7 @@ def test_an_objective_reads_columns_beside_its_logprobs() -> None:
     for group in groups:
         for episode in group.episodes:
             episode.fill_column("teacher", episode.logprobs - 1.0)
-    part = shard(groups, 0, 0, 1, token_budget=50)
+    part = shard(groups, 0, 0, 1, tokens_per_microbatch=50)
     for made in packed(part, dr_grpo):
         logprobs = made.behaviour_logprobs.clone().requires_grad_()
         output = TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs))

@@ -73,7 +73,7 @@ def test_a_cursor_is_all_that_is_needed_to_go_on(lengths: list[tuple[int, int]],
 def test_rows_beside_a_batch_have_their_share_of_the_weights() -> None:
     from monarch_rl.algorithms.advantages import dr_grpo
 
-    batches = packed(shard(batch(0), 0, 0, 1, token_budget=50), dr_grpo)
+    batches = packed(shard(batch(0), 0, 0, 1, tokens_per_microbatch=50), dr_grpo)
     before = sum(float(each.weights.sum()) for each in batches)
     (together,) = mixed([batches], rows_of([(3, 4), (2, 5)], 4, share=0.25).take(0, 0), CPU)
     assert [each.supervised for each in together] == sorted(each.supervised for each in together)

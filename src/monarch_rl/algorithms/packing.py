@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 KEYS_PER_TOKEN = 4
-"""Keys that a micro-batch may gather, as a multiple of its token budget. Each episode's queries read the keys and
+"""Keys that a micro-batch may gather, as a multiple of its tokens. Each episode's queries read the keys and
 values of its whole prefix, so an episode with a long shared prefix gathers far more keys than it computes. Without this
 bound the memory of a micro-batch of many short answers to one long prompt would be unbounded. How much four times as
 many keys and values add to what a layer saves for the backward pass depends on the number of key heads: 6 to 15 % with
@@ -85,9 +85,9 @@ _Rounds = list[list[_Bin]]
 
 
 def plan_microbatches(
-    groups: Sequence[SharingGroup], token_budget: int, dp_size: int
+    groups: Sequence[SharingGroup], tokens_per_microbatch: int, dp_size: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Distribute episodes over few micro-batches, within the budget, balanced between ranks, with little computed
+    """Distribute episodes over few micro-batches, within the limit, balanced between ranks, with little computed
     twice.
 
     A micro-batch computes a prefix that its episodes share once, but each micro-batch with such an episode computes it.
@@ -96,13 +96,14 @@ def plan_microbatches(
     least twice, whose slowest rank computes at most ``SLOWER`` more than in any other plan. Planning stops at the first
     plan that is within ``SLOWER`` of a lower bound for all plans.
 
-    In each plan a piece is a span of neighbours in the group's prefix tree, split further if it exceeds the budget.
+    In each plan a piece is a span of neighbours in the group's prefix tree, split further if it exceeds the limit.
     Pieces are placed in few micro-batches, from the largest to the smallest, each into the micro-batch
     that computes least so far (LPT; Graham, 1969).
 
     Every plan satisfies, in inputs computed:
 
-    1. A micro-batch computes at most ``token_budget`` inputs and gathers at most ``KEYS_PER_TOKEN`` times as many keys.
+    1. A micro-batch computes at most ``tokens_per_microbatch`` inputs and gathers at most ``KEYS_PER_TOKEN`` times as
+       many keys.
     2. Any two micro-batches differ by at most the largest piece: when the larger one got its last piece, it was no
        larger than the other, and none ever becomes smaller. Micro-batches of similar size run at the same time on all
        ranks, so the waits of a rank, summed over all of its micro-batches, are at most the largest piece, too.
@@ -114,7 +115,7 @@ def plan_microbatches(
 
     Args:
         groups: groups of episodes to place.
-        token_budget: most tokens that one micro-batch may compute.
+        tokens_per_microbatch: most tokens that one micro-batch may compute.
         dp_size: trainer ranks. All of them run the same number of micro-batches, because their collectives need it.
 
     Returns:
@@ -122,25 +123,25 @@ def plan_microbatches(
         ``lengths``, ascending. A micro-batch is empty only if there are fewer pieces than micro-batches.
 
     Raises:
-        ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
+        ValueError: an episode is longer than ``tokens_per_microbatch``, or that or ``dp_size`` is not positive.
     """
     longest = max((tokens for group in groups for tokens in group.lengths), default=0)
-    _check(longest, token_budget, dp_size)
-    rounds = _best(groups, longest, token_budget, dp_size)
+    _check(longest, tokens_per_microbatch, dp_size)
+    rounds = _best(groups, longest, tokens_per_microbatch, dp_size)
     return [[_episodes(groups, at_once[rank]) for at_once in rounds] for rank in range(dp_size)]
 
 
-def _check(longest: int, token_budget: int, dp_size: int) -> None:
-    if token_budget < 1 or dp_size < 1:
-        raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
-    if longest > token_budget:
+def _check(longest: int, tokens_per_microbatch: int, dp_size: int) -> None:
+    if tokens_per_microbatch < 1 or dp_size < 1:
+        raise ValueError(f"tokens_per_microbatch ({tokens_per_microbatch}) and dp_size ({dp_size}) must be positive")
+    if longest > tokens_per_microbatch:
         raise ValueError(
-            f"an episode of {longest} tokens exceeds the token budget of {token_budget} per micro-batch: raise it to "
-            f"at least {longest}"
+            f"an episode of {longest} tokens is longer than trainer.tokens-per-microbatch {tokens_per_microbatch}: "
+            f"raise it to at least {longest}"
         )
 
 
-def _best(groups: Sequence[SharingGroup], longest: int, token_budget: int, dp_size: int) -> _Rounds:
+def _best(groups: Sequence[SharingGroup], longest: int, tokens_per_microbatch: int, dp_size: int) -> _Rounds:
     """The chosen plan, as described in :func:`plan_microbatches`."""
     shared_once = sum(group.computed(range(len(group.order))) for group in groups)
     separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
@@ -149,7 +150,9 @@ def _best(groups: Sequence[SharingGroup], longest: int, token_budget: int, dp_si
     least = sys.maxsize
     for parts in _parts(groups):
         # Once a plan satisfies the bound, plans that could only be slower are abandoned.
-        rounds = _place(groups, parts, token_budget, dp_size, shared_once, least if least <= bound else sys.maxsize)
+        rounds = _place(
+            groups, parts, tokens_per_microbatch, dp_size, shared_once, least if least <= bound else sys.maxsize
+        )
         if rounds is None:
             continue
         slowest = sum(at_once[0].computed for at_once in rounds)
@@ -170,20 +173,22 @@ def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
 
 
 def _place(
-    groups: Sequence[SharingGroup], parts: int, token_budget: int, dp_size: int, shared_once: int, least: int
+    groups: Sequence[SharingGroup], parts: int, tokens_per_microbatch: int, dp_size: int, shared_once: int, least: int
 ) -> _Rounds | None:
     """A plan of groups split into about ``parts`` pieces each: rounds of ``dp_size`` micro-batches, the largest first.
 
     None if its slowest rank would compute at least ``least``, because the mean over the ranks already does.
     """
-    key_budget = KEYS_PER_TOKEN * token_budget
-    pieces = [piece for index, group in enumerate(groups) for piece in _split(group, index, parts, token_budget)]
+    keys_per_microbatch = KEYS_PER_TOKEN * tokens_per_microbatch
+    pieces = [
+        piece for index, group in enumerate(groups) for piece in _split(group, index, parts, tokens_per_microbatch)
+    ]
     pieces.sort(key=lambda piece: -piece.computed)
     keys = sum(piece.keys for piece in pieces)
     computed = shared_once
-    rounds = max(1, -(-keys // (key_budget * dp_size)))
+    rounds = max(1, -(-keys // (keys_per_microbatch * dp_size)))
     while True:
-        rounds = max(rounds, -(-computed // (token_budget * dp_size)))
+        rounds = max(rounds, -(-computed // (tokens_per_microbatch * dp_size)))
         bins = [_Bin() for _ in range(rounds * dp_size)]
         emptiest = [(0, b) for b in range(len(bins))]
         for piece in pieces:
@@ -193,23 +198,23 @@ def _place(
         computed = sum(filled.computed for filled in bins)
         if computed >= least * dp_size:
             return None
-        if all(filled.computed <= token_budget and filled.keys <= key_budget for filled in bins):
+        if all(filled.computed <= tokens_per_microbatch and filled.keys <= keys_per_microbatch for filled in bins):
             bins.sort(key=lambda filled: -filled.computed)
             return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
         # With more micro-batches, fewer pieces of a group are in the same one, so more is computed.
         rounds += 1
 
 
-def _split(group: SharingGroup, index: int, parts: int, token_budget: int) -> list[_Piece]:
-    """Split a group into spans of neighbours of about equal size, each within both budgets."""
-    places, key_budget = range(len(group.order)), KEYS_PER_TOKEN * token_budget
-    size = token_budget if parts == 1 else min(token_budget, -(-group.computed(places) // parts))
+def _split(group: SharingGroup, index: int, parts: int, tokens_per_microbatch: int) -> list[_Piece]:
+    """Split a group into spans of neighbours of about equal size, each within both limits."""
+    places, keys_per_microbatch = range(len(group.order)), KEYS_PER_TOKEN * tokens_per_microbatch
+    size = tokens_per_microbatch if parts == 1 else min(tokens_per_microbatch, -(-group.computed(places) // parts))
     pieces: list[_Piece] = []
     for place in places:
         keys = group.inputs(place)
         if pieces and parts < len(places):
             piece, own = pieces[-1], keys - group.shared[place]
-            if piece.computed + own <= size and piece.keys + keys <= key_budget:
+            if piece.computed + own <= size and piece.keys + keys <= keys_per_microbatch:
                 piece.places.append(place)
                 piece.computed += own
                 piece.keys += keys

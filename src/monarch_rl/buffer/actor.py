@@ -202,7 +202,7 @@ class Buffer(FailureReports):
         version: int,
         dp_rank: int,
         dp_size: int,
-        token_budget: int,
+        tokens_per_microbatch: int,
         timeout_s: float,
         columns: tuple[str, ...] = (),
         minibatches: int = 1,
@@ -215,7 +215,7 @@ class Buffer(FailureReports):
             version: version being updated.
             dp_rank: index of the shard to return.
             dp_size: number of shards.
-            token_budget: maximum tokens of one micro-batch.
+            tokens_per_microbatch: maximum tokens of one micro-batch.
             timeout_s: seconds to wait for the batch.
             columns: columns that every rank gets of all episodes.
             minibatches: number of mini-batches.
@@ -224,8 +224,8 @@ class Buffer(FailureReports):
             DeadlineExceeded: the batch was not complete in time; names the missing groups, their workers and since when
                 these hold them.
             BufferClosed: the run has ended.
-            ValueError: another version is being updated, ranks disagree, an episode exceeds ``token_budget``, or groups
-                lack a column.
+            ValueError: another version is being updated, ranks disagree, an episode exceeds ``tokens_per_microbatch``,
+                or groups lack a column.
         """
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
@@ -243,7 +243,7 @@ class Buffer(FailureReports):
         self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        plan = ShardPlan(dp_size, token_budget, columns, minibatches)
+        plan = ShardPlan(dp_size, tokens_per_microbatch, columns, minibatches)
         if self._split is None:
             self._split = (batch.version, plan), cut(batch, plan)
         requested, shards = self._split

@@ -18,7 +18,7 @@ class ShardPlan(NamedTuple):
 
     dp_size: int
     """Number of data-parallel ranks, each of which gets its own shard."""
-    token_budget: int
+    tokens_per_microbatch: int
     """Maximum tokens of a micro-batch."""
     columns: tuple[str, ...] = ()
     """Columns that every rank gets of all episodes."""
@@ -31,7 +31,8 @@ def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
     :func:`plan_microbatches`.
 
     Raises:
-        ValueError: an episode exceeds the token budget; groups have different columns, or lack a requested one.
+        ValueError: an episode exceeds ``tokens_per_microbatch``; groups have different columns, or lack a requested
+            one.
     """
     groups = batch.groups
     sharing = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in groups]
@@ -39,7 +40,7 @@ def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
     microbatches_by_rank: list[list[list[tuple[int, int]]]] = [[] for _ in range(plan.dp_size)]
     minibatches = []
     for start, end in pairwise(bounds):
-        planned = plan_microbatches(sharing[start:end], plan.token_budget, plan.dp_size)
+        planned = plan_microbatches(sharing[start:end], plan.tokens_per_microbatch, plan.dp_size)
         minibatches.append(_mini_batch(batch, start, end, len(planned[0])))
         for of_rank, microbatches in zip(microbatches_by_rank, planned, strict=True):
             of_rank += [[(start + group, episode) for group, episode in microbatch] for microbatch in microbatches]

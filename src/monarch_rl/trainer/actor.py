@@ -212,8 +212,8 @@ class Trainer(ResilientActor):
         from monarch_rl.trainer.supervised import load_rows
 
         settings = self._plan.settings
-        budget, ranks = settings.tokens_per_microbatch, settings.data_ranks
-        rows = await asyncio.to_thread(load_rows, plan, self._plan.model, budget, ranks)
+        tokens, ranks = settings.tokens_per_microbatch, settings.data_ranks
+        rows = await asyncio.to_thread(load_rows, plan, self._plan.model, tokens, ranks)
         if plan.share < 1:
             self._mixed = rows
         else:

@@ -49,13 +49,13 @@ class SupervisedRows:
 
     Args:
         tokenise: see :data:`Tokenise`.
-        token_budget: most tokens of a micro-batch.
+        tokens_per_microbatch: most tokens of a micro-batch.
         data_ranks: number of shares that a step is divided into.
     """
 
-    def __init__(self, plan: SupervisedPlan, tokenise: Tokenise, token_budget: int, data_ranks: int) -> None:
+    def __init__(self, plan: SupervisedPlan, tokenise: Tokenise, tokens_per_microbatch: int, data_ranks: int) -> None:
         self.plan, self._rows = plan, plan.rows.load()
-        self._tokenise, self._token_budget, self._data_ranks = tokenise, token_budget, data_ranks
+        self._tokenise, self._token_budget, self._data_ranks = tokenise, tokens_per_microbatch, data_ranks
         self._order = ShuffledOrder(range(len(self._rows)), "supervised ")
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class SupervisedRows:
         return prompt, answer
 
 
-def load_rows(plan: SupervisedPlan, model: Path, token_budget: int, data_ranks: int) -> SupervisedRows:
+def load_rows(plan: SupervisedPlan, model: Path, tokens_per_microbatch: int, data_ranks: int) -> SupervisedRows:
     """Load the rows on a trainer rank, to be rendered by the model's chat template. Its imports take seconds.
 
     Raises:
@@ -122,7 +122,7 @@ def load_rows(plan: SupervisedPlan, model: Path, token_budget: int, data_ranks: 
     def tokenise(row: Row) -> tuple[list[int], list[int]]:
         return Conversation(template).add(row[PROMPT]), template.turn(row[ANSWER])
 
-    return SupervisedRows(plan, tokenise, token_budget, data_ranks)
+    return SupervisedRows(plan, tokenise, tokens_per_microbatch, data_ranks)
 
 
 def check_rows(rows: Sequence[Row]) -> None:
