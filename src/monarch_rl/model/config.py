@@ -365,6 +365,9 @@ def _check_divisions(architecture: Architecture, values: Json) -> None:
 def check_features(config: ModelConfig) -> None:
     """Check that the trainer can build this model, and builds the same model as Hugging Face.
 
+    It refuses the keys that are known to change the computation of a supported architecture. A key that none of these
+    checks reads is ignored, so check a model folder with keys of its own by ``tools/parity.py``.
+
     Raises:
         ValueError: it cannot, or does not; names the key of ``config.json``.
     """
