@@ -49,7 +49,8 @@ def ends_and_names(run: Launched, process: str) -> None:
     by_process = rf"actor {process}<.*\s+.*The process likely crashed"  # seen when much else runs
     shown = f"trainer rank {rank}" if mesh == "trainer" else mesh
     by_watch = rf"{shown} \(process \d+\) has ended"  # seen where Monarch was just asking for the process's state
-    assert re.search(f"{by_rank}|{by_process}|{by_watch}", run.output()[before:]), run.output()
+    by_stall = rf"{shown} stopped answering \d+ s ago; its process \d+ is (gone|dead)"  # Monarch has not noticed it
+    assert re.search(f"{by_rank}|{by_process}|{by_watch}|{by_stall}", run.output()[before:]), run.output()
 
 
 @pytest.mark.parametrize(
