@@ -14,13 +14,15 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS
+from monarch_rl.weights.transport import SNAPSHOTS, transports_on
 from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, InspectedGenerator, System, start_inspected
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
-TRANSFERS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]
+TRANSFERS = [replace(TRANSFER, transport=transport) for transport in transports_on(on_gpu=False)] + [
+    replace(TRANSFER, delta=True)
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.pipeline.start import save, update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
-from monarch_rl.weights.transport import TRANSPORTS
+from monarch_rl.weights.transport import transports_on
 from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.patience import until
 from tests.pipeline.held import held_by_all, same_bits
@@ -163,7 +163,7 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
         served = max([(await g.stats.call_one())["version"] for g in chosen])
         system = await System.start(cluster, model, chosen, lr=3e-3, version=served + 1, ranks=trainer_ranks)
         before = await held_by_all(system, tmp_path)
-        for transport in TRANSPORTS:
+        for transport in transports_on(on_gpu=False):
             await system.publish_by(replace(TRANSFER, transport=transport))
             await held_by_all(system, tmp_path)
             await system.step(seed=served)
@@ -192,7 +192,10 @@ def test_other_dense_models_are_served_bit_for_bit_and_agree(
         system = await System.start(cluster, model, [generator], lr=3e-3)
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
         before = await held_by_all(system, tmp_path)
-        for transfer in (*(replace(TRANSFER, transport=name) for name in TRANSPORTS), replace(TRANSFER, delta=True)):
+        for transfer in (
+            *(replace(TRANSFER, transport=name) for name in transports_on(on_gpu=False)),
+            replace(TRANSFER, delta=True),
+        ):
             await system.publish_by(transfer)
             await system.step(seed=system.version)
             assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
@@ -220,7 +223,7 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0, version=70)
         before = [await g.engine_checksums.call_one() for g in generators]
-        for transport in TRANSPORTS:
+        for transport in transports_on(on_gpu=False):
             await system.publish_by(replace(TRANSFER, transport=transport, delta=True, attempts=1))
             await received_shares(system)
             await system.step(seed=system.version)

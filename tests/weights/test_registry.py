@@ -24,7 +24,7 @@ from monarch_rl.pipeline.memory import (
     trainer_memory,
     version_bytes,
 )
-from monarch_rl.pipeline.settings import check_shared
+from monarch_rl.pipeline.settings import check_shared, check_transport
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights import transport
@@ -38,6 +38,7 @@ from monarch_rl.weights.transport import (
     TransportName,
     make_receiver,
     make_sender,
+    transports_on,
 )
 from tools.memory import MODELS, device_bytes
 
@@ -110,6 +111,20 @@ def test_shared_devices_are_refused_by_the_entry(pigeon: TransferSettings, monke
     check_shared(pigeon, cpus)
     with pytest.raises(ValueError, match="transport pigeon cannot be used with colocate: NCCL"):
         check_shared(pigeon, one)
+
+
+def test_an_entry_for_gpus_is_neither_chosen_nor_accepted_on_cpus(
+    pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, cpus = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
+    check_transport(pigeon, cpus)
+    assert NAME in transports_on(on_gpu=False)
+    monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, gpu_only=True))
+    assert NAME in transports_on(on_gpu=True) and NAME not in transports_on(on_gpu=False)
+    check_transport(pigeon, gpus)
+    check_transport(replace(pigeon, transport="auto"), cpus)
+    with pytest.raises(ValueError, match=r"weights\.transport pigeon needs GPUs.* give collective or"):
+        check_transport(pigeon, cpus)
 
 
 def test_a_plan_that_does_not_fit_suggests_a_transport_that_needs_less(pigeon: TransferSettings) -> None:

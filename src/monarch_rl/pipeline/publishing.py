@@ -47,7 +47,7 @@ from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName, transports_on
 
 logger = logging.getLogger("monarch_rl")
 
@@ -127,15 +127,18 @@ class Publisher:
         dtype: str,
         workers: ActorPool[RolloutWorker] | None = None,
         frozen: Sequence[FrozenPool] = (),
+        on_gpu: bool = False,
     ) -> Publisher:
         """Plan the tensors of a version, and connect the trainer ranks with the generators.
 
         Args:
             generators: the replicas, by index.
-            settings: the transfer settings; with transport ``auto``, every transport is measured and the fastest used.
+            settings: the transfer settings; with transport ``auto``, every transport that works on these devices is
+                measured and the fastest used.
             dtype: dtype that generators serve.
             workers: rollout workers, which are notified of the replicas that take requests; None if there are none.
             frozen: engines of frozen models; see :class:`Replicas`.
+            on_gpu: whether trainer ranks and generators run on GPUs.
 
         Raises:
             WeightMismatch: a generator's base weights differ from the trainer's (wrapped by Monarch).
@@ -147,7 +150,7 @@ class Publisher:
             for index, generator in generators.items():
                 await base_weights.verify(index, generator)
         if settings.transport == "auto":
-            group.settings = await _fastest(group, replicas, generators)
+            group.settings = await _fastest(group, replicas, generators, on_gpu)
         await _set_up_all(group, replicas, generators)
         return cls(group, buffer, replicas, base_weights)
 
@@ -269,10 +272,13 @@ async def _set_up_all(group: TransferGroup, replicas: Replicas, generators: Mapp
     await group.connect(list(replicas))
 
 
-async def _fastest(group: TransferGroup, replicas: Replicas, generators: Mapping[int, Generator]) -> TransferSettings:
-    """Time a transfer, without commit, by every transport; prints the measurements and returns the fastest."""
+async def _fastest(
+    group: TransferGroup, replicas: Replicas, generators: Mapping[int, Generator], on_gpu: bool
+) -> TransferSettings:
+    """Time a transfer, without commit, by every transport that works on these devices; prints the measurements and
+    returns the fastest."""
     seconds: dict[TransportName, float] = {}
-    for name in TRANSPORTS:
+    for name in transports_on(on_gpu):
         try:
             group.settings = replace(group.settings, transport=name)
             await _set_up_all(group, replicas, generators)

@@ -345,6 +345,7 @@ class Run:
             resolve_dtype(s.generator.dtype, self._on_gpu),
             actors.workers,
             actors.frozen,
+            on_gpu=self._on_gpu,
         )
         self._lifetimes.callback(publisher.cancel)
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})

@@ -47,7 +47,7 @@ from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
 from monarch_rl.watch.watch import STALL_S
-from monarch_rl.weights.transport import TRANSPORTS, TransferSettings
+from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, transports_on
 
 S = TypeVar("S", bound="RunSettings")
 SHORTEST_S = 30.0
@@ -346,12 +346,23 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
         otherwise = "Or let trainer ranks and replicas share devices: --colocate."
         offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
+    check_transport(s.transfers, offered)
+
+
+def check_transport(weights: TransferSettings, offered: Devices) -> None:
+    """Refuse a transport that does not work on these devices. Raises ValueError."""
+    if offered.kind != "cuda" and all(t.gpu_only for t in weights.candidates):
+        raise SettingsError(
+            f"weights.transport {weights.resolved_transport} needs GPUs, and this run is on CPUs: give "
+            f"{' or '.join(transports_on(on_gpu=False))}"
+        )
 
 
 def check_shared(weights: TransferSettings, offered: Devices) -> None:
     """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError."""
     chosen = weights.resolved_transport
-    working = " or ".join(name for name, t in TRANSPORTS.items() if not t.nccl and not t.one_host)
+    by_name = ((name, TRANSPORTS[name]) for name in transports_on(offered.kind == "cuda"))
+    working = " or ".join(name for name, t in by_name if not t.nccl and not t.one_host)
     if offered.kind == "cuda" and any(t.nccl for t in weights.candidates):
         raise SettingsError(
             f"weights.transport {chosen} cannot be used with colocate: NCCL does not support two ranks on one GPU. "

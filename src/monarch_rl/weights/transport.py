@@ -61,6 +61,8 @@ class Transport:
     one GPU, so such a transport cannot be used with ``colocate`` there."""
     one_host: bool = False
     """Whether trainer ranks and replicas must be on the same host."""
+    gpu_only: bool = False
+    """Whether it needs GPUs. On CPUs `auto` skips it, and settings that name it are refused."""
 
 
 TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
@@ -89,6 +91,11 @@ TRANSPORTS: dict[TransportName, Transport] = {
     ),
 }
 """All transports, by name. ``auto`` measures them in this order."""
+
+
+def transports_on(on_gpu: bool) -> list[TransportName]:
+    """Names of the transports that work on GPUs, or on CPUs: those that ``auto`` measures there."""
+    return [name for name, transport in TRANSPORTS.items() if on_gpu or not transport.gpu_only]
 
 
 @dataclass(frozen=True)
