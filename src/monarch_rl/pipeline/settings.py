@@ -1,4 +1,8 @@
-"""The settings of a whole run, and the checks that involve several packages."""
+"""The settings of a whole run, and the checks that involve several packages.
+
+:func:`check` runs all checks of a run. Those of one package's settings are next to them: ``rollout/settings.py``,
+``generator/settings.py``, ``trainer/settings.py``, ``trainer/loss_settings.py``.
+"""
 
 from __future__ import annotations
 
@@ -186,12 +190,12 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelCo
     Raises:
         ValueError: names the setting and says what to do.
     """
-    _check_numbers(s, task)
+    _check_combinations(s, task)
     check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_updates(s)
     _check_devices(s, offered)
-    model = _check_rollouts(s, offered, task)
+    model = _check_generation(s, offered, task)
     _check_trained(s, model, offered)
     _check_output(s.output)
     return model
@@ -210,10 +214,10 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
         ValueError: names the setting and says what to do.
     """
     s = replace(s, generator=replace(s.generator, replicas=1), rollout=replace(s.rollout, workers=1))
-    _check_numbers(s, task)
+    _check_combinations(s, task)
     check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
     offered.check(s.generator.tp, "one generator replica")
-    model = _check_rollouts(s, offered, task)
+    model = _check_generation(s, offered, task)
     check_gpu_memory(model, sides := engine_sides(s), offered)
     return resolve(s, offered, model, sides).with_patience().generator, model
 
@@ -257,8 +261,8 @@ def engine_sides(s: RunSettings) -> Sides:
     return Sides(episode, replace(s.generator, replicas=1), TransferSettings("shared_memory"), trained=False)
 
 
-def _check_rollouts(s: RunSettings, offered: Devices, task: Task | None) -> ModelConfig:
-    """Refuse a model that cannot be served, or a task that cannot be rolled out, here; returns the model's config."""
+def _check_generation(s: RunSettings, offered: Devices, task: Task | None) -> ModelConfig:
+    """Refuse a model that cannot be served here, or prompts for which it has no room; returns the model's config."""
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -309,7 +313,7 @@ def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
     return s.trainer.loss.max_tokens or min(limits.values())
 
 
-def _check_numbers(s: RunSettings, task: Task | None) -> None:
+def _check_combinations(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
         raise SettingsError(
             "rollout.min-p cannot be used with GeneratorSettings(deterministic=True), which seeds all sampling"
