@@ -35,6 +35,11 @@ MAX_NUMBER = 1e12
 YARN_ROPE = ("factor", "original_max_position_embeddings")
 YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window", "attention_bias", "mlp_bias")
+SGLANG_ONLY = (
+    *("dual_chunk_attention_config", "final_logit_softcapping", "bias"),
+    *("index_topk", "num_hash_layers", "swiglu_limit"),
+)
+"""Keys by which SGLang's classes of the supported families compute something else, and transformers' do not."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes in which weights may be saved."""
 REWARD_MODELS = {
@@ -363,7 +368,16 @@ def _check_divisions(architecture: Architecture, values: Json) -> None:
 
 
 def check_features(config: ModelConfig) -> None:
-    """Check that the trainer can build this model, and builds the same model as Hugging Face.
+    """Check that the trainer builds the model that transformers would build from this config for inference, and SGLang
+    the same one.
+
+    This is a list of features that one of them would follow and another not, for the transformers and SGLang of the
+    locks. A key that is not in it is ignored, as transformers' classes ignore keys that they do not read: there are too
+    many harmless ones to refuse the unknown. So a new version of either that reads another key needs an entry here.
+    Keys that only change training are no features of the model: ``attention_dropout`` is ignored,
+    ``output_router_logits`` refused. The shapes of the weights are checked by
+    :func:`~monarch_rl.model.tensors.check_weights`, and a run measures how far trainer and engine differ
+    (``trainer/mismatch_k3_on_policy``).
 
     It refuses the keys that are known to change the computation of a supported architecture. A key that none of these
     checks reads is ignored, so check a model folder with keys of its own by ``tools/parity.py``.
@@ -374,6 +388,7 @@ def check_features(config: ModelConfig) -> None:
     architecture, raw = config.architecture, config.raw
     _check_projections(architecture, raw)
     _check_window(config)
+    _check_sglang_only(raw)
     if raw.get("quantization_config"):
         raise SettingsError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
     if raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") and not architecture.shared_experts):
@@ -409,11 +424,6 @@ def _check_window(config: ModelConfig) -> None:
         raise SettingsError("sliding-window attention is not supported: use_sliding_window must be false")
     if other := set(raw.get("layer_types") or ()) - {"full_attention"}:
         raise SettingsError(f"layer_types {', '.join(sorted(map(str, other)))} are not supported, only full_attention")
-    if raw.get("dual_chunk_attention_config"):
-        raise SettingsError(
-            "dual_chunk_attention_config is not supported: SGLang would follow it, but the trainer, like transformers, "
-            "attends to all tokens. Remove it from config.json"
-        )
     window, length = raw.get("sliding_window", UNSET_WINDOW), config.max_position_embeddings
     if config.architecture.windowed and window is not None and window < length:
         stated = window if "sliding_window" in raw else f"{window}, transformers' default for an absent key,"
@@ -421,6 +431,17 @@ def _check_window(config: ModelConfig) -> None:
             f"sliding_window {stated} is below max_position_embeddings {length}: sliding-window attention is not "
             f"supported. Set max_position_embeddings to {window}, within which the model attends to all tokens, or "
             "take a model whose sliding_window is null"
+        )
+
+
+def _check_sglang_only(raw: Json) -> None:
+    found = [key for key in SGLANG_ONLY if raw.get(key)]
+    if not raw.get("rope_is_neox_style", True):
+        found.append("rope_is_neox_style")
+    if found:
+        raise SettingsError(
+            f"{found[0]} {raw[found[0]]!r:.80} is not supported: SGLang would follow it, but the trainer, like "
+            "transformers, would not. Remove it from config.json"
         )
 
 
