@@ -54,8 +54,8 @@ class ControllerState:
 
     seconds: float = 0.0
     """Duration of the run so far."""
-    files: dict[str, int] = field(default_factory=dict)
-    """Sizes of the run's log files in bytes, by path in its folder."""
+    positions: dict[str, int] = field(default_factory=dict)
+    """Sizes of the run's log files in bytes, by path in its folder: where a resumed run continues them."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Run totals that no actor keeps (``Observer.counters``)."""
     best: Measurement | None = None
@@ -205,7 +205,7 @@ class Checkpoints:
                 optimizer_steps=copy.optimizer_steps,
                 generation=self._generation,
                 seconds=state.seconds,
-                positions=state.files,
+                positions=state.positions,
                 counters=state.counters,
                 measured=measured,
                 best=state.best,

@@ -635,10 +635,10 @@ class Run:
             limit_s: seconds for the flush; None is the short limit for a flush that delays a step.
         """
         components = self._components
-        files = components.outputs.flush(limit_s)
+        positions = components.outputs.flush(limit_s)
         return ControllerState(
             seconds=components.outputs.seconds,
-            files=files,
+            positions=positions,
             counters=components.observer.counters(),
             best=self._best.best,
         )
