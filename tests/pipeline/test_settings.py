@@ -171,6 +171,6 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
     for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
         settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
         limits = episode_limits(settings, config, on_gpu=False)
-        assert loss_tokens(settings, limits) == min(limits.values()) == limit
+        assert loss_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
-    assert loss_tokens(given, limits) == 64
+    assert loss_tokens(given, limit) == 64

@@ -60,17 +60,17 @@ class Table:
         template: chat template of the engine's model.
         settings: the recipe's rollout settings.
         task: the task to run.
-        limit: tokens that an episode may have.
+        episode_limit: maximum tokens of a sequence, prompts included.
     """
 
     def __init__(
-        self, engine: Engine, template: ChatTemplate, settings: RolloutSettings, task: Task, limit: int
+        self, engine: Engine, template: ChatTemplate, settings: RolloutSettings, task: Task, episode_limit: int
     ) -> None:
         self.task, self.template = task, template
-        self._settings, self._share = settings, settings.bound(limit).share(settings.group_size)
+        self._settings, self._share = settings, settings.bound(episode_limit).share(settings.group_size)
         self._scorer = Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up)
         handle = LocalEngine(engine, settings.generate_limit_s)
-        self._runner = EpisodeRunner(handle, template, settings, self._scorer, limit)
+        self._runner = EpisodeRunner(handle, template, settings, self._scorer, episode_limit)
 
     async def train_episode(self, index: int, episode: int = 0) -> EpisodeResult:
         """Run the episode at position ``episode`` in the group of training item ``index``, as a run would. Rewards that
@@ -109,8 +109,8 @@ async def table(
     )
     if task.warm_up is not None:
         await asyncio.to_thread(task.warm_up)
-    limit = min(episode_limits(settings, model, offered.kind == "cuda").values())
-    opened = Table(engine, template, rollout, task, limit)
+    episode_limit = min(episode_limits(settings, model, offered.kind == "cuda").values())
+    opened = Table(engine, template, rollout, task, episode_limit)
     try:
         yield opened
     finally:

@@ -299,7 +299,8 @@ def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str,
 
 
 def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[str, int]:
-    """Tokens that an episode may have, keyed by the flag that sets each limit.
+    """Maximum tokens of a sequence, prompts included, by the flag that sets each limit. The smallest of them is the
+    ``episode_limit`` of workers and groups.
 
     One less with expert routes: a replica that resumes a lost one's request may generate one more token to report them.
     """
@@ -308,9 +309,9 @@ def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[st
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
-    """Divisor of the ``constant`` loss aggregation. ``limits`` are those of :func:`episode_limits`."""
-    return s.trainer.loss.max_tokens or min(limits.values())
+def loss_tokens(s: RunSettings, episode_limit: int) -> int:
+    """Tokens per episode in the divisor of the ``constant`` loss aggregation."""
+    return s.trainer.loss.max_tokens or episode_limit
 
 
 def _check_combinations(s: RunSettings, task: Task | None) -> None:

@@ -204,7 +204,7 @@ async def start_rollout(
     """Spawn the rollout workers on the first host, each with its own process mesh and a dispatcher over all replicas.
 
     Args:
-        episode_limit: tokens that an episode may have; a longer one is cut there.
+        episode_limit: maximum tokens of a sequence, prompts included; a longer one is cut there.
         expert_routes: whether episodes record the generators' experts for each token.
         stages: applied to each rolled-out group before it is submitted.
         frozen: the engines of the frozen models that episodes may call.
@@ -345,6 +345,7 @@ async def start_actors(
             can be.
     """
     limits = episode_limits(s, model, cluster.devices.kind == "cuda")
+    episode_limit = min(limits.values())
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
     updates = s.steps * s.trainer.updates_per_batch
     plan = TrainerPlan(
@@ -352,7 +353,7 @@ async def start_actors(
         settings=s.trainer,
         total_steps=updates,
         temperature=s.rollout.temperature,
-        max_tokens=loss_tokens(s, limits),
+        max_tokens=loss_tokens(s, episode_limit),
         functions=functions,
         journal=journal,
         journal_bytes=s.journal.mib << 20,
@@ -360,7 +361,7 @@ async def start_actors(
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())
-    bound = s.rollout.bound(min(limits.values()))
+    bound = s.rollout.bound(episode_limit)
     buffer = await start_buffer(
         cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
     )
@@ -396,7 +397,7 @@ async def start_actors(
         model.folder,
         buffer,
         generators,
-        min(limits.values()),
+        episode_limit,
         routes,
         stages,
         pools,

@@ -41,7 +41,7 @@ class EpisodeRunner:
         template: chat template of the model.
         settings: deadline and limits of episodes.
         scorer: scoring processes, if there are any.
-        episode_limit: maximum tokens of an episode, prompts and sampled tokens together; None means no limit.
+        episode_limit: maximum tokens of a sequence, prompts included; None means no limit.
     """
 
     def __init__(

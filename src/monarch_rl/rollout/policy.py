@@ -34,11 +34,11 @@ from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
-LENGTH_FLAGS = (
+EPISODE_LIMIT_FLAGS = (
     "--trainer.tokens-per-microbatch, --generator.context-length, --generator.max-total-tokens or, in the recipe, "
     "RolloutSettings.max_tokens"
 )
-"""Settings that limit the tokens of an episode."""
+"""Settings that limit the tokens of an episode: ``episode_limit``, and its share of the group's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class EpisodeContext:
     stops: Stops
     episode_deadline_s: float
     episode_limit: int | None = None
-    """Maximum tokens of a sequence, prompts and sampled tokens together; None means no limit."""
+    """Maximum tokens of a sequence, prompts included; None means no limit."""
 
 
 class Rollout:
@@ -158,7 +158,7 @@ class Rollout:
                     "prompt leaves no room within "
                     f"{self.context.episode_limit or self.branches.share.max_tokens} tokens",
                     report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise the setting that "
-                    f"limits them: {LENGTH_FLAGS}.",
+                    f"limits them: {EPISODE_LIMIT_FLAGS}.",
                 )
             raise EpisodeFailed(
                 "episode ended without a reply", report="It has to await policy.reply(...) at least once."
@@ -296,7 +296,7 @@ class EpisodePolicy:
             raise RuntimeError("the policy is generating a turn: await each policy.reply(...) before the next one")
         raise ContextFull(
             f"the episode has {len(line.conversation.ids)} tokens and cannot have another turn. Its length is limited "
-            f"by {LENGTH_FLAGS}"
+            f"by {EPISODE_LIMIT_FLAGS}"
         )
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
@@ -326,7 +326,8 @@ class EpisodePolicy:
         if new_tokens < 1:
             self._line.mark_full()
             raise ContextFull(
-                f"the episode has {length} tokens and cannot have another one. Its length is limited by {LENGTH_FLAGS}"
+                f"the episode has {length} tokens and cannot have another one. Its length is limited by "
+                f"{EPISODE_LIMIT_FLAGS}"
             )
         if first_version is None and new_tokens == sampling.max_new_tokens:
             return sampling
@@ -339,8 +340,8 @@ class EpisodePolicy:
 
     def _rooms(self, length: int) -> list[int]:
         """Number of tokens that each limit leaves for the next turn."""
-        limit, room = self._context.episode_limit, self._rollout.branches.room(self._line)
-        return [*([limit - length] if limit is not None else []), *([room] if room is not None else [])]
+        episode_limit, room = self._context.episode_limit, self._rollout.branches.room(self._line)
+        return [*([episode_limit - length] if episode_limit is not None else []), *([room] if room is not None else [])]
 
     async def _generate(self, sampling: Sampling) -> Completion:
         """Generate a turn after the conversation. The episode clock is stopped meanwhile."""

@@ -126,7 +126,7 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
         """Bound on the sequences and tokens of a group.
 
         Args:
-            episode_limit: maximum tokens of one sequence; None means no limit.
+            episode_limit: maximum tokens of a sequence, prompts included; None means no limit.
         """
         sequences = self.group_size * SEQUENCES if self.max_sequences is None else self.max_sequences
         tokens = self.max_tokens
@@ -208,16 +208,16 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
         )
 
 
-def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
+def check_lengths(settings: RolloutSettings, episode_limits: dict[str, int]) -> None:
     """Refuse turns that cannot be generated or trained with any prompt.
 
     Args:
-        limits: maximum tokens of an episode, by the name of the setting that limits them.
+        episode_limits: maximum tokens of a sequence, prompts included, by the name of the setting that limits them.
 
     Raises ValueError saying which limit is too small.
     """
     new_tokens = settings.max_new_tokens
-    for name, tokens in limits.items():
+    for name, tokens in episode_limits.items():
         if new_tokens >= tokens:
             raise SettingsError(
                 f"rollout.max-new-tokens {new_tokens} leaves no room for a prompt within {name}, which is {tokens}: "
@@ -242,17 +242,17 @@ def check_characters(prompts: Sequence[str], most: int) -> None:
         )
 
 
-def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Sequence[int]) -> None:
+def check_prompts(settings: RolloutSettings, episode_limits: dict[str, int], prompts: Sequence[int]) -> None:
     """Refuse limits that leave no room for any of some prompts of the task, and warn if most of them do not fit.
 
     Args:
-        limits: as for :func:`check_lengths`.
+        episode_limits: as for :func:`check_lengths`.
         prompts: token counts of some of the task's prompts; a chat template may add some.
 
     Raises ValueError saying which limit is too small, and by how much.
     """
     new_tokens, shortest = settings.max_new_tokens, min(prompts)
-    for name, tokens in limits.items():
+    for name, tokens in episode_limits.items():
         if new_tokens + shortest > tokens:
             raise SettingsError(
                 f"rollout.max-new-tokens {new_tokens} after a prompt of {shortest} tokens, the shortest of "

@@ -109,7 +109,7 @@ class RolloutWorker(AsksFrozenModels):
         loaded resources are kept.
 
         Args:
-            episode_limit: maximum tokens of an episode, prompts and sampled tokens together; None means no limit.
+            episode_limit: maximum tokens of a sequence, prompts included; None means no limit.
             frozen: models that episodes may ask, and their engines.
         """
         await connect_frozen_models(frozen)
