@@ -233,6 +233,14 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         folders.verify(folder)
 
 
+def test_a_field_of_a_later_version_is_refused_with_that_version(tmp_path: Path) -> None:
+    folder = made(tmp_path, 1)
+    values = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(values | {"new": 1, "packages": {"monarch_rl": "7.5"}}))
+    with pytest.raises(BrokenCheckpoint, match=r"monarch_rl 7\.5.* new: use 7\.5"):
+        folders.read_manifest(folder)
+
+
 def test_when_a_checkpoint_is_due() -> None:
     assert not CheckpointSettings().due(steps=0, seconds=1e6)
     assert CheckpointSettings(every_minutes=15).due(1, 900) and not CheckpointSettings(every_minutes=15).due(1, 899)

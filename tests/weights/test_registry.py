@@ -117,14 +117,26 @@ def test_an_entry_for_gpus_is_neither_chosen_nor_accepted_on_cpus(
     pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus, cpus = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
-    check_transport(pigeon, cpus)
+    check_transport(pigeon, cpus, 2)
     assert NAME in transports_on(on_gpu=False)
     monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, gpu_only=True))
     assert NAME in transports_on(on_gpu=True) and NAME not in transports_on(on_gpu=False)
-    check_transport(pigeon, gpus)
-    check_transport(replace(pigeon, transport="auto"), cpus)
+    check_transport(pigeon, gpus, 2)
+    check_transport(replace(pigeon, transport="auto"), cpus, 2)
     with pytest.raises(ValueError, match=r"weights\.transport pigeon needs GPUs.* give collective or"):
-        check_transport(pigeon, cpus)
+        check_transport(pigeon, cpus, 2)
+
+
+def test_an_entry_of_one_host_is_refused_where_the_ranks_need_two(
+    pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Devices("cuda", 2, 8)
+    check_transport(pigeon, two, 9)
+    monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, one_host=True))
+    for accepted, ranks in ((pigeon, 8), (pigeon, 0), (replace(pigeon, transport="auto"), 9)):
+        check_transport(accepted, two, ranks)
+    with pytest.raises(ValueError, match=r"weights\.transport pigeon works on one host.* 9 ranks.* collective or rdma"):
+        check_transport(pigeon, two, 9)
 
 
 def test_a_plan_that_does_not_fit_suggests_a_transport_that_needs_less(pigeon: TransferSettings) -> None:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,13 @@ def read_manifest(folder: Path) -> Manifest:
         )
     for name in ("measured", "best"):
         values[name] = Measurement(**values[name]) if values[name] else None
+    unknown = values.keys() - Manifest.__dataclass_fields__.keys()
+    if unknown:  # fields with a default are added without another format
+        writer = values.get("packages", {}).get("monarch_rl", "a later version")
+        raise BrokenCheckpoint(
+            f"{folder / MANIFEST} was written by monarch_rl {writer}, and this version, "
+            f"{metadata.version('monarch_rl')}, does not know its {', '.join(sorted(unknown))}: use {writer}"
+        )
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
 
 

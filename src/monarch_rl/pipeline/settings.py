@@ -351,11 +351,24 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
         otherwise = "Or let trainer ranks and replicas share devices: --colocate."
         offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
-    check_transport(s.transfers, offered)
+    check_transport(s.transfers, offered, 0 if s.colocate else s.trainer.ranks + engine_ranks)
 
 
-def check_transport(weights: TransferSettings, offered: Devices) -> None:
-    """Refuse a transport that does not work on these devices. Raises ValueError."""
+def check_transport(weights: TransferSettings, offered: Devices, ranks: int) -> None:
+    """Refuse a transport that does not work on these devices.
+
+    Args:
+        ranks: trainer and engine ranks, which take one device each; 0 if they share devices (:func:`check_shared`).
+
+    Raises:
+        ValueError: names transports that work.
+    """
+    if ranks > offered.per_host and all(t.one_host for t in weights.candidates):
+        working = (name for name in transports_on(offered.kind == "cuda") if not TRANSPORTS[name].one_host)
+        raise SettingsError(
+            f"weights.transport {weights.resolved_transport} works on one host only, and the run's {ranks} ranks need "
+            f"more than the {offered.per_host} devices of one: give {' or '.join(working)}"
+        )
     if offered.kind != "cuda" and all(t.gpu_only for t in weights.candidates):
         raise SettingsError(
             f"weights.transport {weights.resolved_transport} needs GPUs, and this run is on CPUs: give "

@@ -55,7 +55,7 @@ class SupervisedRows:
 
     def __init__(self, plan: SupervisedPlan, tokenise: Tokenise, tokens_per_microbatch: int, data_ranks: int) -> None:
         self.plan, self._rows = plan, plan.rows.load()
-        self._tokenise, self._token_budget, self._data_ranks = tokenise, tokens_per_microbatch, data_ranks
+        self._tokenise, self._tokens_per_microbatch, self._data_ranks = tokenise, tokens_per_microbatch, data_ranks
         self._order = ShuffledOrder(range(len(self._rows)), "supervised ")
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class SupervisedRows:
         token_ids: list[int] = []
         for start, end in pairwise(number * count // minibatches for number in range(minibatches + 1)):
             groups = [SharingGroup([len(prompt) + len(answer)], [0], [0]) for prompt, answer in rows[start:end]]
-            own = plan_microbatches(groups, self._token_budget, self._data_ranks)[data_rank]
+            own = plan_microbatches(groups, self._tokens_per_microbatch, self._data_ranks)[data_rank]
             parts.append(MiniBatch(len(own), sum(len(answer) for _, answer in rows[start:end]), end - start))
             for microbatch in own:
                 own_places.append([places[start + group] for group, _ in microbatch])
@@ -100,10 +100,10 @@ class SupervisedRows:
             raise ValueError(f"supervised row {place} cannot be trained: {error}") from error
         if not prompt:
             raise ValueError(f"supervised row {place} cannot be trained: its prompt has no tokens")
-        if (tokens := len(prompt) + len(answer)) > self._token_budget:
+        if (tokens := len(prompt) + len(answer)) > self._tokens_per_microbatch:
             raise ValueError(
                 f"supervised row {place} has {tokens} tokens: shorten it or leave it out, or raise "
-                f"trainer.tokens-per-microbatch, which is {self._token_budget}"
+                f"trainer.tokens-per-microbatch, which is {self._tokens_per_microbatch}"
             )
         return prompt, answer
 
