@@ -51,9 +51,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     noted, schedule = Calls(), ProcessPool.schedule
 
     def with_another_deadline(pool: ProcessPool, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
-        _, given, _ = args
+        (call,) = args
         noted.deadlines.append(timeout)
-        hangs = pickle.loads(given.content) == ("1",)
+        hangs = pickle.loads(call.args) == ("1",)
         return schedule(pool, function, args=args, timeout=min(timeout, HANGING_S) if hangs else AMPLE_S)
 
     monkeypatch.setattr(ProcessPool, "schedule", with_another_deadline)

@@ -39,7 +39,7 @@ from monarch_rl.errors import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, to_bytes
-from monarch_rl.runtime.deadlines import DeadlineClock
+from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
@@ -49,8 +49,6 @@ ScoreFunction = Callable[..., Any]
 Convert = Callable[[Any], Any]
 """Converts a function's return value to plain values, in the scoring process; raises TypeError or ValueError if it is
 invalid."""
-Call = tuple["_Payload", "_Payload", Convert]
-"""A function and its arguments, to be sent to a scoring process."""
 FUNCTIONS_KEPT = 64
 """Number of functions whose pickled bytes are cached: the newest ones that hold no state."""
 STUCK_S = 30.0
@@ -125,7 +123,7 @@ class Scorer:
 
     async def _score(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
-        result = await self._compute((_Payload(self._by_value(function)), _Payload(pickled), convert))
+        result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
         if isinstance(result, Raised):
             raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
         return result
@@ -140,7 +138,7 @@ class Scorer:
                 del self._functions[next(iter(self._functions))]
         return cached[1]
 
-    async def _compute(self, call: Call) -> Any:
+    async def _compute(self, call: _Call) -> Any:
         """A score, or :class:`Raised` if it raised; computed twice if necessary. Raises as :meth:`score` does."""
         error: Exception | None = None
         deadline_s = self.deadline_s
@@ -167,7 +165,7 @@ class Scorer:
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
         raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
 
-    async def _try(self, pool: ProcessPool, call: Call, deadline_s: float) -> Any:
+    async def _try(self, pool: ProcessPool, call: _Call, deadline_s: float) -> Any:
         """Result of a call in a process of the pool.
 
         Raises:
@@ -180,7 +178,7 @@ class Scorer:
             await self._wait_until_started(pool)
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
-        future = asyncio.wrap_future(pool.schedule(_run, args=call, timeout=deadline_s))
+        future = asyncio.wrap_future(pool.schedule(_run, args=(call,), timeout=deadline_s))
         clock = DeadlineClock(deadline_s, "a score")
         try:
             limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
@@ -287,40 +285,37 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class _Payload:
-    """A pickled object for a scoring process. It is unpickled on arrival, before the deadline of the score starts:
-    unpickling a function may import modules for seconds."""
+class _Call:
+    """A function and its arguments for a scoring process. They are unpickled on arrival, before the deadline of the
+    score starts: unpickling a function may import modules for seconds."""
 
-    content: ByValue[ScoreFunction] | bytes
+    function: bytes
+    """By value (:class:`ByValue`)."""
+    args: bytes
+    convert: Convert
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _load_payload, (self.content,)
+        return _load_call, (self.function, self.args, self.convert)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadFailed:
-    """A payload could not be unpickled, which must cost only its own score."""
-
-    error: BaseException
-
-
-def _load_payload(content: ByValue[ScoreFunction] | bytes) -> Any:
+def _load_call(function: bytes, args: bytes, convert: Convert) -> Any:
+    """The function, its arguments and ``convert``; or the error of unpickling them, which must cost only this score."""
     try:
-        return pickle.loads(content) if isinstance(content, bytes) else content.load()
+        return ByValue.of_bytes(function).load(), pickle.loads(args), convert
     except BaseException as error:
-        return _LoadFailed(error)
+        return error
 
 
-def _run(function: ScoreFunction | _LoadFailed, args: tuple[Any, ...] | _LoadFailed, convert: Convert) -> Any:
+def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:
     """Compute a score; :class:`Raised` if it raised."""
     process = os.getpid()
     outcome: Any
     try:
-        for part in (function, args):
-            if isinstance(part, _LoadFailed):
-                raise part.error
+        if isinstance(call, BaseException):
+            raise call
+        function, args, convert = call
         # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
-        outcome = convert(function(*args))  # type: ignore[operator, misc]
+        outcome = convert(function(*args))
     except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
         place, report = describe(error)
         outcome = Raised(type(error).__name__, exception_message(error), place, report)
@@ -468,7 +463,7 @@ class PendingCalls:
         """
         self._pools[future] = pool
         try:
-            await asyncio.wait({future}, timeout=half_s)
+            await done_or_late(future, half_s)
             if not future.done():
                 on_half()
                 stuck, ahead = DeadlineClock(limit_s - half_s, "any score"), self._ahead_of(future)
@@ -479,7 +474,7 @@ class PendingCalls:
                 window_s = stuck.next_window_s()
                 if window_s is None:
                     raise BrokenProcessPool(f"no score has ended for {limit_s:g} s")
-                await asyncio.wait({future}, timeout=window_s)
+                await done_or_late(future, window_s)
         finally:
             del self._pools[future]
         if future.cancelled():

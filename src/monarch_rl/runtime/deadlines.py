@@ -92,7 +92,7 @@ async def within(
         _waits_on[number] = on, task
     try:
         while not task.done() and (window_s := clock.next_window_s()) is not None:
-            await _done_or_late(task, window_s)
+            await done_or_late(task, window_s)
     except asyncio.CancelledError:
         task.cancel()
         raise
@@ -148,7 +148,7 @@ async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineCloc
             if window_s is None:
                 task.add_done_callback(retrieve)
                 return False
-            await _done_or_late(task, window_s)
+            await done_or_late(task, window_s)
     except asyncio.CancelledError:
         task.cancel()
         task.add_done_callback(retrieve)
@@ -156,7 +156,7 @@ async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineCloc
     return True
 
 
-async def _done_or_late(task: asyncio.Future[T], seconds: float) -> None:
+async def done_or_late(task: asyncio.Future[T], seconds: float) -> None:
     """``asyncio.wait({task}, timeout=seconds)``, except that the timeout may be late by up to :func:`_grain_s`. Takes
     half the CPU time, because a rollout worker waits thousands of times per second."""
     if task.done():
