@@ -377,10 +377,7 @@ def check_features(config: ModelConfig) -> None:
     Keys that only change training are no features of the model: ``attention_dropout`` is ignored,
     ``output_router_logits`` refused. The shapes of the weights are checked by
     :func:`~monarch_rl.model.tensors.check_weights`, and a run measures how far trainer and engine differ
-    (``trainer/mismatch_k3_on_policy``).
-
-    It refuses the keys that are known to change the computation of a supported architecture. A key that none of these
-    checks reads is ignored, so check a model folder with keys of its own by ``tools/parity.py``.
+    (``trainer/mismatch_k3_on_policy``), as does ``tools/parity.py`` for a folder.
 
     Raises:
         ValueError: it cannot, or does not; names the key of ``config.json``.
