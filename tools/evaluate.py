@@ -60,9 +60,10 @@ class Evaluated:
         folder = Path(place).resolve()
         if (folder / SETTINGS).is_file():
             writer = ""
-            for checkpoint in complete(folder / FOLDER).values():
+            for checkpoint in reversed(complete(folder / FOLDER).values()):
                 with suppress(BrokenCheckpoint):  # model_of() reports it
-                    writer = read_manifest(checkpoint).packages.get("monarch_rl", writer)
+                    writer = read_manifest(checkpoint).packages.get("monarch_rl", "")
+                    break
             return cls(place, folder, json.loads((folder / SETTINGS).read_text()), writer)
         if (folder / MANIFEST).is_file():
             manifest = read_manifest(folder)

@@ -344,8 +344,7 @@ async def start_actors(
         survivors: actors of a warm restart, whose trainer and buffer have been killed; the others are reused if they
             can be.
     """
-    limits = episode_limits(s, model, cluster.devices.kind == "cuda")
-    episode_limit = min(limits.values())
+    episode_limit = min(episode_limits(s, model, cluster.devices.kind == "cuda").values())
     journal = folder / JOURNAL if folder is not None and s.journal.mib else None
     updates = s.steps * s.trainer.updates_per_batch
     plan = TrainerPlan(
