@@ -33,16 +33,32 @@ print(shared() is None)
 thaw_heap()
 freeze_heap()
 print(frozen() is None)
+freeze_heap(collect_after=5000)
+gc.enable()
+young = [end_of(Cycle()) for _ in range(1000)]
+print(young[0]() is None)
+more = [end_of(Cycle()) for _ in range(8000)]
+print(young[0]() is None)
 """
 
 
-SAID = ("garbage", "frozen", "garbage later", "less is looked at", "frozen by a fork server", "frozen, the second time")
+PRINTED = (
+    "garbage",
+    "frozen",
+    "garbage later",
+    "fewer objects are visited",
+    "frozen by a fork server",
+    "frozen, the second time",
+    "garbage below the limit",
+    "garbage above the limit",
+)
 
 
-def test_collections_look_only_at_what_is_made_afterwards() -> None:
+def test_only_new_objects_are_collected_and_only_above_the_limit() -> None:
     done = run([sys.executable, "-c", SCRIPT])
-    collected = dict(zip(SAID, done.stdout.split(), strict=True))
-    assert [name for name, answer in collected.items() if answer == "False"] == ["frozen", "frozen by a fork server"]
+    collected = dict(zip(PRINTED, done.stdout.split(), strict=True))
+    not_collected = [name for name, answer in collected.items() if answer == "False"]
+    assert not_collected == ["frozen", "frozen by a fork server", "garbage below the limit"]
 
 
 LEFT = """

@@ -37,6 +37,9 @@ from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.tasks.task import Task
 
 GREEDY = EvaluationPlan()
+COLLECT_AFTER = 50_000
+"""New objects after which a worker looks for garbage. Episodes in progress hold 5,000 to 20,000 objects, so that with
+Python's default of 700 a fifth of a worker's time went into visiting live ones (``benchmarks/cpu_by_process.py``)."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class RolloutWorker(AsksFrozenModels):
         self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
         self.connect(buffer, generator, self._resources, episode_limit)
         self.guard_process()
-        freeze_heap()
+        freeze_heap(COLLECT_AFTER)
 
     async def _cancel_all(self) -> None:
         """Cancel training and held-out episodes, whose caller no longer exists."""

@@ -132,14 +132,20 @@ def forget() -> None:
 # -- Python's garbage collector, exempting objects that never become garbage ------------------------------------------
 
 
-def freeze_heap() -> None:
+def freeze_heap(collect_after: int | None = None) -> None:
     """Exempt all objects that exist now from garbage collection. Call it once a process is set up.
 
     Imports alone create hundreds of thousands of objects, which live as long as the process. Each full collection
     visits all of them, which took more than half of the CPU time of a rollout worker.
+
+    Args:
+        collect_after: number of new objects, minus freed ones, after which Python looks for garbage among them
+            (``gc.set_threshold``). None keeps Python's own, 700.
     """
     gc.collect()  # existing garbage, such as tensors that the set-up left in a cycle, must not be frozen
     gc.freeze()
+    if collect_after is not None:
+        gc.set_threshold(collect_after, *gc.get_threshold()[1:])
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # so that objects are freed in the usual order at exit, before their modules
 
