@@ -2,7 +2,7 @@
 
     python tools/lint_streams.py [FILE OR FOLDER ...]
 
-Transfers and checksums must neither wait for training nor delay it (docs/weights.md, "Streams"). It reports calls
+Transfers and checksums must neither wait for training nor delay it (``runtime/streams.py``). It reports calls
 - of ``current_stream``, ``default_stream``, ``synchronize`` or ``set_stream`` outside a ``with`` block that chooses a
   stream, such as ``with side_stream.use():`` or ``with torch.cuda.stream(...):``. A block around the function does not
   count;

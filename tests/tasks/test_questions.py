@@ -238,10 +238,10 @@ def test_a_coroutine_that_nobody_awaits_is_no_reward() -> None:
 
 
 def test_a_recipe_with_data_and_a_reward_of_its_own_has_20_lines() -> None:
-    """Statements, without imports and docstrings. What docs/tasks.md says of other libraries is what is counted."""
+    """Statements, without imports and docstrings. benchmarks/README.md says what is counted of other libraries."""
     counts = {task: [len(statement_lines(program)) for _, program in programs] for task, programs in TASKS.items()}
     assert counts["rows and a reward of one's own"][0] <= 20
     assert len(statement_lines(ROOT / "recipes" / "own_data.py")) <= 20 + 10, "a warm start in ten lines more"
-    table = (ROOT / "docs" / "tasks.md").read_text()
+    table = (ROOT / "benchmarks" / "README.md").read_text()
     for task, (ours, trl, verifiers) in counts.items():
         assert f"| {task} | {ours} | {trl} | {verifiers} |" in table

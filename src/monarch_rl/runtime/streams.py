@@ -2,8 +2,39 @@
 
 Training computes on the default stream of its device. Moving, compressing and summing weights use side streams, one
 per thread (:class:`SideThread`). No stream ever waits for another: if one needs the result of another, a thread first
-waits for its own stream and then lets the other thread begin. docs/weights.md, "Streams", explains why waits cannot
-form a cycle; ``tools/lint_streams.py`` finds code that does not use this module.
+waits for its own stream and then lets the other thread begin: checksums and transfers begin after the snapshot, and
+``delta`` and the transfer take turns. ``tools/lint_streams.py`` finds code that does not use this module.
+
+==================================  ====================  ============================================================
+thread                              stream                waits for
+==================================  ====================  ============================================================
+trainer rank, ``compute``: steps,   the default one       after a snapshot, its own stream; in a step, the ``compute``
+snapshots                                                 threads of the other ranks
+trainer rank, ``weights``:          its own; NCCL runs    its own stream, and the replicas' ``weights`` threads
+broadcasts, marks                   on it
+trainer rank, ``verify``:           its own               its own stream
+checksums
+trainer rank and replica,           its own               its own stream
+``delta``
+replica, ``weights``                its own; NCCL runs    its own stream, and one trainer rank's ``weights`` thread at
+                                    on it                 a time
+engine                              SGLang's              before a commit copies, the whole device: nothing else of
+                                                          that process is on it
+==================================  ====================  ============================================================
+
+Why no cycle of waits is possible:
+
+1. Threads that train wait for threads that train, and threads that transfer for threads that transfer. Nothing connects
+   the two groups except the snapshot, which comes before its transfer, and its memory, which is overwritten only when
+   every replica serves the version (a host waits for that, no stream).
+2. Among the threads that train, the order of FSDP's collectives is the same on all ranks.
+3. A replica receives from the trainer ranks in their order. Take the lowest rank whose part is not finished: every
+   replica is done with the ranks before it, so each one is at this rank, or gets there, and waits for nobody else. The
+   rank's ``weights`` thread waits for nobody but them. So its part finishes, and then the next one's.
+4. Kernels of different streams may still queue behind each other in hardware. A broadcast that waits for a member is a
+   kernel that spins, so no broadcast is enqueued before its members have met on the host, through the rank's store
+   (``BroadcastGroup.meet``). By 3 only one rank at a time has broadcasts on its device, and all of their members are
+   there. They can only be behind a kernel of training, which waits for devices on which no broadcast is.
 
 On a CPU, work is done when a call returns, so this module does nothing there.
 """

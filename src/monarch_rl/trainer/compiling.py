@@ -1,4 +1,8 @@
-"""Preparing ``torch.compile`` of transformer blocks: dynamic row lengths, and dummy rows to compile with."""
+"""Preparing ``torch.compile`` of transformer blocks: dynamic row lengths, and dummy rows to compile with.
+
+Ranks compile when they start. Three kinds of row may each trigger one compilation later: a row with a single input, one
+of supervised rows among replayed routes, and on a CPU one above certain lengths.
+"""
 
 from __future__ import annotations
 

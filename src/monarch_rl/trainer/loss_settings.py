@@ -56,7 +56,8 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     """Coefficient of the KL divergence from a reference model, whose log-probs are in the column `reference` (filled by
     `trainer.reference` or a stage of the recipe); 0 is off, as in TRL, verl and slime."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: add the KL estimate to the loss. `reward`: subtract it from the token's advantage."""
+    """`loss`: add the KL estimate to the loss. `reward`: subtract it from the token's advantage, after its
+    normalisation (verl's `use_kl_in_reward` changes the reward instead)."""
     kl_estimate: EstimateName | None = None
     """Estimator of the KL at each token. None: `k3` in the loss, as in GRPO, and `k1` in the reward. The gradient of
     KL(pi, reference) is that of `k2` in the loss, and of `k1` in the reward (arXiv:2506.09477)."""
@@ -65,7 +66,8 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     size of a chunk's logits (trainer.logprob-chunk)."""
     overlong_limit: Annotated[int, Range(0, 2**31 - 1, "0 is off")] = 0
     """Sampled tokens at which an episode loses the full `overlong_penalty`, such as rollout.max-new-tokens (DAPO's soft
-    overlong punishment, arXiv:2503.14476); 0 is off."""
+    overlong punishment, arXiv:2503.14476); 0 is off. The reward falls linearly over the last fifth of them. The length
+    of a branch includes the prefix that it shares."""
     overlong_buffer: NotAFlag[Annotated[int, Range(0, 2**31 - 1, "0 is a fifth of the limit")]] = 0
     """Tokens below `overlong_limit` over which the penalty grows linearly from 0; 0 is a fifth of the limit (DAPO:
     4,096 of 20,480)."""

@@ -117,11 +117,13 @@ class TransferSettings(CheckedSettings, flags="weights"):
     versions on a replica, and one pass over every byte; see docs/weights.md for when it pays off. Of no use with
     `shared_memory`, which sends nothing over a network."""
     deadline_s: NotAFlag[Annotated[float, Range(0.1, FOREVER_S)]] = 120.0
-    """Seconds that one transfer may take before it fails, plus 20 per GB of a version. After a failure the old version
-    stays served."""
+    """Seconds that one transfer may take before it fails, times `patience`, plus 20 per GB of a version. After a
+    failure the old version stays served. Under `collective` also the seconds in which all members connect: a replica
+    connects to one trainer rank after the other. If NCCL needed 1 to 3 s for each (not measured), 64 ranks would take
+    up to 190 s."""
     attempts: NotAFlag[Annotated[int, Range(1, 1000)]] = 3
-    """How often a version is sent to a replica that responds but could not load it, the last time to this replica
-    alone. Then the replica is removed."""
+    """How often a version is sent to a replica that responds but could not load it, times `patience`, the last time to
+    this replica alone. Then the replica is removed."""
 
     @property
     def resolved_transport(self) -> TransportName:
