@@ -28,7 +28,7 @@ Operations = list[tuple[str, int, float, bool]]
 """Kind, tokens, seconds, and whether something was compiled in it."""
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["a micro-batch", "an optimizer step"]),
+        st.sampled_from(["a micro-batch", "an optimiser step"]),
         st.integers(0, 100_000),
         st.floats(0.0, 10_000.0),
         st.booleans(),
@@ -143,7 +143,7 @@ def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
     events[1].passed = True
     assert work.operation.since == clock.now and work.operation.limit_s == FACTOR * 250.0
     # What was enqueued before another piece began is passed in that one.
-    work.begin("an optimizer step")
+    work.begin("an optimiser step")
     clock.now += 5.0
     events[3].passed = True
     assert work.operation is not None and (work.operation.since, work.operation.limit_s) == (clock.now, FIRST_S)

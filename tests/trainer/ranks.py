@@ -116,7 +116,7 @@ def train(
         sizes = [each.token_ids.numel() for each in batches]
         pieces = [f"a pass for log-probs of {size} tokens" for size in sizes] if settings.reference else []
         pieces += ["the end of the reference's passes"] if settings.reference else []
-        pieces += [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimizer step of {sum(sizes)} tokens"]
+        pieces += [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimiser step of {sum(sizes)} tokens"]
         pieces.append("the metrics of a batch")
         assert [None if change is None else change.what for change in changes] == [x for p in pieces for x in (p, None)]
         passes = (2 + settings.reference) * len(batches)

@@ -241,7 +241,7 @@ def test_a_device_that_does_not_end_its_work_is_a_culprit_however_much_cpu_is_us
 def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> None:
     """In NCCL all ranks hang with it, from their own collective on. What does not answer at all is to blame first."""
     ranks = [
-        at_piece(process(f"trainer rank {rank}", cpu_share=1.0), "an optimizer step of 8192 tokens", seconds, 60.0)
+        at_piece(process(f"trainer rank {rank}", cpu_share=1.0), "an optimiser step of 8192 tokens", seconds, 60.0)
         for rank, seconds in enumerate((70.0, 75.0, 68.0))
     ]
     seen = picture(CONTROLLER, *ranks)

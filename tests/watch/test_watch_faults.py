@@ -287,7 +287,7 @@ class MadeUpPoller(ProcessPoller):
         return {process.name for process in picture.culprits()}
 
 
-STEP = GpuOperation("an optimizer step of 8192 tokens", 0.0, 60.0)
+STEP = GpuOperation("an optimiser step of 8192 tokens", 0.0, 60.0)
 COMPILES = GpuOperation("a micro-batch of 8192 tokens, with compilation", 0.0, COMPILATION_S)
 
 

@@ -129,7 +129,7 @@ def read(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
     except CheckpointException as error:
         rank, what = next(iter(error.failures.items()))
         reason = f"trainer rank {rank}: {_last_line(what[0])}"
-        raise ValueError(f"{folder} does not fit this run's model or optimizer ({reason})") from None
+        raise ValueError(f"{folder} does not fit this run's model or optimiser ({reason})") from None
 
 
 def names(folder: Path) -> set[str]:

@@ -173,7 +173,7 @@ METRICS = (
     Metric(
         "critic/return",
         "reward",
-        "Target of the critic's value: advantage plus value, before advantages are normalized; mean over tokens.",
+        "Target of the critic's value: advantage plus value, before advantages are normalised; mean over tokens.",
         "learning",
     ),
     Metric(
@@ -214,7 +214,7 @@ METRICS = (
     Metric(
         "trainer/top_k_kl",
         "nats",
-        "The divergence that the objective `distillation` minimizes with `--objective.top`; mean over tokens.",
+        "The divergence that the objective `distillation` minimises with `--objective.top`; mean over tokens.",
         "learning",
     ),
     Metric("trainer/logprob", "nats", "Log-probability of the sampled tokens; mean over tokens.", "learning"),

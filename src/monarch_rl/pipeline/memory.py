@@ -158,7 +158,7 @@ def trainer_memory(
 
 def checkpoint_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
     """Bytes of host memory, per trainer rank, for the copy that a checkpoint is written from: weights and the
-    optimizer's two moments in float32 (with LoRA, of LoRA only), and those of a critic. The memory is pinned if the
+    optimiser's two moments in float32 (with LoRA, of LoRA only), and those of a critic. The memory is pinned if the
     trainer computes on a GPU. It is allocated with the first checkpoint and kept for the next ones."""
     critic = critic_elements(model.sizes) if settings.critic.enabled else 0
     return 3 * MASTER * -(-((model.lora or model.sizes.elements) + critic) // settings.ranks)

@@ -48,7 +48,7 @@ class Plan:
     """Sizes and devices of a run."""
 
     groups_per_step: int = 32
-    """Prompts per optimizer step."""
+    """Prompts per optimiser step."""
     group_size: int = 8
     """Episodes per prompt."""
     trainer_devices: int = 4
@@ -104,7 +104,7 @@ class RunMetrics:
     """Metrics of a run, without its first steps."""
 
     step_s: float
-    """Seconds per optimizer step."""
+    """Seconds per optimiser step."""
     trainer_idle_share: float
     generator_idle_share: float
     running: float
@@ -129,7 +129,7 @@ class RunMetrics:
 
 
 def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> RunMetrics:
-    """Simulate ``steps`` optimizer steps; returns the metrics of those after the first ``warm_up``.
+    """Simulate ``steps`` optimiser steps; returns the metrics of those after the first ``warm_up``.
 
     Args:
         grain: number of real tokens per simulated token; 0 chooses it by the mean length.
@@ -160,7 +160,7 @@ def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
 
 
 async def measure(run: Run, steps: int, warm_up: int) -> RunMetrics:
-    """Run ``steps`` optimizer steps; returns the metrics of those after the first ``warm_up``.
+    """Run ``steps`` optimiser steps; returns the metrics of those after the first ``warm_up``.
 
     In real time if the run has real handles.
 

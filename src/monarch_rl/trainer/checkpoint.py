@@ -35,8 +35,8 @@ ROWS_TAKEN = "supervised rows"
 
 
 class TrainerCheckpoint:
-    """The checkpoint of one rank: trained weights in fp32, optimizer state, learning-rate schedule, random states, and
-    a critic's weights and optimizer state.
+    """The checkpoint of one rank: trained weights in fp32, optimiser state, learning-rate schedule, random states, and
+    a critic's weights and optimiser state.
 
     With LoRA only LoRA's weights are stored: the base weights are in the model's folder. All ranks call each method
     together.
@@ -139,14 +139,14 @@ class TrainerCheckpoint:
             The state of this rank's advantage and objective (rank 0's, if this rank did not exist then).
 
         Raises:
-            ValueError: the checkpoint is of another model or optimizer.
+            ValueError: the checkpoint is of another model or optimiser.
         """
         from torchtitan.components.optimizer.utils import init_optim_state
 
         saved = names(folder / TRAINER)
         critic = [] if self._critic is None else list(self._critic.optimizers)
         for optimizers, kind in ((self._optimizers, _OPTIMIZER), (critic, _CRITIC_OPTIMIZER)):
-            if any(name.startswith(kind) for name in saved):  # an optimizer has no state before its first step
+            if any(name.startswith(kind) for name in saved):  # an optimiser has no state before its first step
                 for optimizer in optimizers:
                     init_optim_state(optimizer)
         # A rank that did not exist then, or is on another kind of device, keeps its initial random states.

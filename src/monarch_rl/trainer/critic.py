@@ -145,7 +145,7 @@ class Critic:
 
     def _step(self, inputs: int) -> float:
         """Clip the gradient and apply it; returns its norm before clipping."""
-        with device_work.operation("an optimizer step of the critic", inputs):
+        with device_work.operation("an optimiser step of the critic", inputs):
             norm = dist_utils.clip_grad_norm_(
                 list(self._module.parameters()),
                 self._trainer.max_grad_norm,

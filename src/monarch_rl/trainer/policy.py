@@ -316,7 +316,7 @@ class Policy:
             with device_work.operation("a micro-batch", batch.token_ids.numel()):
                 _add(totals, self._add_gradient(batch, objective))
         # The step waits for the GPU operations enqueued above.
-        with device_work.operation("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
+        with device_work.operation("an optimiser step", sum(batch.token_ids.numel() for batch in microbatches)):
             return totals, self._step(totals, learns, lr_factor)
 
     def _add_gradient(self, batch: MicroBatch, objective: LossFunction) -> Sums:
