@@ -241,7 +241,7 @@ def test_gae_of_a_token_that_branches_begin_with_is_the_mean_along_them(seed: in
     view = GroupView.of(
         [*other.rewards.tolist(), *rewards.tolist()],
         lengths=[1, *map(sum, lengths)],
-        plays=torch.tensor([0, *[1] * len(sequences)], dtype=torch.int32),
+        rollouts=torch.tensor([0, *[1] * len(sequences)], dtype=torch.int32),
         forks=[None, *forks],
         turn_lengths=[torch.ones(1, dtype=torch.int32), *(torch.tensor(n, dtype=torch.int32) for n in lengths)],
         turn_rewards=[torch.zeros(1), *(torch.tensor(given[s], dtype=torch.float32) for s in sequences)],

@@ -42,7 +42,7 @@ def test_a_token_that_branches_begin_with_answers_for_the_mean_of_what_follows_i
     group = GroupView.of(
         [0.0] * 3,
         lengths=[3, 1, 2],
-        plays=torch.zeros(3, dtype=torch.int32),
+        rollouts=torch.zeros(3, dtype=torch.int32),
         forks=[None, (0, 1), (0, 2)],
         turn_lengths=[torch.tensor(n, dtype=torch.int32) for n in ([2, 1], [0, 1], [0, 0, 2])],
         turn_rewards=[torch.zeros(n) for n in (2, 2, 3)],

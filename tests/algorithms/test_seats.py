@@ -20,7 +20,7 @@ SEATS = st.sampled_from(["white", "black", ""])
 class Sequence(NamedTuple):
     """Of a play: what a teacher gives each token that it drew, and which earlier one it begins with."""
 
-    play: int
+    rollout: int
     seat: str
     turns: list[int]
     gains: list[float]
@@ -32,7 +32,7 @@ def view_of(sequences: list[Sequence]) -> GroupView:
     return GroupView.of(
         [0.0] * len(sequences),
         lengths=[len(sequence.gains) for sequence in sequences],
-        plays=torch.tensor([sequence.play for sequence in sequences], dtype=torch.int32),
+        rollouts=torch.tensor([sequence.rollout for sequence in sequences], dtype=torch.int32),
         seats=[sequence.seat for sequence in sequences],
         forks=[sequence.fork for sequence in sequences],
         turn_lengths=[torch.tensor(sequence.turns, dtype=torch.int32) for sequence in sequences],
@@ -62,7 +62,7 @@ def test_an_advantage_sees_all_that_is_known_of_its_seat() -> None:
     def checked(part: GroupView) -> torch.Tensor:
         assert len(set(part.seats)) == 1 and [len(values) for values in part.columns["value"]] == part.lengths.tolist()
         assert [int(of_turn.sum()) for of_turn in part.turn_lengths] == part.lengths.tolist()
-        return part.rewards * part.plays
+        return part.rewards * part.rollouts
 
     assert listed(BySeat(checked)(group)) == [0.0, 2.0, 6.0]
 

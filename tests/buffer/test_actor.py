@@ -154,7 +154,7 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             for i in range(2)
         ]
         groups[1].episodes[2].finish_reason, groups[0].episodes[1].parts = "length", {"format": 0.5}
-        groups[0].episodes[1].seat, groups[0].episodes[1].play = "black", 0
+        groups[0].episodes[1].seat, groups[0].episodes[1].rollout = "black", 0
         groups[1].episodes[2].turns[0].reward = 0.25
         for one in groups:
             for of_group in one.episodes:

@@ -65,7 +65,7 @@ def read_group(
     episodes = [episode(versions, 1.0)]
     episodes += [episode(versions[-1:], 1.0 if equal else float(n)) for n in range(sequences - 1)]
     for place, one in enumerate(episodes):
-        one.play, one.seat = min(place, 1), f"seat {place % 2}" if sequences > 3 else ""
+        one.rollout, one.seat = min(place, 1), f"seat {place % 2}" if sequences > 3 else ""
         one.fork = Fork(place - 2, 1) if place > 1 else None
     return SerializedGroup.read(serialize_group(Group(group_id, group_id, episodes, failed, attempt)))
 

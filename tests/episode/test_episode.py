@@ -64,7 +64,7 @@ def episodes(draw: st.DrawFn, columns: list[str]) -> Episode:
         info=draw(INFO),
         parts=draw(st.dictionaries(st.text(max_size=5), FLOATS, max_size=3)),
         seat=draw(st.text(max_size=5)),
-        play=draw(st.just(POSITION) | st.integers(0, 9)),
+        rollout=draw(st.just(POSITION) | st.integers(0, 9)),
         fork=draw(st.none() | st.builds(Fork, st.integers(0, 9), st.integers(1, 9))),
     )
     dtype = draw(st.sampled_from([None, np.uint8, np.uint16]))
@@ -120,8 +120,8 @@ def test_group_survives_its_bytes(group: Group) -> None:
             if a.sampling_masks is not None and b.sampling_masks is not None:
                 check_equal(a.sampling_masks.counts, b.sampling_masks.counts)
                 check_equal(a.sampling_masks.ids, b.sampling_masks.ids)
-    check_equal(read.plays, group.plays)
-    assert [episode.play for episode in read.episodes] == group.plays.tolist()
+    check_equal(read.rollouts, group.rollouts)
+    assert [episode.rollout for episode in read.episodes] == group.rollouts.tolist()
     assert serialize_group(read) == serialize_group(group)
 
 
@@ -145,7 +145,7 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
     packed = SerializedGroup.read(serialize_group(group))
     assert packed.rewards.tolist() == group.rewards.tolist()
     assert packed.task == group.task
-    check_equal(packed.plays, group.plays)
+    check_equal(packed.rollouts, group.rollouts)
     for name in packed.columns:
         for values, episode in zip(packed.column(name), group.episodes, strict=True):
             check_equal(values, episode.column(name)[episode.trainable])
@@ -190,7 +190,7 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     assert shard.seats == [[episode.seat for episode in group.episodes] for group in groups]
     assert shard.column_names == tuple(names) and shard.columns.keys() == set(asked)
     for g, group in enumerate(groups):
-        check_equal(shard.plays[g], group.plays)
+        check_equal(shard.plays[g], group.rollouts)
         for e, drawn in enumerate(group.episodes):
             assert shard.turn_rewards[g][e] == [turn.reward for turn in drawn.turns]
             assert shard.turn_lengths[g][e] == [turn.trainable.sum() for turn in drawn.turns]
@@ -207,7 +207,7 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
         drawn = groups[g].episodes[e]
         assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
         assert (episode.parts, episode.finish_reason) == (drawn.parts, drawn.finish_reason)
-        assert (episode.seat, episode.play) == (drawn.seat, groups[g].plays[e])
+        assert (episode.seat, episode.rollout) == (drawn.seat, groups[g].rollouts[e])
         assert [turn.reward for turn in episode.turns] == [turn.reward for turn in drawn.turns]
         for name in names:
             check_equal(episode.column(name), drawn.column(name))

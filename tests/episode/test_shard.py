@@ -26,7 +26,7 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
     groups = [group(10 + g, *([4] * (1 + e) for e in range(size))) for g, size in enumerate(sizes)]
     for one in groups:
         for place, sequence in enumerate(one.episodes):
-            sequence.play, sequence.fork = 0, Fork(place - 1, 1) if place else None
+            sequence.rollout, sequence.fork = 0, Fork(place - 1, 1) if place else None
             sequence.turns[0].reward = place / 4 if place else None
     packed = [SerializedGroup.read(serialize_group(one)) for one in groups]
     shards = cut(Batch(4, packed, None, np.asarray([1], np.int64)), ShardPlan(ranks, 1000))
@@ -39,7 +39,7 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
         assert by_group[episode.group_id] == sizes[episode.group_id - 10]
         assert (episode.step, episode.task_index, episode.attempt) == (5, episode.group_id, 0)
         assert (episode.reward, episode.advantage) == (original.reward, 10 * original.reward)
-        assert (episode.play, episode.fork) == (original.play, original.fork)
+        assert (episode.rollout, episode.fork) == (original.rollout, original.fork)
         assert episode.turn_rewards == [turn.reward for turn in original.turns]
         np.testing.assert_array_equal(deserialize_episode(episode.data).token_ids, original.token_ids)
     assert len({(episode.group_id, episode.place) for episode in found}) == len(found)

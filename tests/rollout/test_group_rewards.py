@@ -195,8 +195,8 @@ def test_each_seat_and_branch_has_its_own_outcome() -> None:
 
 
 async def placed(item: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    assert [(outcome.seat, outcome.play) for outcome in outcomes] == [("white", 0), ("black", 0), ("white", 1)]
-    return [Outcome(place + 1.0, {}, {"was": [of.seat, of.answer, of.play]}) for place, of in enumerate(outcomes)]
+    assert [(outcome.seat, outcome.rollout) for outcome in outcomes] == [("white", 0), ("black", 0), ("white", 1)]
+    return [Outcome(place + 1.0, {}, {"was": [of.seat, of.answer, of.rollout]}) for place, of in enumerate(outcomes)]
 
 
 def test_a_group_of_which_nothing_is_left_is_not_compared() -> None:

@@ -60,7 +60,7 @@ def trained_of(group: Group) -> list[TrainedEpisode]:
             bytes(one.data),
             one.parts,
             one.seat,
-            one.play,
+            one.rollout,
             one.fork,
             [reward for _, reward in one.turns],
         )
@@ -105,10 +105,10 @@ def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
         n = len(drawn)
         return Turn.from_completion(context, Completion(np.asarray(drawn), np.full(n, -0.5), np.zeros(n, int), "stop"))
 
-    def sequence(play: int, fork: Fork | None, *turns: Turn) -> Episode:
+    def sequence(rollout: int, fork: Fork | None, *turns: Turn) -> Episode:
         shared = 0 if fork is None else fork.turns
         context = [untrained(turn, False) for turn in turns[:shared]]
-        return Episode([*context, *turns[shared:]], 1.0, "stop", play=play, fork=fork)
+        return Episode([*context, *turns[shared:]], 1.0, "stop", rollout=rollout, fork=fork)
 
     first, begun, rest, other = turn([1, 2], [7]), turn([3], [8, 8]), turn([], [9]), turn([4, 4], [5])
     tree = [

@@ -129,7 +129,7 @@ def test_shared_tokens_have_the_gradient_of_the_mean_advantage_and_count_once(
     """However a group is cut into micro-batches and ranks: against separate episodes, each of whose shared tokens
     weighs as one of as many as share it."""
     plays = [a_play(draws) for _ in range(draws.randint(1, 3))]
-    episodes = [replace(e, play=number) for number, (played, _) in enumerate(plays) for e in played]
+    episodes = [replace(e, rollout=number) for number, (played, _) in enumerate(plays) for e in played]
     packed = SerializedGroup.read(serialize_group(Group(0, 0, episodes)))
     drawn = [{token for e in separate for token in drawn_tokens(e)} for _, separate in plays]
     assert packed.trainable == sum(map(len, drawn))  # the buffer, its lags and token_mean count each once
@@ -184,7 +184,7 @@ def test_values_of_turns_are_taken_as_they_are() -> None:
     from monarch_rl.algorithms.group_view import PerTurn
 
     played, _ = a_play(random.Random(3))
-    packed = SerializedGroup.read(serialize_group(Group(0, 0, [replace(copy.copy(e), play=0) for e in played])))
+    packed = SerializedGroup.read(serialize_group(Group(0, 0, [replace(copy.copy(e), rollout=0) for e in played])))
     (shard,) = cut(Batch(0, [packed], None, np.asarray([packed.trainable])), ShardPlan(1, 400))
 
     def numbered(group: GroupView) -> PerTurn:

@@ -226,7 +226,7 @@ def groups_of_turns(seed: int, columns: tuple[str, ...] = ()) -> list[Group]:
         for place, episode in enumerate(group.episodes):
             made = conversation(rng, int(rng.integers(1, 4)))
             assert isinstance(made, list)
-            episode.turns, episode.seat, episode.play = made, f"seat {place % 2}", place // 2
+            episode.turns, episode.seat, episode.rollout = made, f"seat {place % 2}", place // 2
             episode.parts = {"format": float(place)}
             for name in columns:
                 episode.fill_column(name, rng.normal(size=episode.num_tokens))
@@ -242,7 +242,7 @@ def test_a_view_shows_the_group(seed: int) -> None:
         assert list(view.columns) == ["value"]
         for place, episode in enumerate(group.episodes):
             assert view.rewards.dtype == torch.float32 and float(view.rewards[place]) == episode.reward
-            assert (view.seats[place], int(view.plays[place])) == (episode.seat, episode.play)
+            assert (view.seats[place], int(view.rollouts[place])) == (episode.seat, episode.rollout)
             assert view.parts[place] == episode.parts
             assert int(view.lengths[place]) == episode.num_trainable == int(view.turn_lengths[place].sum())
             assert view.turn_lengths[place].tolist() == [turn.trainable.sum() for turn in episode.turns]
@@ -254,7 +254,7 @@ def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> 
     group = groups_of_turns(1, columns=("value",))[0]
     part = shard([group], 0, 0, 1, 500, ("value",))
     (view,) = group_views(part)
-    for written in (view.rewards, view.lengths, view.plays, *view.columns["value"], *view.turn_rewards):
+    for written in (view.rewards, view.lengths, view.rollouts, *view.columns["value"], *view.turn_rewards):
         written -= 7
     for lists in (view.seats, view.forks, view.parts):
         lists[0] = None  # type: ignore[index, call-overload]
@@ -263,7 +263,7 @@ def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> 
     assert part.seats[0] == [episode.seat for episode in group.episodes] and part.forks[0] == [None] * len(view)
     assert part.parts[0] == [episode.parts for episode in group.episodes]
     (again,) = group_views(part)
-    assert (again.lengths == view.lengths + 7).all() and (again.plays == view.plays + 7).all()
+    assert (again.lengths == view.lengths + 7).all() and (again.rollouts == view.rollouts + 7).all()
     for after, before in zip(again.columns["value"], view.columns["value"], strict=True):
         assert torch.allclose(after, before + 7)
 
@@ -275,7 +275,7 @@ def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldes
 
     def of_turns(group: GroupView) -> Values:
         return PerTurn(
-            [rewards + 10 * int(play) for rewards, play in zip(group.turn_rewards, group.plays, strict=True)]
+            [rewards + 10 * int(play) for rewards, play in zip(group.turn_rewards, group.rollouts, strict=True)]
         )
 
     def of_tokens(group: GroupView) -> Values:
@@ -287,7 +287,7 @@ def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldes
             expected: list[float] = []
             for episode in episodes:
                 for turn in episode.turns:
-                    of_turn = np.full(len(turn.token_ids), (turn.reward or 0.0) + 10 * episode.play)
+                    of_turn = np.full(len(turn.token_ids), (turn.reward or 0.0) + 10 * episode.rollout)
                     values = of_turn if advantage is of_turns else 2 * turn.columns["value"]
                     expected += values[turn.trainable].tolist()
             assert found.advantages.tolist() == expected
@@ -318,7 +318,7 @@ def test_a_sequence_with_a_column_that_is_not_finite_is_not_shown_and_not_traine
     branched = GroupView.of(
         [1.0, 2.0, 4.0, 8.0],
         lengths=[1, 1, 1, 2],
-        plays=torch.tensor([0, 1, 1, 1]),
+        rollouts=torch.tensor([0, 1, 1, 1]),
         forks=[None, None, (0, 1), None],
         turn_lengths=[torch.tensor(drawn) for drawn in ([1], [1], [0, 1], [2])],
         turn_rewards=[torch.zeros(2)] * 4,

@@ -355,7 +355,7 @@ def test_the_overlong_penalty_lowers_rewards_before_advantages() -> None:
     assert with_overlong_penalty(group, LossSettings()) is group
     turns = [torch.tensor([10, 8]), torch.tensor([0, 10])]
     branches = GroupView.of(
-        [1.0, 1.0], lengths=[18, 10], plays=torch.zeros(2), forks=[None, (0, 1)], turn_lengths=turns
+        [1.0, 1.0], lengths=[18, 10], rollouts=torch.zeros(2), forks=[None, (0, 1)], turn_lengths=turns
     )
     shaped = with_overlong_penalty(branches, LossSettings(overlong_limit=20, overlong_penalty=0.5))
     assert shaped.rewards.tolist() == [0.75, 0.5], "the second is 10 + 10 tokens long"

@@ -226,7 +226,7 @@ def part(group: GroupView, places: list[int]) -> GroupView:
         rewards=group.rewards[places],
         lengths=group.lengths[places],
         cut=group.cut[places],
-        plays=group.plays[places],
+        rollouts=group.rollouts[places],
         seats=[group.seats[place] for place in places],
         forks=_forks_among(group, places),
         parts=[group.parts[place] for place in places],
@@ -239,11 +239,11 @@ def part(group: GroupView, places: list[int]) -> GroupView:
 def _forks_among(group: GroupView, places: list[int]) -> list[tuple[int, int] | None]:
     """The forks of the sequences at ``places``, with origins as indices among those of the rollout in ``places``."""
     by_rollout: dict[int, list[int]] = {}
-    for place, rollout in enumerate(group.plays.tolist()):
+    for place, rollout in enumerate(group.rollouts.tolist()):
         by_rollout.setdefault(rollout, []).append(place)
     chosen, found = set(places), list[tuple[int, int] | None]()
     for place in places:
-        fork, rollout = group.forks[place], by_rollout[int(group.plays[place])]
+        fork, rollout = group.forks[place], by_rollout[int(group.rollouts[place])]
         if fork is None or rollout[fork[0]] not in chosen:
             found.append(None)
         else:

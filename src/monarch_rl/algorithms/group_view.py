@@ -23,7 +23,7 @@ class GroupView:
     """int32[S]: sampled tokens of each sequence."""
     cut: torch.Tensor
     """bool[S]: whether the sequence was cut off at a token limit."""
-    plays: torch.Tensor
+    rollouts: torch.Tensor
     """int32[S]: index of the rollout that the sequence belongs to."""
     seats: Sequence[str]
     """S names of seats; "" without seats."""
@@ -55,7 +55,7 @@ class GroupView:
         lengths = torch.as_tensor(fields.pop("lengths", [1] * size), dtype=torch.int32)
         defaults: dict[str, Any] = {
             "cut": torch.zeros(size, dtype=torch.bool),
-            "plays": torch.arange(size, dtype=torch.int32),
+            "rollouts": torch.arange(size, dtype=torch.int32),
             "seats": [""] * size,
             "forks": [None] * size,
             "parts": [{} for _ in range(size)],

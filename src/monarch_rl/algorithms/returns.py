@@ -152,9 +152,9 @@ def paths(group: GroupView) -> list[Path]:
     """The path of each sequence of a group: the tokens of the turns that it shares, then its own."""
     own = torch.arange(int(group.lengths.sum())).split(group.lengths.tolist())
     found: list[Path] = []
-    for tokens, lengths, fork, rollout in zip(own, group.turn_lengths, group.forks, group.plays, strict=True):
+    for tokens, lengths, fork, rollout in zip(own, group.turn_lengths, group.forks, group.rollouts, strict=True):
         if fork is not None:
-            origin = found[int((group.plays == rollout).nonzero()[fork[0]])]
+            origin = found[int((group.rollouts == rollout).nonzero()[fork[0]])]
             shared = origin.turn_lengths[: fork[1]]
             tokens = torch.cat([origin.tokens[: int(shared.sum())], tokens])
             lengths = torch.cat([shared, lengths[fork[1] :]])

@@ -56,7 +56,7 @@ def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
         group_ids=[(group.group_id, group.attempt) for group in groups],
         parts=[[episode.parts for episode in group.episodes] for group in groups],
         seats=[[episode.seat for episode in group.episodes] for group in groups],
-        plays=[group.plays for group in groups],
+        plays=[group.rollouts for group in groups],
         forks=[[episode.fork for episode in group.episodes] for group in groups],
         turn_lengths=[[[tokens for tokens, _ in episode.turns] for episode in group.episodes] for group in groups],
         turn_rewards=[[[reward for _, reward in episode.turns] for episode in group.episodes] for group in groups],

@@ -20,7 +20,7 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 
 POSITION = -1
-"""Default of ``Episode.play``: the episode's position in the group."""
+"""Default of ``Episode.rollout``: the episode's position in the group."""
 NO_VERSION = -1
 """``policy_versions`` of a token that no policy sampled (prompt and environment tokens)."""
 VersionSpan = tuple[int, int, bool]
@@ -156,7 +156,7 @@ class Episode:
     """Named components of the reward, for the metrics and for advantages that read them."""
     seat: str = ""
     """Name of the player whose sequence it is, in a rollout with several players."""
-    play: int = POSITION
+    rollout: int = POSITION
     """Index of the rollout of the prompt that it belongs to, 0, 1, ...; ``POSITION``, until the group is serialized,
     means its own position in the group."""
     fork: Fork | None = None
@@ -255,10 +255,10 @@ class Group:
         return np.asarray([episode.reward for episode in self.episodes], np.float32)
 
     @property
-    def plays(self) -> np.ndarray:
+    def rollouts(self) -> np.ndarray:
         """int32[G]: index of the rollout that each episode belongs to."""
-        plays = [i if episode.play == POSITION else episode.play for i, episode in enumerate(self.episodes)]
-        return np.asarray(plays, np.int32)
+        rollouts = [i if episode.rollout == POSITION else episode.rollout for i, episode in enumerate(self.episodes)]
+        return np.asarray(rollouts, np.int32)
 
 
 # -- reward components, for the metrics -------------------------------------------------------------------------------

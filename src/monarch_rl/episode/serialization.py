@@ -60,7 +60,7 @@ class SerializedEpisode:
     turns: list[tuple[int, float | None]] = field(default_factory=list)
     """For each turn: number of trainable tokens, and the turn's own reward or None."""
     seat: str = ""
-    play: int = POSITION
+    rollout: int = POSITION
     fork: Fork | None = None
 
     @property
@@ -86,7 +86,7 @@ class SerializedEpisode:
     def give_outcome(self, episode: Episode) -> Episode:
         """Set the fields of ``episode`` that are in the group's header, not in the episode's own bytes."""
         episode.reward, episode.parts, episode.fork = self.reward, self.parts, self.fork
-        episode.seat, episode.play = self.seat, self.play
+        episode.seat, episode.rollout = self.seat, self.rollout
         for turn, (_, reward) in zip(episode.turns, self.turns, strict=True):
             turn.reward = reward
         return episode
@@ -125,9 +125,9 @@ class SerializedGroup:
         return np.asarray([episode.finish_reason in ("length", "context") for episode in self.episodes], bool)
 
     @property
-    def plays(self) -> np.ndarray:
+    def rollouts(self) -> np.ndarray:
         """int32[G]: index of the rollout that each episode belongs to."""
-        return np.asarray([episode.play for episode in self.episodes], np.int32)
+        return np.asarray([episode.rollout for episode in self.episodes], np.int32)
 
     def column(self, name: str) -> list[np.ndarray]:
         """A column: for each episode float32[trainable tokens]. Raises ValueError if the group has no such column."""
@@ -176,10 +176,10 @@ class SerializedGroup:
         if expected != len(data):
             raise ValueError(f"group {header['group_id']} has {len(data)} bytes, but its header declares {expected}")
         view, episodes = memoryview(data), []
-        for reward, tokens, by_version, nbytes, finish_reason, parts, turns, seat, play, fork in header["episodes"]:
+        for reward, tokens, by_version, nbytes, finish_reason, parts, turns, seat, rollout, fork in header["episodes"]:
             own, of_turns = view[start : start + nbytes], [(tokens_of, reward_of) for tokens_of, reward_of in turns]
             serialized = SerializedEpisode(
-                reward, tokens, dict(by_version), own, finish_reason, parts, of_turns, seat, play
+                reward, tokens, dict(by_version), own, finish_reason, parts, of_turns, seat, rollout
             )
             episodes.append(serialized if fork is None else replace(serialized, fork=Fork(*fork)))
             start += nbytes
@@ -226,11 +226,11 @@ def serialize_group(group: Group) -> bytes:
                 episode.parts,
                 [(_trainable(of_turn), turn.reward) for of_turn, turn in zip(by_turn, episode.turns, strict=True)],
                 episode.seat,
-                play,
+                rollout,
                 episode.fork,
             )
-            for episode, by_turn, arrays, play in zip(
-                group.episodes, spans, serialized, group.plays.tolist(), strict=True
+            for episode, by_turn, arrays, rollout in zip(
+                group.episodes, spans, serialized, group.rollouts.tolist(), strict=True
             )
         ],
     }

@@ -111,7 +111,7 @@ class PackedShard:
     def _deserialized(self, group: int, place: int, data: memoryview) -> Episode:
         episode = deserialize_episode(data)
         episode.reward, episode.parts = float(self.rewards[group][place]), self.parts[group][place]
-        episode.seat, episode.play = self.seats[group][place], int(self.plays[group][place])
+        episode.seat, episode.rollout = self.seats[group][place], int(self.plays[group][place])
         episode.fork = self.forks[group][place]
         for turn, reward in zip(episode.turns, self.turn_rewards[group][place], strict=True):
             turn.reward = reward
@@ -170,7 +170,7 @@ class TrainedEpisode:
     parts: dict[str, float] = field(default_factory=dict)
     """Named components of the reward."""
     seat: str = ""
-    play: int = 0
+    rollout: int = 0
     """Index of the rollout of the prompt that it belongs to."""
     fork: Fork | None = None
     """Where it branches off an earlier sequence of its rollout."""

@@ -205,7 +205,7 @@ def _failed(reason: str, group: Group, place: str = "", report: str = "") -> Sta
 def _structure(group: Group) -> list[tuple[int, str, int, Fork | None]]:
     """Identities and relations of a group's sequences, which a stage must not change: forks refer to sequences by
     index."""
-    return [(id(episode), episode.seat, episode.play, episode.fork) for episode in group.episodes]
+    return [(id(episode), episode.seat, episode.rollout, episode.fork) for episode in group.episodes]
 
 
 def _problem(stage: Stage, group: Group, before: list[tuple[int, str, int, Fork | None]]) -> str:

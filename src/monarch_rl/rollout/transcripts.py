@@ -116,7 +116,7 @@ def _find_shared(opened: Sequence[_Opened]) -> None:
     marked."""
     rollouts: dict[tuple[int, int], list[_Opened]] = {}
     for one in sorted(opened, key=lambda one: (one.trained.group_id, one.trained.place)):
-        rollout, fork = rollouts.setdefault((one.trained.group_id, one.trained.play), []), one.trained.fork
+        rollout, fork = rollouts.setdefault((one.trained.group_id, one.trained.rollout), []), one.trained.fork
         if fork is not None:
             one.read[: fork.turns] = rollout[fork.sequence].read[: fork.turns]
         rollout.append(one)
@@ -138,7 +138,7 @@ def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTe
         "step": trained.step,
         "group": trained.group_id,
         "episode": trained.place,
-        "play": trained.play,
+        "play": trained.rollout,
         "seat": trained.seat,
         "fork": None if trained.fork is None else trained.fork._asdict(),
         "task": trained.task,

@@ -319,7 +319,7 @@ class RolloutWorker(AsksFrozenModels):
         succeeded = [result for result in results if not isinstance(result, EpisodeFailed)]
         for number, sequences in enumerate(succeeded):
             for sequence in sequences:
-                sequence.play = number
+                sequence.rollout = number
         episodes = [sequence for sequences in succeeded for sequence in sequences]
         if len(succeeded) >= min(2, size):
             return item, Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=task.name)

@@ -144,7 +144,7 @@ class Outcome:
     """Text of the policy's last turn; this and the following fields are filled in for ``group_rewards``."""
     seat: str = ""
     """Name of the seat, if the policy has seats."""
-    play: int = 0
+    rollout: int = 0
     """Index of the episode in the group, 0, 1, ...: an episode with seats or branches has several outcomes."""
 
 

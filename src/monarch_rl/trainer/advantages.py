@@ -35,7 +35,7 @@ def _group_view(batch: PackedShard, group: int) -> GroupView:
         rewards=torch.tensor(batch.rewards[group]),
         lengths=torch.tensor(batch.lengths[group]),
         cut=torch.tensor(batch.cut[group]),
-        plays=torch.tensor(batch.plays[group]),
+        rollouts=torch.tensor(batch.plays[group]),
         seats=list(batch.seats[group]),
         forks=list(batch.forks[group]),
         parts=[dict(parts) for parts in batch.parts[group]],
@@ -94,9 +94,9 @@ def _finite_places(group: GroupView) -> list[int]:
     if all(torch.cat(list(values)).isfinite().all() for values in group.columns.values() if len(values)):
         return list(places)
     finite = [all(bool(values[place].isfinite().all()) for values in group.columns.values()) for place in places]
-    for place, (fork, rollout) in enumerate(zip(group.forks, group.plays, strict=True)):
+    for place, (fork, rollout) in enumerate(zip(group.forks, group.rollouts, strict=True)):
         if fork is not None:
-            finite[place] &= finite[int((group.plays == rollout).nonzero()[fork[0]])]
+            finite[place] &= finite[int((group.rollouts == rollout).nonzero()[fork[0]])]
     return [place for place in places if finite[place]]
 
 
@@ -149,8 +149,8 @@ def _shared(by_sequence: list[torch.Tensor], group: GroupView) -> list[torch.Ten
     if not any(group.forks):
         return by_sequence
     found = list(by_sequence)
-    for rollout in group.plays.unique():
-        places = (group.plays == rollout).nonzero().flatten().tolist()
+    for rollout in group.rollouts.unique():
+        places = (group.rollouts == rollout).nonzero().flatten().tolist()
         turns = [group.turn_lengths[place] for place in places]
         values = torch.stack([by_sequence[place] for place in places])
         means = branch_means(values, [group.forks[place] for place in places], [len(lengths) for lengths in turns])
