@@ -9,7 +9,8 @@ it has saved. The recipe's own flags follow; `--held-out` and `--evaluation.*` s
 recipe, and for its checkpoints, the run's settings are the defaults, except that there is one engine. The recipe, and
 so its frozen models, get as `--model` the model that the run started from, or else the evaluated one. Prints what a run
 prints, then the same metrics as a JSON object. A greedy evaluation of a checkpoint gives the same results as in its
-run. A model folder is version 0, in the dtype of its files.
+run, unless the run served LoRA unmerged: here it is merged, which rounds differently. A model folder is version 0, in
+the dtype of its files.
 """
 
 from __future__ import annotations

@@ -181,3 +181,10 @@ def test_a_controller_that_stays_stopped_is_killed_and_the_run_goes_on(tmp_path:
     output, _ = output_of(program)
     assert program.returncode == 0 and len((run / "attempts").read_text().splitlines()) == 2, output
     assert "--stopped-s" in output
+
+
+@pytest.mark.parametrize("flags", [("--help",), ("-h",), ("--restarts", "2", "--help")])
+def test_help_is_the_supervisors_own_before_the_recipe(flags: Sequence[str]) -> None:
+    done = run_program([sys.executable, "-m", "monarch_rl.runtime.supervisor", *flags])
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m monarch_rl.runtime.supervisor [--restarts")
+    assert "--stopped-s S" in done.stdout.partition("\n")[2]

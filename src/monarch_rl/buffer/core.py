@@ -303,8 +303,13 @@ class BufferCore:
         new = sum(self.groups.note_gone(group_id) for group_id in ids)
         self._ledger.note_trained(new + sum(not live.times_trained for live in here), lag_counts)
         note_overtaking(self.groups, ids)
-        # In the original run, a group in progress may have been dropped and then overtaken by more than the window. It
-        # is now generated from scratch, so its count is capped at the window.
+        # The lag bound holds as in docs/buffer.md, "After a checkpoint", because replayed versions are the same ones:
+        # - A complete group that is still here had the same place when the batches were first taken, so it was
+        #   overtaken by at most the window, and fewer groups are before it than were then.
+        # - In the original run, a group in progress may have been dropped and then overtaken by more than the window.
+        #   It is now generated from scratch, by this version or a later one, so its count is capped at the window: no
+        #   other group overtakes it, and the groups before it plus the window are as few as for one admitted now.
+        # - Skipped groups are admitted before new ones, so ids in the queue still ascend.
         for live in (live for live in self.groups if live.group is None and self.window is not None):
             live.overtaken = min(live.overtaken, self.window or 0)
         self.published_version = version

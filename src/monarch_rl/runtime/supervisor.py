@@ -205,11 +205,12 @@ def main() -> None:
     arguments, values = sys.argv[1:], dict[str, float]()
     while arguments[:1] in (["--restarts"], ["--stopped-s"]) and len(arguments) > 1:
         values[arguments[0]], arguments = float(arguments[1]), arguments[2:]
+    usage = "usage: python -m monarch_rl.runtime.supervisor [--restarts N] [--stopped-s S] RECIPE.py [its flags]\n"
+    if arguments[:1] in (["-h"], ["--help"]):  # a --help after the recipe is the recipe's
+        print(usage + (__doc__ or ""))
+        return
     if not arguments:
-        sys.exit(
-            "usage: python -m monarch_rl.runtime.supervisor [--restarts N] [--stopped-s S] RECIPE.py [its flags]\n"
-            + (__doc__ or "")
-        )
+        sys.exit(usage + (__doc__ or ""))
     limit = int(values["--restarts"]) if "--restarts" in values else None
     sys.exit(Supervisor([sys.executable, *arguments], limit, values.get("--stopped-s", STOPPED_S)).run())
 

@@ -78,7 +78,7 @@ class DecodeCosts:
 
     step_s: float = 0.02
     """Seconds of a decoding step, independent of the number of sequences: reading the weights, the scheduler. Measure
-    with benchmarks/speed.py, or use --from-run."""
+    with `python -m sglang.bench_one_batch`, or use --from-run."""
     sequence_s: float = 0.0001
     """Seconds that each running sequence adds to a step."""
     prefill_token_s: float = 0.0
@@ -129,7 +129,8 @@ class Costs:
     snapshot_s: float = 0.0
     """Seconds for the trainer to copy a new version: the only part of publishing that it waits for."""
     transfer_s: float = 0.0
-    """Seconds to send a new version to the replicas; decoding continues meanwhile."""
+    """Seconds to send a new version to the replicas; decoding continues meanwhile. benchmarks/weights.py measures it,
+    snapshots and commits."""
     commit_s: float = 0.0
     """Seconds for which decoding pauses to switch to a new version."""
     call_s: float = 0.0

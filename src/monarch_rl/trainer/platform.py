@@ -94,6 +94,16 @@ def force_sum_reduction(model: nn.Module) -> None:
 
 
 # -- deterministic trainer ranks, whose updates can be replayed bit for bit on a GPU: docs/journal.md -----------------
+#
+# Causes of differences, according to the sources of torch 2.13 and torchtitan; not verified on a GPU:
+#   atomic additions (gradients of an embedding, index_add, scatter_add)     use_deterministic_algorithms
+#   attention's backward pass     the same: flash attention's varlen kernel then orders its sums, at a cost of time and
+#                                 memory. SDPA's memory-efficient kernel has no such order
+#   cuBLAS, cuDNN                 CUBLAS_WORKSPACE_CONFIG; cudnn.deterministic, no benchmark
+#   NCCL                          ring and simple protocol in all meshes (fix_nccl_order), unless the environment sets
+#                                 others
+#   torch.compile                 use_deterministic_algorithms also disables Inductor's autotuning
+#   experts                       nothing: grouped matrix products have fixed sums for the shapes of the batch
 
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Streams that share a workspace may choose other split sums. One of the two values that torch accepts."""
