@@ -215,7 +215,7 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
     """
     s = replace(s, generator=replace(s.generator, replicas=1), rollout=replace(s.rollout, workers=1))
     _check_combinations(s, task)
-    check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
+    check_rollout(s.rollout, s.groups_per_step, data_ranks=1)
     offered.check(s.generator.tp, "one generator replica")
     model = _check_generation(s, offered, task)
     check_gpu_memory(model, sides := engine_sides(s), offered)
