@@ -206,8 +206,9 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, data_ranks: i
     episodes = groups_per_step * settings.group_size
     if episodes % data_ranks:
         raise SettingsError(
-            f"groups-per-step {groups_per_step} x rollout.group-size {settings.group_size} = {episodes} episodes, which "
-            f"{data_ranks} data ranks (trainer.ranks / trainer.tp) cannot share equally: change one of these settings"
+            f"groups-per-step {groups_per_step} x rollout.group-size {settings.group_size} = {episodes} episodes, "
+            f"which {data_ranks} data ranks (trainer.ranks / trainer.tp) cannot share equally: change one of these "
+            "settings"
         )
 
 

@@ -74,7 +74,7 @@ def loss_function(objective: Objective, settings: LossSettings) -> LossFunction:
         inputs = _loss_inputs(output, batch, settings)
         token = policy.token_loss(inputs)
         loss, sums = _loss_and_sums(token.loss, output, batch, inputs, policy, settings)
-        return loss, sums | {"clipped": token.limited.sum()}
+        return loss, sums | {"clipped": token.clipped.sum()}
 
     return _with_metadata(policy_loss, objective, settings, *settings.needed_columns)
 
