@@ -15,7 +15,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.publishing import TransferGroup
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, normaliser_tokens, prepare_engine, resolve
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
@@ -171,6 +171,6 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
     for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
         settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
         limits = episode_limits(settings, config, on_gpu=False)
-        assert loss_tokens(settings, min(limits.values())) == min(limits.values()) == limit
+        assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
-    assert loss_tokens(given, limit) == 64
+    assert normaliser_tokens(given, limit) == 64

@@ -207,20 +207,20 @@ def token_weights(
     *,
     batch_tokens: int,
     batch_episodes: int,
-    max_tokens: int,
+    normaliser_tokens: int,
 ) -> torch.Tensor:
     """The weight of every trainable token of an episode.
 
     - ``token_mean``: 1 / tokens of the batch (DAPO, arXiv:2503.14476).
     - ``sequence_mean``: 1 / (tokens of the episode x episodes of the batch) (GRPO, arXiv:2402.03300).
-    - ``constant``: 1 / (max_tokens x episodes of the batch), without the bias towards short right and long wrong
+    - ``constant``: 1 / (normaliser_tokens x episodes of the batch), without the bias towards short right and long wrong
       answers (Dr.GRPO, arXiv:2503.20783).
 
     Args:
         episode_lengths: int[E], trainable tokens of each episode.
         batch_tokens: trainable tokens of the whole batch.
         batch_episodes: episodes of the whole batch.
-        max_tokens: most tokens that an episode may generate.
+        normaliser_tokens: tokens per episode in the normaliser of ``constant``, the same in all batches.
 
     Returns:
         float[E].
@@ -235,7 +235,7 @@ def token_weights(
         case "sequence_mean":
             return 1.0 / (lengths.clamp(min=1) * max(batch_episodes, 1))
         case "constant":
-            return torch.full_like(lengths, 1.0 / (max_tokens * max(batch_episodes, 1)))
+            return torch.full_like(lengths, 1.0 / (normaliser_tokens * max(batch_episodes, 1)))
     raise ValueError(f"unknown aggregation {aggregation!r}: give token_mean, sequence_mean or constant")
 
 

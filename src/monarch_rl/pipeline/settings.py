@@ -309,8 +309,8 @@ def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[st
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def loss_tokens(s: RunSettings, episode_limit: int) -> int:
-    """Tokens per episode in the divisor of the ``constant`` loss aggregation."""
+def normaliser_tokens(s: RunSettings, episode_limit: int) -> int:
+    """Tokens per episode in the normaliser of the ``constant`` aggregation."""
     return s.trainer.loss.max_tokens or episode_limit
 
 

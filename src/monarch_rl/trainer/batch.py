@@ -168,7 +168,7 @@ def pack_shard(
     shard: PackedShard,
     advantages: BatchAdvantages,
     aggregation: Aggregation,
-    max_tokens: int,
+    normaliser_tokens: int,
     device: torch.device,
     columns: Mapping[str, BatchAdvantages] | None = None,
 ) -> list[list[MicroBatch]]:
@@ -179,7 +179,7 @@ def pack_shard(
         advantages: advantages of the whole batch, ``BatchAdvantages[group][episode]``: a scalar or float32[sampled
             tokens]. See :func:`monarch_rl.trainer.advantages.advantages_of`.
         aggregation: how token losses are normalised.
-        max_tokens: the normaliser of the ``constant`` aggregation.
+        normaliser_tokens: tokens per episode in the normaliser of the ``constant`` aggregation.
         columns: further columns of the whole batch by name: float32[sampled tokens] of each sequence.
     """
 
@@ -189,7 +189,7 @@ def pack_shard(
             aggregation,
             batch_tokens=minibatch.trainable_tokens,
             batch_episodes=minibatch.episodes,
-            max_tokens=max_tokens,
+            normaliser_tokens=normaliser_tokens,
         )
 
         def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
