@@ -17,7 +17,7 @@ from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
@@ -115,10 +115,7 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
             generation=values["generation"],
         )
     except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise SettingsError(
-            f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
-            f"({error}): replay the run with {writer}"
-        ) from error
+        raise SettingsError(written_by_another_version(str(path), writer, error)) from error
 
 
 def trained_as(plan: TrainerPlan) -> str:
