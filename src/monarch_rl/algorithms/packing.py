@@ -1,4 +1,7 @@
-"""Dividing a batch into the micro-batches of each trainer rank, and a micro-batch into sequences to pad together."""
+"""Packing: which episodes go into which micro-batch of which trainer rank, and which sequences are padded together.
+
+It knows only lengths. ``trainer/batch.py`` builds the tensors of a micro-batch from the episodes that are chosen here.
+"""
 
 from __future__ import annotations
 

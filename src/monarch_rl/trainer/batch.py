@@ -1,4 +1,7 @@
-"""Packing episodes into the tensors of a micro-batch: one row without padding, in which shared prefixes occur once."""
+"""The tensors of a micro-batch: one row of its episodes without padding, in which shared prefixes occur once.
+
+``algorithms/packing.py`` decides which episodes are in a micro-batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plan that a trainer rank is created from, and its file in the run's journal."""
+"""What a trainer rank is created from (:class:`TrainerPlan`), and its file in the run's journal.
+
+Plans of memory are in ``pipeline/memory.py``, plans of micro-batches in ``algorithms/packing.py``.
+"""
 
 from __future__ import annotations
 
