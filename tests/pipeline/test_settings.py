@@ -47,7 +47,11 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
         (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks .* 2 gen"),
         (RunSettings(colocate=True, weights=TransferSettings("collective")), GPUS, "NCCL"),
         (RunSettings(colocate=True, weights=TransferSettings("auto")), GPUS, "weights.transport auto"),
-        (RunSettings(colocate=True), Devices("cuda", 2, 8), "colocate on 2 hosts: .* rdma"),
+        (
+            RunSettings(colocate=True),
+            Devices("cuda", 2, 1),
+            "shared_memory .the default with colocate.* one host.* rdma",
+        ),
     ],
 )
 def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
