@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import psutil
 import torch
@@ -161,7 +161,8 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def default_objective(self) -> Objective:
         """The objective of the recipe, if no flag gives another one."""
-        own: Any = next(each for each in fields(self) if each.name == "objective")
+        # Read from the field, because a recipe's settings may have other fields without a default.
+        own = type(self).__dataclass_fields__["objective"]
         default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
         return default
 
