@@ -29,6 +29,7 @@ from reporting import run_benchmark, short
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, TransportName
 
 WIDTH, EXPERTS, EXPERT_WIDTH, VOCABULARY = 32, 128, 32, 512
 HEADS, HEAD = 2, 16
@@ -43,7 +44,7 @@ class Settings:
     """Layers of the model; each has 393 tensors."""
     parts: tuple[Part, ...] = ("counts", "actors")
     """What to measure."""
-    transports: tuple[str, ...] = ("collective", "rdma", "shared_memory")
+    transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
     """Which to measure between actors."""
     versions: int = 6
     """Versions, after one that warms up; medians are taken."""
@@ -200,7 +201,6 @@ def messages(layers: int) -> dict[str, int]:
     from monarch_rl.weights.collective import ALONE_BYTES
     from monarch_rl.weights.manifest import plan_buckets
     from monarch_rl.weights.rdma import plan_snapshot
-    from monarch_rl.weights.transport import TransferSettings
 
     shapes, owned = shapes_of(layers), list[list[tuple[str, int, int]]]([[], []])
     for name, shape in shapes.items():
@@ -240,7 +240,6 @@ def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
     from monarch_rl.weights.checksum import ShardChecksums
     from monarch_rl.weights.collective import ALONE_BYTES
     from monarch_rl.weights.manifest import plan_buckets, shard_bytes
-    from monarch_rl.weights.transport import TransferSettings
 
     policy = Policy(folder.resolve(), TrainerSettings(ranks=1), total_steps=1)
     published = policy.published
@@ -318,7 +317,6 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
     from monarch_rl.pipeline.publishing import Publisher
     from monarch_rl.runtime.deadlines import within
     from monarch_rl.trainer.settings import TrainerSettings
-    from monarch_rl.weights.transport import TransferSettings
 
     steps = len(s.transports) * (1 + s.versions) + 1
     settings = GeneratorSettings(replicas=1, max_total_tokens=8192, start_deadline_s=weights.DEADLINE_S)
@@ -330,7 +328,7 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
     )
     figures: dict[str, Any] = {}
     for name in s.transports:
-        transfer = TransferSettings(name, deadline_s=weights.DEADLINE_S)  # type: ignore[arg-type]
+        transfer = TransferSettings(name, deadline_s=weights.DEADLINE_S)
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, "float32")
         versions = [await weights.one_version(training, generator, publisher)]
         first_ms = versions.pop().paused_s * 1e3

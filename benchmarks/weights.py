@@ -37,7 +37,7 @@ from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.transport import TransferSettings, TransportName
+from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, TransportName
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))
@@ -52,7 +52,7 @@ class Settings:
 
     sizes_mb: tuple[float, ...] = (3, 30, 300, 1000)
     """Bytes of a version, in MB (1e6), about."""
-    transports: tuple[TransportName, ...] = ("collective", "rdma", "shared_memory")
+    transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
     """Which to measure."""
     versions: int = 6
     """Versions published by each, after one that warms up; medians are taken."""

@@ -37,7 +37,7 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import members
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import add_checksums
-from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, TransferSettings, TransportName
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Settings:
 
     size_mb: float = 3.0
     """Bytes of a version, in MB (1e6), about."""
-    transports: tuple[TransportName, ...] = ("collective", "rdma", "shared_memory")
+    transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
     """Which to measure."""
     versions: int = 20
     """Versions by each transport, after two that warm up; medians are taken."""

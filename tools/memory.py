@@ -23,7 +23,7 @@ from monarch_rl.model.config import ModelConfig, parse_config, read_config
 from monarch_rl.model.sizes import sizes_of, trained_model
 from monarch_rl.offline.program import run_program
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, checkpoint_bytes, plan_memory
-from monarch_rl.pipeline.settings import check_shared
+from monarch_rl.pipeline.settings import check_transport
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings, check_trained
@@ -140,7 +140,8 @@ def check(config: ModelConfig, sides: Sides) -> None:
     check_served(config, sides.generator, on_gpu=True)
     check_context(config, sides.generator)
     if sides.colocate:
-        check_shared(sides.weights, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
+        ranks = sides.trainer.ranks
+        check_transport(sides.weights, Devices("cuda", num_hosts=1, per_host=ranks), ranks, colocate=True)
 
 
 def named(model: str) -> ModelConfig:

@@ -30,6 +30,8 @@ defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 
 class MonarchRLError(Exception):
     """Base of all errors of this package."""
@@ -228,3 +230,19 @@ class DeltaError(WeightsError, ValueError):
 
 class CannotWrite(MonarchRLError, OSError):
     """A rank could not write its shards; the message names the rank and the reason."""
+
+
+def written_by_another_version(what: str, writer: str, reason: object) -> str:
+    """A message saying that this version of the package cannot read a file, and which one can.
+
+    Args:
+        what: the file; the message begins with it.
+        writer: version of this package that wrote it; "" if it is unknown.
+        reason: why it cannot be read.
+    """
+    by, use = "another version of monarch_rl", "that version"
+    if writer:
+        by = use = f"monarch_rl {writer}"
+    return (
+        f"{what} was written by {by}, and this version, {version('monarch_rl')}, cannot read it ({reason}): use {use}"
+    )

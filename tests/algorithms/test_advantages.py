@@ -262,7 +262,7 @@ def test_clipped_value_loss(seed: int, n: int, clip: float) -> None:
     bound = (np.clip(values, old - clip, old + clip) - returns) ** 2 if clip else error
     found = clipped_value_loss(torch.from_numpy(values), torch.from_numpy(old), torch.from_numpy(returns), clip)
     np.testing.assert_allclose(found.loss.numpy(), 0.5 * np.maximum(error, bound), atol=1e-12)
-    assert (found.limited.numpy() == (bound > error)).all()
+    assert (found.clipped.numpy() == (bound > error)).all()
 
 
 @given(SEEDS, st.floats(0.01, 1))

@@ -68,16 +68,16 @@ def test_finite_tokens() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(50, 100))
-def test_token_weights(lengths: list[int], max_tokens: int) -> None:
+def test_token_weights(lengths: list[int], tokens: int) -> None:
     total, episodes = sum(lengths), len(lengths)
     expected: dict[losses.Aggregation, list[float]] = {
         "token_mean": [1 / total] * episodes,
         "sequence_mean": [1 / (length * episodes) for length in lengths],
-        "constant": [1 / (max_tokens * episodes)] * episodes,
+        "constant": [1 / (tokens * episodes)] * episodes,
     }
     for name, weights in expected.items():
         found = losses.token_weights(
-            torch.tensor(lengths), name, batch_tokens=total, batch_episodes=episodes, max_tokens=max_tokens
+            torch.tensor(lengths), name, batch_tokens=total, batch_episodes=episodes, normaliser_tokens=tokens
         )
         np.testing.assert_allclose(found.numpy(), weights, rtol=1e-5)
 
@@ -86,7 +86,7 @@ def pulls(name: losses.Aggregation, lengths: list[int]) -> list[np.ndarray]:
     """The gradient of each token's log-prob: of a right answer, then of wrong ones, of these lengths."""
     of_group = advantages.dr_grpo(GroupView.of(torch.tensor([1.0] + [0.0] * (len(lengths) - 1))))
     weights = losses.token_weights(
-        torch.tensor(lengths), name, batch_tokens=sum(lengths), batch_episodes=len(lengths), max_tokens=100
+        torch.tensor(lengths), name, batch_tokens=sum(lengths), batch_episodes=len(lengths), normaliser_tokens=100
     )
     logprobs = torch.full((sum(lengths),), -1.0, requires_grad=True)
     advantages_N, weights_N = (values.repeat_interleave(torch.tensor(lengths)) for values in (of_group, weights))
@@ -119,7 +119,7 @@ def test_how_much_long_and_short_wrong_answers_are_punished(right: int, short: i
 
 def test_an_unknown_aggregation_is_refused() -> None:
     with pytest.raises(ValueError, match="aggregation 'mean'"):
-        losses.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, max_tokens=1)  # type: ignore[arg-type]
+        losses.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, normaliser_tokens=1)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.floats(0, 1))

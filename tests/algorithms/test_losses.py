@@ -169,13 +169,13 @@ def gradients(function: Callable[..., TokenLoss], log_ratio: list[float], advant
     result = function(new, old, torch.tensor(advantages, dtype=torch.float64), **more)
     result.loss.sum().backward()
     assert new.grad is not None
-    return -new.grad.numpy(), result.limited.tolist()
+    return -new.grad.numpy(), result.clipped.tolist()
 
 
 def test_ppo_has_no_gradient_beyond_the_clip_and_the_policy_gradient_within() -> None:
-    found, limited = gradients(losses.clipped_ratio, [0.5, -0.5, 0.0, 0.5], [1.0, -1.0, 2.0, -1.0])
+    found, clipped = gradients(losses.clipped_ratio, [0.5, -0.5, 0.0, 0.5], [1.0, -1.0, 2.0, -1.0])
     np.testing.assert_allclose(found, [0, 0, 2, -np.exp(0.5)])
-    assert limited == [True, True, False, True]
+    assert clipped == [True, True, False, True]
 
 
 def test_clip_higher_leaves_room_to_rise_that_the_symmetric_clip_does_not() -> None:
@@ -196,9 +196,9 @@ def test_the_dual_clip_bounds_what_a_token_of_negative_advantage_loses() -> None
 def test_cispo_keeps_a_gradient_of_every_token_where_ppo_drops_those_that_moved() -> None:
     moved, advantages = [0.5, 2.0, -1.0], [1.0, 1.0, -1.0]
     assert gradients(losses.clipped_ratio, moved, advantages)[0].tolist() == [0, 0, 0]
-    found, limited = gradients(losses.cispo, moved, advantages)
+    found, clipped = gradients(losses.cispo, moved, advantages)
     np.testing.assert_allclose(found, [np.exp(0.5), 4.0, -np.exp(-1.0)])
-    assert limited == [False, True, False]
+    assert clipped == [False, True, False]
 
 
 @given(seed=SEEDS)
@@ -221,8 +221,8 @@ def test_noise_of_tokens_cancels_in_gspos_ratio(seed: int, tokens: int) -> None:
     logprobs = torch.full((tokens,), -1.0, dtype=torch.float64)
     old, one = logprobs - torch.from_numpy(noise), torch.ones(tokens, dtype=torch.float64)
     sequences = torch.zeros(tokens, dtype=torch.int64)
-    assert not losses.gspo(logprobs, old, one, sequences, 0.2, 0.2).limited.any()
-    assert losses.clipped_ratio(logprobs, old, one).limited.any() == bool(
+    assert not losses.gspo(logprobs, old, one, sequences, 0.2, 0.2).clipped.any()
+    assert losses.clipped_ratio(logprobs, old, one).clipped.any() == bool(
         ((np.exp(noise) < 0.8) | (np.exp(noise) > 1.28)).any()
     )
 
@@ -230,11 +230,11 @@ def test_noise_of_tokens_cancels_in_gspos_ratio(seed: int, tokens: int) -> None:
 def test_sapos_gradient_falls_smoothly_and_faster_for_negative_advantages() -> None:
     moved = np.linspace(0, 2, 50)
     risen, _ = gradients(losses.sapo, moved.tolist(), [1.0] * 50)
-    fallen, limited = gradients(losses.sapo, moved.tolist(), [-1.0] * 50)
+    fallen, clipped = gradients(losses.sapo, moved.tolist(), [-1.0] * 50)
     per_ratio, negative = risen / np.exp(moved), -fallen / np.exp(moved)
     assert per_ratio[0] == pytest.approx(1) and (np.diff(per_ratio) < 0).all() and per_ratio[-1] > 0
     assert (negative[1:] < per_ratio[1:]).all()
-    assert limited == (negative < 0.5).tolist()
+    assert clipped == (negative < 0.5).tolist()
 
 
 def test_dppo_judges_by_the_change_of_probability_and_not_by_the_ratio() -> None:
@@ -243,8 +243,8 @@ def test_dppo_judges_by_the_change_of_probability_and_not_by_the_ratio() -> None
     old = torch.tensor([1e-4, 0.5, 0.5, 0.5], dtype=torch.float64).log()
     new = torch.tensor([1e-3, 0.75, 0.75, 0.6], dtype=torch.float64).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-    assert losses.dppo_tv(new, old, advantages).limited.tolist() == [False, True, False, False]
-    assert losses.clipped_ratio(new, old, advantages).limited.tolist() == [True, True, True, False]
+    assert losses.dppo_tv(new, old, advantages).clipped.tolist() == [False, True, False, False]
+    assert losses.clipped_ratio(new, old, advantages).clipped.tolist() == [True, True, True, False]
 
 
 @given(seed=SEEDS)
@@ -256,6 +256,6 @@ def test_the_decoupled_clip_does_not_depend_on_how_old_the_tokens_are(seed: int)
     d.behaviour = d.old + np.random.default_rng(seed).normal(0, 1, 40)
     uncapped = partial(losses.decoupled, behaviour_cap=1e9)
     stale = uncapped(*d.tensors("new", "old", "behaviour", "advantages"))
-    assert not stale.limited.any()
+    assert not stale.clipped.any()
     assert (stale.loss != 0).all()
-    assert losses.clipped_ratio(*d.tensors("new", "behaviour", "advantages")).limited.any()
+    assert losses.clipped_ratio(*d.tensors("new", "behaviour", "advantages")).clipped.any()

@@ -237,7 +237,7 @@ def test_a_field_of_a_later_version_is_refused_with_that_version(tmp_path: Path)
     folder = made(tmp_path, 1)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {"new": 1, "packages": {"monarch_rl": "7.5"}}))
-    with pytest.raises(BrokenCheckpoint, match=r"monarch_rl 7\.5.* new: use 7\.5"):
+    with pytest.raises(BrokenCheckpoint, match=r"monarch_rl 7\.5.* new\): use monarch_rl 7\.5"):
         folders.read_manifest(folder)
 
 

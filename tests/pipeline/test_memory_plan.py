@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -140,7 +140,7 @@ def beside(plan: MemoryPlan) -> int:
     name=st.sampled_from(sorted(MODELS)),
     gigabytes=st.integers(16, 192),
     tp=st.sampled_from((1, 2, 4)),
-    transport=st.sampled_from(("collective", "rdma", "shared_memory", "auto")),
+    transport=st.sampled_from(get_args(TransportName)),
     delta=st.booleans(),
 )
 def test_the_automatic_share_leaves_room_for_all_that_is_planned(

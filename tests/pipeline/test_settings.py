@@ -15,7 +15,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.publishing import TransferGroup
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, normaliser_tokens, prepare_engine, resolve
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
@@ -47,7 +47,11 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
         (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks .* 2 gen"),
         (RunSettings(colocate=True, weights=TransferSettings("collective")), GPUS, "NCCL"),
         (RunSettings(colocate=True, weights=TransferSettings("auto")), GPUS, "weights.transport auto"),
-        (RunSettings(colocate=True), Devices("cuda", 2, 8), "colocate on 2 hosts: .* rdma"),
+        (
+            RunSettings(colocate=True),
+            Devices("cuda", 2, 1),
+            "shared_memory .the default with colocate.* one host.* rdma",
+        ),
     ],
 )
 def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
@@ -171,6 +175,6 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
     for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
         settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
         limits = episode_limits(settings, config, on_gpu=False)
-        assert loss_tokens(settings, min(limits.values())) == min(limits.values()) == limit
+        assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
-    assert loss_tokens(given, limit) == 64
+    assert normaliser_tokens(given, limit) == 64

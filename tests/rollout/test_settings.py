@@ -57,14 +57,14 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
         (RolloutSettings(generate_deadline_s=0.1), "RolloutSettings.generate_deadline_s must be at least 5"),
         (
             RolloutSettings(group_size=3),
-            "15 episodes .* 2 trainer ranks",
+            "15 episodes, which 2 data ranks",
         ),
     ],
 )
 def test_rollouts_that_cannot_be_trained_on_are_refused(settings: RolloutSettings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_rollout(settings, groups_per_step=5, trainer_ranks=2)
-    check_rollout(RolloutSettings(group_size=4), groups_per_step=5, trainer_ranks=2)
+        check_rollout(settings, groups_per_step=5, data_ranks=2)
+    check_rollout(RolloutSettings(group_size=4), groups_per_step=5, data_ranks=2)
 
 
 def test_episodes_without_room_for_a_prompt_are_refused() -> None:
@@ -99,4 +99,4 @@ def test_more_processes_than_a_machine_can_start_are_refused() -> None:
 
 def test_a_temperature_that_sglang_takes_for_greedy_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout.temperature .* at least 0.01"):
-        check_rollout(RolloutSettings(temperature=1e-7), groups_per_step=4, trainer_ranks=2)
+        check_rollout(RolloutSettings(temperature=1e-7), groups_per_step=4, data_ranks=2)

@@ -117,6 +117,9 @@ def test_what_another_version_needs_to_read_names_it(tmp_path: Path) -> None:
         path.write_text(json.dumps(values | wrong))
         with pytest.raises(ValueError, match="0.9.7"):
             read_plan(tmp_path)
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "normaliser_tokens"}))
+    with pytest.raises(ValueError, match="0.9.7.*normaliser_tokens"):
+        read_plan(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match="plan-0.json.*--journal.mib"):
         read_plan(tmp_path)

@@ -24,7 +24,7 @@ from monarch_rl.pipeline.memory import (
     trainer_memory,
     version_bytes,
 )
-from monarch_rl.pipeline.settings import check_shared, check_transport
+from monarch_rl.pipeline.settings import check_transport
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights import transport
@@ -98,45 +98,48 @@ def test_communicators_are_planned_for_an_entry_with_nccl(
 
 
 def test_shared_devices_are_refused_by_the_entry(pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, cpus = Devices("cuda", 1, 8), Devices("cuda", 2, 8), Devices("cpu", 1, 8)
-    for devices in (one, two, cpus):
-        check_shared(pigeon, devices)
-    with pytest.raises(ValueError, match="Give weights.transport rdma or pigeon"):
-        check_shared(replace(pigeon, transport="shared_memory"), two)
+    two, cpus = Devices("cuda", 2, 8), Devices("cpu", 1, 8)
+    for devices, needed in ((two, 8), (two, 16), (cpus, 8)):
+        check_transport(pigeon, devices, needed, colocate=True)
+    with pytest.raises(ValueError, match="give weights.transport rdma or pigeon$"):
+        check_transport(replace(pigeon, transport="shared_memory"), two, 16, colocate=True)
     monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, one_host=True))
-    check_shared(pigeon, one)
+    check_transport(pigeon, two, 8, colocate=True)
     with pytest.raises(ValueError, match="transport pigeon works on one host"):
-        check_shared(pigeon, two)
+        check_transport(pigeon, two, 9, colocate=True)
     monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, nccl=True))
-    check_shared(pigeon, cpus)
-    with pytest.raises(ValueError, match="transport pigeon cannot be used with colocate: NCCL"):
-        check_shared(pigeon, one)
+    check_transport(pigeon, cpus, 8, colocate=True)
+    check_transport(pigeon, two, 8, colocate=False)
+    with pytest.raises(ValueError, match="transport pigeon cannot be used with colocate: NCCL.* rdma or shared_memory"):
+        check_transport(pigeon, two, 8, colocate=True)
 
 
 def test_an_entry_for_gpus_is_neither_chosen_nor_accepted_on_cpus(
     pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus, cpus = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
-    check_transport(pigeon, cpus, 2)
+    check_transport(pigeon, cpus, 2, colocate=False)
     assert NAME in transports_on(on_gpu=False)
     monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, gpu_only=True))
     assert NAME in transports_on(on_gpu=True) and NAME not in transports_on(on_gpu=False)
-    check_transport(pigeon, gpus, 2)
-    check_transport(replace(pigeon, transport="auto"), cpus, 2)
-    with pytest.raises(ValueError, match=r"weights\.transport pigeon needs GPUs.* give collective or"):
-        check_transport(pigeon, cpus, 2)
+    check_transport(pigeon, gpus, 2, colocate=False)
+    check_transport(replace(pigeon, transport="auto"), cpus, 2, colocate=False)
+    with pytest.raises(
+        ValueError, match=r"weights\.transport pigeon needs GPUs.* give weights.transport collective or"
+    ):
+        check_transport(pigeon, cpus, 2, colocate=False)
 
 
 def test_an_entry_of_one_host_is_refused_where_the_ranks_need_two(
     pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = Devices("cuda", 2, 8)
-    check_transport(pigeon, two, 9)
+    check_transport(pigeon, two, 9, colocate=False)
     monkeypatch.setitem(TRANSPORTS, NAME, replace(PIGEON, one_host=True))
-    for accepted, ranks in ((pigeon, 8), (pigeon, 0), (replace(pigeon, transport="auto"), 9)):
-        check_transport(accepted, two, ranks)
-    with pytest.raises(ValueError, match=r"weights\.transport pigeon works on one host.* 9 ranks.* collective or rdma"):
-        check_transport(pigeon, two, 9)
+    for accepted, needed in ((pigeon, 8), (replace(pigeon, transport="auto"), 9)):
+        check_transport(accepted, two, needed, colocate=False)
+    with pytest.raises(ValueError, match=r"weights\.transport pigeon works on one host.* 9 dev.* collective or rdma"):
+        check_transport(pigeon, two, 9, colocate=False)
 
 
 def test_a_plan_that_does_not_fit_suggests_a_transport_that_needs_less(pigeon: TransferSettings) -> None:

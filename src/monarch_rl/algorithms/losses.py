@@ -19,8 +19,9 @@ class TokenLoss(NamedTuple):
 
     loss: torch.Tensor
     """float[N], with gradient."""
-    limited: torch.Tensor
-    """bool[N]: tokens whose ratio is outside the rule's range, or that it drops, for metrics."""
+    clipped: torch.Tensor
+    """bool[N]: tokens whose ratio is outside the clip range, or that the loss drops, for the metric
+    ``trainer/clipped``."""
 
 
 def ratio_of(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ def clipped_ratio(
     gain = _clipped_gain(ratio, advantages, clip_low, clip_high)
     if dual_clip:
         gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
-    return TokenLoss(-gain, outside(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return TokenLoss(-gain, _is_clipped(ratio, clip_low, clip_high))
 
 
 def cispo(
@@ -83,7 +84,7 @@ def cispo(
     """
     ratio = ratio_of(logprobs.detach(), old_logprobs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return TokenLoss(-weight * advantages * logprobs, outside(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return TokenLoss(-weight * advantages * logprobs, _is_clipped(ratio, clip_low, clip_high))
 
 
 def gspo(
@@ -110,7 +111,7 @@ def gspo(
     ratio = torch.exp(sequence_means(log_ratio, sequences))
     token_ratio = ratio * torch.exp(logprobs - logprobs.detach())
     gain = _clipped_gain(token_ratio, advantages, clip_low, clip_high)
-    return TokenLoss(-gain, outside(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return TokenLoss(-gain, _is_clipped(ratio, clip_low, clip_high))
 
 
 def sapo(
@@ -123,7 +124,7 @@ def sapo(
     """``-4 / tau sigmoid(tau (r - 1)) A``, with tau by the sign of A: a gate that closes gradually as r moves away from
     1, where it has the slope of r (arXiv:2511.20347, the source of the defaults).
 
-    ``limited`` marks tokens that keep less than half of the policy gradient.
+    ``clipped`` marks tokens that keep less than half of the policy gradient.
 
     Args:
         logprobs: float[N], with gradient.
@@ -152,8 +153,8 @@ def dppo_tv(
     """
     ratio = ratio_of(logprobs, old_logprobs)
     moved = (torch.exp(logprobs) - torch.exp(old_logprobs)).detach() * torch.sign(advantages)
-    limited = moved > max_change
-    return TokenLoss(torch.where(limited, 0.0, -ratio * advantages), limited)
+    dropped = moved > max_change
+    return TokenLoss(torch.where(dropped, 0.0, -ratio * advantages), clipped=dropped)
 
 
 def decoupled(
@@ -177,9 +178,9 @@ def decoupled(
         behaviour_logprobs: float[N], log-probs of the policy that sampled each token.
         advantages: float[N].
     """
-    clipped = clipped_ratio(logprobs, old_logprobs, advantages, clip_low, clip_high)
+    ppo = clipped_ratio(logprobs, old_logprobs, advantages, clip_low, clip_high)
     weight = capped_behaviour_weights(old_logprobs, behaviour_logprobs, behaviour_cap)
-    return TokenLoss(clipped.loss * weight, clipped.limited | (weight == 0.0))
+    return TokenLoss(ppo.loss * weight, ppo.clipped | (weight == 0.0))
 
 
 def _clipped_gain(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
@@ -187,10 +188,10 @@ def _clipped_gain(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
 
 
-def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """bool[N]: whether the ratio is outside a range."""
+def _is_clipped(ratio: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    """bool[N]: whether the ratio is outside the clip range."""
     ratio = ratio.detach()
-    return (ratio < low) | (ratio > high)
+    return (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
 
 
 # -- token weights, with which the loss is a plain sum over tokens ----------------------------------------------------
@@ -206,20 +207,20 @@ def token_weights(
     *,
     batch_tokens: int,
     batch_episodes: int,
-    max_tokens: int,
+    normaliser_tokens: int,
 ) -> torch.Tensor:
     """The weight of every trainable token of an episode.
 
     - ``token_mean``: 1 / tokens of the batch (DAPO, arXiv:2503.14476).
     - ``sequence_mean``: 1 / (tokens of the episode x episodes of the batch) (GRPO, arXiv:2402.03300).
-    - ``constant``: 1 / (max_tokens x episodes of the batch), without the bias towards short right and long wrong
+    - ``constant``: 1 / (normaliser_tokens x episodes of the batch), without the bias towards short right and long wrong
       answers (Dr.GRPO, arXiv:2503.20783).
 
     Args:
         episode_lengths: int[E], trainable tokens of each episode.
         batch_tokens: trainable tokens of the whole batch.
         batch_episodes: episodes of the whole batch.
-        max_tokens: most tokens that an episode may generate.
+        normaliser_tokens: tokens per episode in the normaliser of ``constant``, the same in all batches.
 
     Returns:
         float[E].
@@ -234,7 +235,7 @@ def token_weights(
         case "sequence_mean":
             return 1.0 / (lengths.clamp(min=1) * max(batch_episodes, 1))
         case "constant":
-            return torch.full_like(lengths, 1.0 / (max_tokens * max(batch_episodes, 1)))
+            return torch.full_like(lengths, 1.0 / (normaliser_tokens * max(batch_episodes, 1)))
     raise ValueError(f"unknown aggregation {aggregation!r}: give token_mean, sequence_mean or constant")
 
 

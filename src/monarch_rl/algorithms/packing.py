@@ -1,4 +1,7 @@
-"""Dividing a batch into the micro-batches of each trainer rank, and a micro-batch into sequences to pad together."""
+"""Packing: which episodes go into which micro-batch of which trainer rank, and which sequences are padded together.
+
+It knows only lengths. ``trainer/batch.py`` builds the tensors of a micro-batch from the episodes that are chosen here.
+"""
 
 from __future__ import annotations
 
@@ -143,24 +146,24 @@ def _check(longest: int, tokens_per_microbatch: int, dp_size: int) -> None:
 
 def _best(groups: Sequence[SharingGroup], longest: int, tokens_per_microbatch: int, dp_size: int) -> _Rounds:
     """The chosen plan, as described in :func:`plan_microbatches`."""
-    shared_once = sum(group.computed(range(len(group.order))) for group in groups)
+    min_computed = sum(group.computed(range(len(group.order))) for group in groups)
     separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
     bound = separately / dp_size + longest
     plans: list[tuple[int, _Rounds]] = []
-    least = sys.maxsize
+    fastest = sys.maxsize
+    """Inputs that the slowest rank computes, waits included, in the fastest plan so far."""
     for parts in _parts(groups):
         # Once a plan satisfies the bound, plans that could only be slower are abandoned.
-        rounds = _place(
-            groups, parts, tokens_per_microbatch, dp_size, shared_once, least if least <= bound else sys.maxsize
-        )
+        abandon_at = fastest if fastest <= bound else sys.maxsize
+        rounds = _plan(groups, parts, tokens_per_microbatch, dp_size, min_computed, abandon_at)
         if rounds is None:
             continue
         slowest = sum(at_once[0].computed for at_once in rounds)
         plans.append((slowest, rounds))
-        least = min(least, slowest)
-        if slowest * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much faster
+        fastest = min(fastest, slowest)
+        if slowest * dp_size <= (1 + SLOWER) * min_computed:  # no plan can be much faster
             return rounds
-    return next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
+    return next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * fastest)
 
 
 def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
@@ -172,12 +175,22 @@ def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
     yield largest
 
 
-def _place(
-    groups: Sequence[SharingGroup], parts: int, tokens_per_microbatch: int, dp_size: int, shared_once: int, least: int
+def _plan(
+    groups: Sequence[SharingGroup],
+    parts: int,
+    tokens_per_microbatch: int,
+    dp_size: int,
+    min_computed: int,
+    abandon_at: int,
 ) -> _Rounds | None:
-    """A plan of groups split into about ``parts`` pieces each: rounds of ``dp_size`` micro-batches, the largest first.
+    """A plan of groups split into about ``parts`` pieces each, in the fewest rounds in which they fit.
 
-    None if its slowest rank would compute at least ``least``, because the mean over the ranks already does.
+    Args:
+        min_computed: inputs that every plan computes at least: all of them, each shared prefix once.
+        abandon_at: inputs per rank at which the plan is abandoned, because another one is faster.
+
+    Returns:
+        Rounds of ``dp_size`` micro-batches, the largest first; None if the plan was abandoned.
     """
     keys_per_microbatch = KEYS_PER_TOKEN * tokens_per_microbatch
     pieces = [
@@ -185,30 +198,50 @@ def _place(
     ]
     pieces.sort(key=lambda piece: -piece.computed)
     keys = sum(piece.keys for piece in pieces)
-    computed = shared_once
-    rounds = max(1, -(-keys // (keys_per_microbatch * dp_size)))
+    rounds = max(
+        1,
+        _divide_up(min_computed, tokens_per_microbatch * dp_size),
+        _divide_up(keys, keys_per_microbatch * dp_size),
+    )
     while True:
-        rounds = max(rounds, -(-computed // (tokens_per_microbatch * dp_size)))
-        bins = [_Bin() for _ in range(rounds * dp_size)]
-        emptiest = [(0, b) for b in range(len(bins))]
-        for piece in pieces:
-            target = emptiest[0][1]
-            bins[target].add(piece, groups[piece.group])
-            heapq.heapreplace(emptiest, (bins[target].computed, target))
+        bins = _place(pieces, groups, rounds * dp_size)
         computed = sum(filled.computed for filled in bins)
-        if computed >= least * dp_size:
+        if computed >= abandon_at * dp_size:  # the slowest rank computes at least the mean over the ranks
             return None
         if all(filled.computed <= tokens_per_microbatch and filled.keys <= keys_per_microbatch for filled in bins):
             bins.sort(key=lambda filled: -filled.computed)
             return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
-        # With more micro-batches, fewer pieces of a group are in the same one, so more is computed.
-        rounds += 1
+        # With more micro-batches, fewer pieces of a group are in the same one, so more is computed, never less.
+        rounds = max(rounds + 1, _divide_up(computed, tokens_per_microbatch * dp_size))
+
+
+def _place(pieces: Sequence[_Piece], groups: Sequence[SharingGroup], num_bins: int) -> list[_Bin]:
+    """Put each piece, given from the largest to the smallest, into the micro-batch that computes least so far.
+
+    Micro-batches are balanced by the inputs that they compute alone, to which the time of all layers but attention is
+    proportional. Keys are only bounded, for the sake of memory: what attention to them costs is left out, because it
+    differs between models and kernels. :func:`_plan` checks both limits afterwards.
+    """
+    bins = [_Bin() for _ in range(num_bins)]
+    by_computed = [(0, index) for index in range(num_bins)]
+    """A heap of ``(inputs computed, index of the micro-batch)``."""
+    for piece in pieces:
+        target = by_computed[0][1]
+        bins[target].add(piece, groups[piece.group])
+        heapq.heapreplace(by_computed, (bins[target].computed, target))
+    return bins
+
+
+def _divide_up(total: int, size: int) -> int:
+    return -(-total // size)
 
 
 def _split(group: SharingGroup, index: int, parts: int, tokens_per_microbatch: int) -> list[_Piece]:
     """Split a group into spans of neighbours of about equal size, each within both limits."""
     places, keys_per_microbatch = range(len(group.order)), KEYS_PER_TOKEN * tokens_per_microbatch
-    size = tokens_per_microbatch if parts == 1 else min(tokens_per_microbatch, -(-group.computed(places) // parts))
+    size = tokens_per_microbatch
+    if parts > 1:
+        size = min(size, _divide_up(group.computed(places), parts))
     pieces: list[_Piece] = []
     for place in places:
         keys = group.inputs(place)

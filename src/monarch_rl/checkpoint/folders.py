@@ -20,11 +20,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.errors import BrokenCheckpoint
+from monarch_rl.errors import BrokenCheckpoint, written_by_another_version
 from monarch_rl.runtime.restart import CHECKPOINT_NAME
 
 logger = logging.getLogger("monarch_rl")
@@ -198,11 +197,9 @@ def read_manifest(folder: Path) -> Manifest:
         values[name] = Measurement(**values[name]) if values[name] else None
     unknown = values.keys() - Manifest.__dataclass_fields__.keys()
     if unknown:  # fields with a default are added without another format
-        writer = values.get("packages", {}).get("monarch_rl", "a later version")
-        raise BrokenCheckpoint(
-            f"{folder / MANIFEST} was written by monarch_rl {writer}, and this version, "
-            f"{metadata.version('monarch_rl')}, does not know its {', '.join(sorted(unknown))}: use {writer}"
-        )
+        writer = values.get("packages", {}).get("monarch_rl", "")
+        reason = f"unknown: {', '.join(sorted(unknown))}"
+        raise BrokenCheckpoint(written_by_another_version(str(folder / MANIFEST), writer, reason))
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
 
 

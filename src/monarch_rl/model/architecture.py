@@ -1,7 +1,16 @@
 """One record per model family: its keys in ``config.json``, and what SGLang and the trainer require of it.
 
-To add a family, add a record here, its torchtitan record in ``trainer/families.py``, and SGLang's class in
-``generator/sglang_models/trained.py``. This module must not import torch: it is used before anything is spawned.
+A family touches these files; CONTRIBUTING.md, "A model", has its tests:
+
+    model/architecture.py                the record here
+    model/config.py                      the keys that only this family has, and in ``check_features`` unsupported ones
+    model/tensors.py                     names and shapes of its tensors
+    trainer/families.py                  the record of its torchtitan modules
+    trainer/modules.py, attention.py     a computation that torchtitan lacks
+    generator/sglang_models/trained.py   SGLang's class, and the same computation
+    generator/cpu/                       replacements of SGLang's kernels on CPUs, if it uses others
+
+This module must not import torch: it is used before anything is spawned.
 """
 
 from __future__ import annotations

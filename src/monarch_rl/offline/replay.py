@@ -257,7 +257,7 @@ class _Rank:
         from monarch_rl.trainer.step import train
         from monarch_rl.trainer.step_journal import weights_checksums
 
-        figures, advantages = train(self._policy, shard, self._functions, self._plan.max_tokens)
+        figures, advantages = train(self._policy, shard, self._functions, self._plan.normaliser_tokens)
         made = self._own.made(shard.version)
         if made is None:
             return ReplayedStep(shard.version + 1, None, {}, figures), advantages
@@ -268,7 +268,7 @@ class _Rank:
         from monarch_rl.trainer.batch import pack_shard
 
         plan, aggregation = self._plan, self._plan.settings.loss.aggregation
-        parts = pack_shard(shard, advantages, aggregation, plan.max_tokens, self._policy.device)
+        parts = pack_shard(shard, advantages, aggregation, plan.normaliser_tokens, self._policy.device)
         return [microbatch for part in parts for microbatch in part]
 
     def _logprobs(self, shard: PackedShard) -> list[torch.Tensor]:

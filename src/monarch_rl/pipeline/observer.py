@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,12 @@ class Observer:
         return {"drawn": self._sampled, "device_s": self._device_s, "workers": asdict(summed(self._stats.values()))}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continue counting from a checkpoint's :meth:`counters`."""
-        self._sampled, self._device_s = counters["drawn"], counters["device_s"]
-        earlier = WorkerStats(**counters["workers"])
+        """Continue counting from a checkpoint's :meth:`counters`.
+
+        A counter that an earlier version did not write counts from 0: no metric is worth refusing a checkpoint.
+        """
+        self._sampled, self._device_s = counters.get("drawn", 0), counters.get("device_s", 0.0)
+        earlier = replace(summed(()), **counters.get("workers", {}))
         self._stats[earlier.worker, earlier.pid] = earlier
 
     def _note_stats(self, stats: Mapping[int, WorkerStats]) -> None:

@@ -1,5 +1,8 @@
 """Recovery: lost generators, frozen engines and rollout workers are replaced while the rest of the run continues.
 
+A request that a lost replica had not answered is retried in ``generator/dispatcher.py``; a run that ended is resumed in
+``pipeline/resume.py``.
+
 A process counts as lost when it or its engine has ended (a persistent call to it fails), when its work raised, when the
 publisher removed it, or when the watch (``watch/watch.py``) found that it makes no progress. Then
 

@@ -149,6 +149,8 @@ class Run:
         survivors: Survivors | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
+        self._patient = settings.with_patience()
+        """The settings with ``patience`` in their deadlines. ``settings`` are the given ones, which are saved."""
         self.resumed = resumed
         """The state that the run resumed from; None for a new run."""
         self.version = resumed.version if resumed else 0
@@ -176,9 +178,10 @@ class Run:
         """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
-        # A generator may be restarted during a step.
+        # A generator may be restarted during a step. Its deadline is computed here, because settings that are not
+        # resolved for the devices have none.
         floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
-        self._patience = Patience(settings.patient_s(settings.update_limit_s), floor_s=floor_s)
+        self._patience = Patience(self._patient.update_limit_s, floor_s=floor_s)
 
     @classmethod
     @asynccontextmanager
@@ -341,7 +344,7 @@ class Run:
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
-            s.with_patience().weights,
+            self._patient.weights,
             resolve_dtype(s.generator.dtype, self._on_gpu),
             actors.workers,
             actors.frozen,
@@ -421,7 +424,7 @@ class Run:
 
         s = self.settings
         if s.journal.mib:
-            limit_s = s.update_limit_s + s.trainer.compile_limit_s
+            limit_s = self._patient.update_limit_s + s.trainer.compile_limit_s
             # waits: its calls have deadlines
             async for message in replay_steps(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
                 outputs.note(message)
@@ -543,7 +546,7 @@ class Run:
         await use_rows(actors.trainer, plan)
         await self._components.observer.begin()
         while self.version < steps:
-            work = supervised_update(actors.trainer, actors.buffer, self.version, self.settings.update_limit_s)
+            work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient.update_limit_s)
             await self.log(await self._updated(work))
             await self._checkpoints.after_step(self.version, self._controller_state, last=False)
         await self.publish()

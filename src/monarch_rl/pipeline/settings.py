@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import psutil
 import torch
@@ -161,8 +161,10 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def default_objective(self) -> Objective:
         """The objective of the recipe, if no flag gives another one."""
-        own: Any = next(each for each in fields(self) if each.name == "objective")
-        default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
+        # Read from the field, because a recipe's settings may have other fields without a default.
+        own = type(self).__dataclass_fields__["objective"]
+        default: Objective
+        default = own.default if own.default_factory is MISSING else own.default_factory()  # type: ignore[assignment]
         return default
 
     def __post_init__(self) -> None:
@@ -215,7 +217,7 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
     """
     s = replace(s, generator=replace(s.generator, replicas=1), rollout=replace(s.rollout, workers=1))
     _check_combinations(s, task)
-    check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
+    check_rollout(s.rollout, s.groups_per_step, data_ranks=1)
     offered.check(s.generator.tp, "one generator replica")
     model = _check_generation(s, offered, task)
     check_gpu_memory(model, sides := engine_sides(s), offered)
@@ -309,8 +311,8 @@ def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[st
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def loss_tokens(s: RunSettings, episode_limit: int) -> int:
-    """Tokens per episode in the divisor of the ``constant`` loss aggregation."""
+def normaliser_tokens(s: RunSettings, episode_limit: int) -> int:
+    """Tokens per episode in the normaliser of the ``constant`` aggregation."""
     return s.trainer.loss.max_tokens or episode_limit
 
 
@@ -344,53 +346,47 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        check_shared(s.transfers, offered)
-        what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
-        offered.check(max(s.trainer.ranks, engine_ranks), what)
+        needed = max(s.trainer.ranks, engine_ranks)
+        offered.check(needed, f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}")
     else:
+        needed = s.trainer.ranks + engine_ranks
         otherwise = "Or let trainer ranks and replicas share devices: --colocate."
-        offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
+        offered.check(needed, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
-    check_transport(s.transfers, offered, 0 if s.colocate else s.trainer.ranks + engine_ranks)
+    check_transport(s.transfers, offered, needed, s.colocate)
 
 
-def check_transport(weights: TransferSettings, offered: Devices, ranks: int) -> None:
+def check_transport(weights: TransferSettings, offered: Devices, needed: int, colocate: bool) -> None:
     """Refuse a transport that does not work on these devices.
 
     Args:
-        ranks: trainer and engine ranks, which take one device each; 0 if they share devices (:func:`check_shared`).
+        needed: devices that trainer ranks and replicas take together, which are the first of ``offered``.
+        colocate: whether trainer ranks and replicas share these devices.
 
     Raises:
         ValueError: names transports that work.
     """
-    if ranks > offered.per_host and all(t.one_host for t in weights.candidates):
-        working = (name for name in transports_on(offered.kind == "cuda") if not TRANSPORTS[name].one_host)
+    on_gpu, chosen = offered.kind == "cuda", weights.resolved_transport
+    spans_hosts, shares_gpus = needed > offered.per_host, colocate and on_gpu
+    working = [
+        name
+        for name in transports_on(on_gpu)
+        if not (spans_hosts and TRANSPORTS[name].one_host) and not (shares_gpus and TRANSPORTS[name].nccl)
+    ]
+    give = f"give weights.transport {' or '.join(working)}"
+    if shares_gpus and any(t.nccl for t in weights.candidates):  # `auto`, too: it would try NCCL
         raise SettingsError(
-            f"weights.transport {weights.resolved_transport} works on one host only, and the run's {ranks} ranks need "
-            f"more than the {offered.per_host} devices of one: give {' or '.join(working)}"
+            f"weights.transport {chosen} cannot be used with colocate: NCCL does not support two ranks on one GPU; "
+            f"{give}"
         )
-    if offered.kind != "cuda" and all(t.gpu_only for t in weights.candidates):
+    if spans_hosts and all(t.one_host for t in weights.candidates):
+        default = " (the default with colocate)" if colocate and chosen == "shared_memory" else ""
         raise SettingsError(
-            f"weights.transport {weights.resolved_transport} needs GPUs, and this run is on CPUs: give "
-            f"{' or '.join(transports_on(on_gpu=False))}"
+            f"weights.transport {chosen}{default} works on one host only, and the run needs {needed} devices, more "
+            f"than the {offered.per_host} of one host: {give}"
         )
-
-
-def check_shared(weights: TransferSettings, offered: Devices) -> None:
-    """Refuse a transport that cannot transfer weights between processes that share a device. Raises ValueError."""
-    chosen = weights.resolved_transport
-    by_name = ((name, TRANSPORTS[name]) for name in transports_on(offered.kind == "cuda"))
-    working = " or ".join(name for name, t in by_name if not t.nccl and not t.one_host)
-    if offered.kind == "cuda" and any(t.nccl for t in weights.candidates):
-        raise SettingsError(
-            f"weights.transport {chosen} cannot be used with colocate: NCCL does not support two ranks on one GPU. "
-            f"Omit it, which selects shared_memory, or give {working}"
-        )
-    if offered.num_hosts > 1 and all(t.one_host for t in weights.candidates):
-        raise SettingsError(
-            f"colocate on {offered.num_hosts} hosts: weights.transport {chosen} works on one host only (with colocate, "
-            f"shared_memory is the default). Give weights.transport {working}"
-        )
+    if not on_gpu and all(t.gpu_only for t in weights.candidates):
+        raise SettingsError(f"weights.transport {chosen} needs GPUs, and this run is on CPUs: {give}")
 
 
 def _check_output(folder: Path) -> None:

@@ -35,7 +35,7 @@ from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.memory import checkpoint_bytes, cpu_memory
 from monarch_rl.pipeline.resume import Resumed
-from monarch_rl.pipeline.settings import RunSettings, episode_limits, loss_tokens
+from monarch_rl.pipeline.settings import RunSettings, episode_limits, normaliser_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
@@ -352,7 +352,7 @@ async def start_actors(
         settings=s.trainer,
         total_steps=updates,
         temperature=s.rollout.temperature,
-        max_tokens=loss_tokens(s, episode_limit),
+        normaliser_tokens=normaliser_tokens(s, episode_limit),
         functions=functions,
         journal=journal,
         journal_bytes=s.journal.mib << 20,

@@ -1,7 +1,7 @@
 """Settings of rollouts, and their checks.
 
 A check of one value is the ``Range`` of its field. A check of several fields of :class:`RolloutSettings` belongs to its
-``__post_init__``. A check that needs other values, such as the task's prompts or the number of trainer ranks, is one of
+``__post_init__``. A check that needs other values, such as the task's prompts or the number of data ranks, is one of
 the ``check_`` functions below, which ``check`` in ``pipeline/settings.py`` calls. One that reads the settings of
 several packages is in that module.
 """
@@ -170,8 +170,11 @@ def template_options(text: str, flag: str) -> dict[str, Any]:
     return options
 
 
-def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks: int) -> None:
+def check_rollout(settings: RolloutSettings, groups_per_step: int, data_ranks: int) -> None:
     """Check that rollouts can be trained on: groups have advantages, and ranks can share a step equally.
+
+    Args:
+        data_ranks: shares that a step is divided into: ``TrainerSettings.data_ranks``.
 
     Raises ValueError saying what to change.
     """
@@ -201,10 +204,11 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
                 f"more than the limit of {MAX_EPISODES[flag]:,}: reduce one of them"
             )
     episodes = groups_per_step * settings.group_size
-    if episodes % trainer_ranks:
+    if episodes % data_ranks:
         raise SettingsError(
-            f"{groups_per_step} groups x {settings.group_size} episodes = {episodes} episodes per step cannot be "
-            f"shared equally by {trainer_ranks} trainer ranks: change groups-per-step or trainer.ranks"
+            f"groups-per-step {groups_per_step} x rollout.group-size {settings.group_size} = {episodes} episodes, "
+            f"which {data_ranks} data ranks (trainer.ranks / trainer.tp) cannot share equally: change one of these "
+            "settings"
         )
 
 

@@ -65,7 +65,7 @@ def _callers(actor: AnswersCalls) -> Callers[Answer]:
     """The actor's channels. Actors need not call ``super().__init__()``, so the first use creates them."""
     callers: Callers[Answer] | None = vars(actor).get("_callers")
     if callers is None:
-        callers = vars(actor)["_callers"] = Callers(pack=list, cancel=True)
+        callers = vars(actor)["_callers"] = Callers(serialize=list, cancel=True)
     return callers
 
 

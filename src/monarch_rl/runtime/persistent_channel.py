@@ -15,7 +15,7 @@ A channel's name starts with the caller's name in the run, and an id of its even
 caller is lost; it ends the caller's channels when another event loop opens one under the same name.
 
 Users: persistent endpoints (``runtime/persistent_calls.py``) and requests to replicas (``generator/connection.py``).
-They differ in what they send, in how they pack it, and in which errors an answer may hold.
+They differ in what they send, in how they serialize it, and in which errors an answer may hold.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PersistentChannel:
             ends when this call does.
         send: sends a list of numbered messages to the actors, with the channel's name. If it raises, these messages
             fail with its error, and no other.
-        unpack: the answers in a message, each a tuple that starts with a number; an error ends the channel.
+        deserialize: the answers in a message, each a tuple that starts with a number; an error ends the channel.
         pace_s: minimum seconds between two calls of ``send``.
     """
 
@@ -109,7 +109,7 @@ class PersistentChannel:
         self,
         attend: Callable[[str, Any], Awaitable[Any]],
         send: Callable[[str, list[Any]], None],
-        unpack: Callable[[Any], Iterable[Any]] = iter,
+        deserialize: Callable[[Any], Iterable[Any]] = iter,
         pace_s: float = 0.0,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class PersistentChannel:
         self._caller = wait_registry.registered_name()
         self.name = f"{self._caller}/{replies.owner}/{next(replies.numbers)}"
         self.closed = False
-        self._replies, self._send_messages, self._unpack = replies, send, unpack
+        self._replies, self._send_messages, self._deserialize = replies, send, deserialize
         self._unsent: Batch[tuple[int, Any]] = Batch(self._send, pace_s)
         self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count()
@@ -159,7 +159,7 @@ class PersistentChannel:
     def receive(self, message: Any) -> None:
         """Take a message of answers."""
         try:
-            for answer in self._unpack(message):
+            for answer in self._deserialize(message):
                 pending = self._pending.get(answer[0])
                 if pending is not None and not pending.answer.done():  # else the caller has abandoned it
                     pending.receive(answer)
@@ -229,12 +229,13 @@ class AnswerSender(Generic[T]):
 
     Args:
         channel: name of the channel.
-        pack: encodes a list of answers, each a tuple that starts with a number, for ``unpack`` of the other end.
+        serialize: encodes a list of answers, each a tuple that starts with a number, for ``deserialize`` of the other
+            end.
         pace_s: minimum seconds between two messages.
     """
 
-    def __init__(self, channel: str, pack: Callable[[list[T]], Any], pace_s: float) -> None:
-        self._channel, self._pack = channel, pack
+    def __init__(self, channel: str, serialize: Callable[[list[T]], Any], pace_s: float) -> None:
+        self._channel, self._serialize = channel, serialize
         self._port: AnswerPort | None = None
         self._ready: Batch[T] = Batch(None, pace_s)
         self._running: set[asyncio.Task[None]] = set()
@@ -274,7 +275,7 @@ class AnswerSender(Generic[T]):
         # An error ends attend(), so that it reaches the caller: raised here, the event loop would only log it.
         assert self._port is not None
         try:
-            self._port.send((self._channel, self._pack(answers)))
+            self._port.send((self._channel, self._serialize(answers)))
         except Exception as error:
             self.end(error)
 
@@ -283,13 +284,13 @@ class Callers(Generic[T]):
     """The actor's ends of all channels to it.
 
     Args:
-        pack: see :class:`AnswerSender`.
+        serialize: see :class:`AnswerSender`.
         pace_s: see :class:`AnswerSender`.
         cancel: whether the running tasks of a channel are cancelled when it ends.
     """
 
-    def __init__(self, pack: Callable[[list[T]], Any], pace_s: float = 0.0, cancel: bool = False) -> None:
-        self._pack, self._pace_s, self._cancel = pack, pace_s, cancel
+    def __init__(self, serialize: Callable[[list[T]], Any], pace_s: float = 0.0, cancel: bool = False) -> None:
+        self._serialize, self._pace_s, self._cancel = serialize, pace_s, cancel
         self.senders: dict[str, AnswerSender[T]] = {}
         """By name of the channel."""
         self._ended: deque[str] = deque(maxlen=_REMEMBERED)
@@ -321,7 +322,7 @@ class Callers(Generic[T]):
             other_name, other_owner = caller_of(other)
             if name and other_name == name and other_owner != owner:
                 sender.end()
-        self.senders[channel] = opened = AnswerSender(channel, self._pack, self._pace_s)
+        self.senders[channel] = opened = AnswerSender(channel, self._serialize, self._pace_s)
         return opened
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import tyro
 
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
 
@@ -103,15 +103,10 @@ def _read_saved(settings: type[S], default: Any, saved: Mapping[str, Any], write
     try:
         return from_plain(cast(Any, settings), _merged(to_plain(default), saved))
     except SettingsError as error:
-        here = version("monarch_rl")
-        reason, remedy = f"do not fit this recipe ({error})", "use the recipe that the run was started with"
-        if writer != here:
-            of = f"monarch_rl {writer}" if writer else "another version of monarch_rl"
-            reason = f"were saved by {of}, and this recipe cannot read them with {here} ({error})"
-            remedy = f"use {of}" if writer else "use that version"
-        raise SettingsError(
-            f"the run's settings {reason}: {remedy}, or give a model folder instead of the run"
-        ) from error
+        problem = f"the run's settings do not fit this recipe ({error}): use the recipe that the run was started with"
+        if writer != version("monarch_rl"):
+            problem = written_by_another_version("the record of the run's settings", writer, error)
+        raise SettingsError(f"{problem}, or give a model folder instead of the run") from error
 
 
 def _merged(default: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Trainer(ResilientActor):
             journal.took(shard)
 
         def step() -> tuple[dict[str, float], BatchAdvantages]:
-            result = train(policy, shard, self.functions, self._plan.max_tokens)
+            result = train(policy, shard, self.functions, self._plan.normaliser_tokens)
             self._rows_taken += rows
             self._note(version + 1)
             return result

@@ -1,4 +1,7 @@
-"""Packing episodes into the tensors of a micro-batch: one row without padding, in which shared prefixes occur once."""
+"""The tensors of a micro-batch: one row of its episodes without padding, in which shared prefixes occur once.
+
+``algorithms/packing.py`` decides which episodes are in a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,7 @@ def pack_shard(
     shard: PackedShard,
     advantages: BatchAdvantages,
     aggregation: Aggregation,
-    max_tokens: int,
+    normaliser_tokens: int,
     device: torch.device,
     columns: Mapping[str, BatchAdvantages] | None = None,
 ) -> list[list[MicroBatch]]:
@@ -179,7 +182,7 @@ def pack_shard(
         advantages: advantages of the whole batch, ``BatchAdvantages[group][episode]``: a scalar or float32[sampled
             tokens]. See :func:`monarch_rl.trainer.advantages.advantages_of`.
         aggregation: how token losses are normalised.
-        max_tokens: the normaliser of the ``constant`` aggregation.
+        normaliser_tokens: tokens per episode in the normaliser of the ``constant`` aggregation.
         columns: further columns of the whole batch by name: float32[sampled tokens] of each sequence.
     """
 
@@ -189,7 +192,7 @@ def pack_shard(
             aggregation,
             batch_tokens=minibatch.trainable_tokens,
             batch_episodes=minibatch.episodes,
-            max_tokens=max_tokens,
+            normaliser_tokens=normaliser_tokens,
         )
 
         def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:

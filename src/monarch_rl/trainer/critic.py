@@ -140,7 +140,7 @@ class Critic:
                 )
                 with tensor_float32(self._computes_in_half):
                     (result.loss.sum() / tokens).backward()
-                sums += torch.stack([result.loss.detach().sum(), result.limited.sum().float()])
+                sums += torch.stack([result.loss.detach().sum(), result.clipped.sum().float()])
         return sums
 
     def _step(self, inputs: int) -> float:

@@ -245,7 +245,9 @@ def _ratio_warnings(objective: PolicyObjective, updates_per_batch: int) -> list[
             "pi_trainer / pi_engine, without tokens where that is above behaviour-cap "
             f"{objective.behaviour_cap:g}. Give more updates"
         ]
-    if isinstance(objective, RatioObjective) and objective.ratio_to == "trainer" and objective != PPOClip():
+    # The default objective is left out: nobody has chosen it for its clip.
+    is_default = objective == PPOClip()
+    if isinstance(objective, RatioObjective) and objective.ratio_to == "trainer" and not is_default:
         return [
             f"objective {objective.name}: {once} nothing is clipped, and this is the policy gradient. Give "
             "objective.ratio-to behaviour, or more updates"

@@ -13,7 +13,18 @@ from monarch_rl.algorithms.mismatch import quantile
 from monarch_rl.episode.episode import mean_parts
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.objective import Sums
+from monarch_rl.trainer.objective import (
+    LAYER_CHOICES,
+    LOGPROB_DIFFERENCE,
+    MASKED_EPISODES,
+    MASKED_TOKENS,
+    ON_POLICY_MISMATCH,
+    ON_POLICY_TOKENS,
+    ROUTES_DIFFER,
+    SUPERVISED_LOSS,
+    SUPERVISED_TOKENS,
+    Sums,
+)
 
 FULL_REWARD, NO_REWARD = 1.0, 0.0
 """An answer counts as right from the first reward upwards, and as wrong from the second one downwards."""
@@ -113,15 +124,15 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
     reduced = dict(zip(names, values.cpu().split([totals[name].numel() for name in names]), strict=True))
     from_vectors = _expert_route_metrics(reduced, sparse_layers) | _difference_metrics(reduced)
     sums = {name: float(value) for name, value in reduced.items()}
-    totals_alone = [name for name in ("loss", "tokens", "masked_nonfinite", "masked_episodes") if name in sums]
-    metrics: dict[str, float] = {name: sums.pop(name) for name in totals_alone}
-    if "on_policy_tokens" in sums:
-        count = sums.pop("on_policy_tokens")
+    undivided = [name for name in ("loss", "tokens", MASKED_TOKENS, MASKED_EPISODES) if name in sums]
+    metrics: dict[str, float] = {name: sums.pop(name) for name in undivided}
+    if ON_POLICY_TOKENS in sums:
+        count = sums.pop(ON_POLICY_TOKENS)
         metrics["on_policy_share"] = count / max(metrics["tokens"], 1)
-        metrics["mismatch_k3_on_policy"] = sums.pop("mismatch_k3_on_policy") / max(count, 1)
-    if "supervised_tokens" in sums:
-        metrics["supervised_tokens"] = count = sums.pop("supervised_tokens")
-        metrics["supervised_loss"] = sums.pop("supervised_loss") / max(count, 1)
+        metrics[ON_POLICY_MISMATCH] = sums.pop(ON_POLICY_MISMATCH) / max(count, 1)
+    if SUPERVISED_TOKENS in sums:
+        metrics[SUPERVISED_TOKENS] = count = sums.pop(SUPERVISED_TOKENS)
+        metrics[SUPERVISED_LOSS] = sums.pop(SUPERVISED_LOSS) / max(count, 1)
     return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()} | from_vectors
 
 
@@ -143,22 +154,23 @@ def check_agreement(value: int, device: torch.device, complaint: str) -> None:
 
 def _expert_route_metrics(reduced: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:
     """Removes the sums of expert routes from ``reduced``."""
-    if "routes_differ" not in reduced:
+    if ROUTES_DIFFER not in reduced:
         return {}
-    choices = max(float(reduced.pop("choices_of_a_layer")), 1.0)
-    shares = (reduced.pop("routes_differ") / choices).tolist()
-    by_layer = {f"routes_differ_{layer}": share for layer, share in zip(sparse_layers, shares, strict=True)}
-    return {"routes_differ": sum(shares) / len(shares)} | by_layer
+    choices = max(float(reduced.pop(LAYER_CHOICES)), 1.0)
+    shares = (reduced.pop(ROUTES_DIFFER) / choices).tolist()
+    by_layer = {f"{ROUTES_DIFFER}_{layer}": share for layer, share in zip(sparse_layers, shares, strict=True)}
+    return {ROUTES_DIFFER: sum(shares) / len(shares)} | by_layer
 
 
 def _difference_metrics(reduced: Sums) -> dict[str, float]:
     """Removes the histogram of log-prob differences from ``reduced``."""
-    if "logprob_difference" not in reduced:
+    if LOGPROB_DIFFERENCE not in reduced:
         return {}
-    counts = reduced.pop("logprob_difference")
+    counts = reduced.pop(LOGPROB_DIFFERENCE)
     if not counts.sum():  # no token was sampled by the version being updated
         return {}
-    return {f"logprob_difference_{name}": quantile(counts, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
+    quantiles = {"p50": 0.5, "p99": 0.99, "max": 1}
+    return {f"{LOGPROB_DIFFERENCE}_{name}": quantile(counts, share) for name, share in quantiles.items()}
 
 
 def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device, counts: bool) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""torchtitan's configs of a model and its parallelism, from a Hugging Face ``config.json`` and the settings."""
+"""torchtitan's configs of a model and its parallelism, from a :class:`ModelConfig` and the settings.
+
+``config.json`` itself is read in ``model/config.py``.
+"""
 
 from __future__ import annotations
 

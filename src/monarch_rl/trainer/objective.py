@@ -29,10 +29,9 @@ FAR_RATIO = 2.0
 """``ratio_outside`` counts tokens whose ratio trainer / engine is above this or below its inverse; ``tools/parity.py``
 uses it, too."""
 
-LOGPROB_DIFFERENCE = "logprob_difference"
 Sums = dict[str, torch.Tensor]
-"""Scalar sums over tokens, by metric name; ``tokens`` is the number of tokens. Only ``logprob_difference`` is a vector,
-a histogram (:func:`monarch_rl.algorithms.mismatch.histogram`)."""
+"""Sums over tokens, by metric name; ``tokens`` is the number of tokens. All are scalars, except two vectors:
+:data:`LOGPROB_DIFFERENCE`, and :data:`ROUTES_DIFFER`, with a value per layer."""
 
 LossFunction = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
 """``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``. The loss, a scalar with gradient, is
@@ -43,16 +42,24 @@ the whole mini-batch and all ranks, so do not average. The sums must include ``t
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
 """Columns of log-probs: of the trainer's policy at the start of the batch (always there), of the reference model, and
 of a teacher."""
+ON_POLICY_TOKENS, ON_POLICY_MISMATCH = "on_policy_tokens", "mismatch_k3_on_policy"
+"""Sums over tokens that the version being updated sampled. An objective returns both or neither."""
+LOGPROB_DIFFERENCE = "logprob_difference"
+"""A histogram of trainer - engine of these tokens (:func:`monarch_rl.algorithms.mismatch.histogram`)."""
+SUPERVISED_TOKENS, SUPERVISED_LOSS = "supervised_tokens", "supervised_loss"
+"""Sums over the answers of supervised rows, which ``tokens`` does not count."""
+MASKED_TOKENS, MASKED_EPISODES = "masked_nonfinite", "masked_episodes"
+"""Counts of what is left out because a log-prob or a column is not finite."""
+ROUTES_DIFFER, LAYER_CHOICES = "routes_differ", "choices_of_a_layer"
+"""The engine's choices of experts that differ from the trainer's, by layer, and all choices of a layer."""
 TRAINERS_OWN = (
     *("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share"),
-    *("masked_nonfinite", "masked_episodes", "reference_device_s", "supervised_loss", "supervised_tokens"),
-    *("on_policy_share", "logprob_difference_*", "routes_differ", "routes_differ_*", "choices_of_a_layer"),
+    *(MASKED_TOKENS, MASKED_EPISODES, "reference_device_s", SUPERVISED_LOSS, SUPERVISED_TOKENS),
+    *("on_policy_share", f"{LOGPROB_DIFFERENCE}_*", ROUTES_DIFFER, f"{ROUTES_DIFFER}_*", LAYER_CHOICES),
     *("wait_s", "step_s", "idle_share"),
 )
 """Patterns of names, after ``trainer/``, of the trainer's own metrics and their inputs, which no sum of an objective
 may replace."""
-ON_POLICY_TOKENS, ON_POLICY_MISMATCH = "on_policy_tokens", "mismatch_k3_on_policy"
-"""Sums whose quotient is logged: an objective returns both or neither."""
 VALUE, RETURNS = "value", "returns"
 """Columns: the critic's value before each sampled token, computed before the critic's update, and its target."""
 
@@ -74,7 +81,7 @@ def loss_function(objective: Objective, settings: LossSettings) -> LossFunction:
         inputs = _loss_inputs(output, batch, settings)
         token = policy.token_loss(inputs)
         loss, sums = _loss_and_sums(token.loss, output, batch, inputs, policy, settings)
-        return loss, sums | {"clipped": token.limited.sum()}
+        return loss, sums | {"clipped": token.clipped.sum()}
 
     return _with_metadata(policy_loss, objective, settings, *settings.needed_columns)
 
@@ -191,7 +198,7 @@ def supervised(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, 
 def rows_loss(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """:func:`supervised` for supervised rows: their sums have separate names, and they do not count in ``tokens``."""
     loss, sums = supervised(output, batch)
-    row_sums = {"supervised_tokens": sums["tokens"], "supervised_loss": -sums["logprob"]}
+    row_sums = {SUPERVISED_TOKENS: sums["tokens"], SUPERVISED_LOSS: -sums["logprob"]}
     return loss, {"tokens": torch.zeros_like(sums["tokens"])} | row_sums
 
 

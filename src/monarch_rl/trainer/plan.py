@@ -1,4 +1,7 @@
-"""The plan that a trainer rank is created from, and its file in the run's journal."""
+"""What a trainer rank is created from (:class:`TrainerPlan`), and its file in the run's journal.
+
+Plans of memory are in ``pipeline/memory.py``, plans of micro-batches in ``algorithms/packing.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
@@ -37,8 +40,9 @@ class TrainerPlan:
     """Optimiser steps of the run, for the learning-rate schedule: batches x updates per batch."""
     temperature: float
     """Sampling temperature, at which log-probs are computed."""
-    max_tokens: int
-    """The normaliser of the ``constant`` aggregation: ``trainer.loss.max_tokens``, or the limit of an episode."""
+    normaliser_tokens: int
+    """Tokens per episode in the normaliser of the ``constant`` aggregation: ``trainer.loss.max_tokens``, or the limit
+    of an episode."""
     functions: TrainingFunctions | None = None
     """Advantage and loss function. None: the advantage that ``settings.loss`` names, and PPO's clip. With a custom loss
     function only the aggregation of these settings has an effect, through ``MicroBatch.weights``."""
@@ -53,7 +57,7 @@ class TrainerPlan:
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
 #
 #     {"format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
-#      "max_new_tokens": ..., "generation": ..., "functions": null, or
+#      "normaliser_tokens": ..., "generation": ..., "functions": null, or
 #         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 #
 # A FUNCTION of this package is stored by its name and arguments, or as an objective and the settings ``trainer.loss``,
@@ -74,7 +78,7 @@ def write_plan(folder: Path, plan: TrainerPlan) -> None:
         "settings": to_plain(plan.settings),
         "total_steps": plan.total_steps,
         "temperature": plan.temperature,
-        "max_new_tokens": plan.max_tokens,
+        "normaliser_tokens": plan.normaliser_tokens,
         "generation": plan.generation,
         "functions": None if plan.functions is None else _functions(plan.functions),
     }
@@ -104,20 +108,17 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
             raise SettingsError(f"its format is {values['format']}, not {FORMAT}")
         settings = from_plain(TrainerSettings, values["settings"])
         functions = None if values["functions"] is None else _training_functions(values["functions"])
+        return TrainerPlan(
+            model=Path(values["model"]),
+            settings=settings,
+            total_steps=values["total_steps"],
+            temperature=values["temperature"],
+            normaliser_tokens=values["normaliser_tokens"],
+            functions=functions,
+            generation=values["generation"],
+        )
     except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise SettingsError(
-            f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
-            f"({error}): replay the run with {writer}"
-        ) from error
-    return TrainerPlan(
-        model=Path(values["model"]),
-        settings=settings,
-        total_steps=values["total_steps"],
-        temperature=values["temperature"],
-        max_tokens=values["max_new_tokens"],
-        functions=functions,
-        generation=values["generation"],
-    )
+        raise SettingsError(written_by_another_version(str(path), writer, error)) from error
 
 
 def trained_as(plan: TrainerPlan) -> str:
@@ -132,7 +133,7 @@ def trained_as(plan: TrainerPlan) -> str:
         ):
             functions.append([named or place_of(function), code_of(function)])
         functions.append(loaded.advantage_columns)
-    content = to_plain(plan.settings), plan.temperature, plan.max_tokens, functions
+    content = to_plain(plan.settings), plan.temperature, plan.normaliser_tokens, functions
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

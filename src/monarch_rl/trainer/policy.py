@@ -47,7 +47,19 @@ from monarch_rl.trainer.metrics import reduced_metrics, summed, waste_metrics  #
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
-from monarch_rl.trainer.objective import OLD, REFERENCE, LossFunction, Sums, evaluate_loss, rows_loss  # noqa: E402
+from monarch_rl.trainer.objective import (  # noqa: E402
+    LAYER_CHOICES,
+    MASKED_EPISODES,
+    MASKED_TOKENS,
+    OLD,
+    REFERENCE,
+    ROUTES_DIFFER,
+    SUPERVISED_TOKENS,
+    LossFunction,
+    Sums,
+    evaluate_loss,
+    rows_loss,
+)
 from monarch_rl.trainer.platform import make_deterministic  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
@@ -209,8 +221,8 @@ class Policy:
             return {}
         choices = 0 if batch.expert_routes is None else batch.expert_routes[:, :, 0].numel()
         return {
-            "routes_differ": self.differing_experts().sum(0).float(),
-            "choices_of_a_layer": torch.tensor(float(choices), device=self.device),
+            ROUTES_DIFFER: self.differing_experts().sum(0).float(),
+            LAYER_CHOICES: torch.tensor(float(choices), device=self.device),
         }
 
     def update(self, microbatches: Sequence[MicroBatch], objective: LossFunction) -> dict[str, float]:
@@ -277,7 +289,7 @@ class Policy:
         with device_work.operation("the metrics of a batch"):
             metrics = reduced_metrics(totals, self._sparse_layers, self._counts)
             waste = waste_metrics(flat, self.device, self._counts)
-        counted = ("tokens", "supervised_tokens", "masked_nonfinite", "masked_episodes")
+        counted = ("tokens", SUPERVISED_TOKENS, MASKED_TOKENS, MASKED_EPISODES)
         metrics |= {name: metrics[name] / epochs for name in counted if name in metrics}
         done = {"lr": float(lr), "optimizer_steps": float(self.checkpoint.optimizer_steps)}
         return metrics | {"loss": metrics["loss"] / steps, "grad_norm": sum(norms) / steps} | done | waste | read
@@ -335,7 +347,7 @@ class Policy:
         loss, sums = rows_loss(output, trained) if batch.supervised else evaluate_loss(objective, output, trained)
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
-        counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}
+        counts = {MASKED_TOKENS: left_out.tokens, MASKED_EPISODES: len(left_out.causes)}
         sums |= {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
         sums |= routes | {"loss": loss.detach()}
         with platform.tensor_float32(self._computes_in_half):

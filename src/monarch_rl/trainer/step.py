@@ -41,13 +41,13 @@ def train(
     policy: Policy,
     shard: PackedShard,
     functions: LoadedFunctions,
-    max_tokens: int,
+    normaliser_tokens: int,
 ) -> tuple[dict[str, float], BatchAdvantages]:
     """Train on this rank's share of a batch, including its supervised rows, in one or more optimiser steps. A critic
     computes its values before these steps, and is updated after them.
 
     Args:
-        max_tokens: the normaliser of the ``constant`` aggregation.
+        normaliser_tokens: tokens per episode in the normaliser of the ``constant`` aggregation.
 
     Returns:
         The metrics of :meth:`Policy.update_batch` and :func:`batch_metrics`, and the advantages of the whole batch.
@@ -72,7 +72,7 @@ def train(
         f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend "
         "only on the groups that it is given, not on random numbers, clocks or the order of sets",
     )
-    minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
+    minibatches = pack_shard(shard, advantages, loss.aggregation, normaliser_tokens, policy.device, columns)
     trained = minibatches if shard.supervised is None else mixed(minibatches, shard.supervised, policy.device)
     learns = critic is None or not critic.warming_up
     with _not_finite_in(where, f". The objective is {place_of(objective)}"):
