@@ -1,9 +1,10 @@
 """Assigns each group to a replica: the one with the fewest requests in flight from this dispatcher at that time.
 
 A group stays with its replica, whose prefix cache then holds the prompt once for all episodes and turns of the group.
-If a replica is lost, its unanswered requests are sent to another one. If there is none, they wait until the controller
-starts a new replica or ends the run. Parts of an answer that have arrived are reused: the other replica continues after
-them. The dispatcher is not an actor: every rollout worker has its own copy, and asks no other process.
+If a replica is lost, its unanswered requests are sent to another one (:meth:`Dispatcher._retried`). If there is none,
+they wait until the controller starts a new replica or ends the run. Parts of an answer that have arrived are reused:
+the other replica continues after them (:class:`_PartialAnswer`). Engines of frozen models are used in the same way.
+The dispatcher is not an actor: every rollout worker has its own copy, and asks no other process.
 """
 
 from __future__ import annotations
