@@ -1,15 +1,15 @@
 """Assigns each group to a replica: the one with the fewest requests in flight from this dispatcher at that time.
 
 A group stays with its replica, whose prefix cache then holds the prompt once for all episodes and turns of the group.
-If a replica is lost, its unanswered requests are sent to another one. If there is none, they wait until the controller
-starts a new replica or ends the run. Parts of an answer that have arrived are reused: the other replica continues after
-them. The dispatcher is not an actor: every rollout worker has its own copy, and asks no other process.
+If a replica is lost, its unanswered requests are sent to another one (:meth:`Dispatcher._retried`). If there is none,
+they wait until the controller starts a new replica or ends the run. Parts of an answer that have arrived are reused:
+the other replica continues after them (:class:`_PartialAnswer`). Engines of frozen models are used in the same way.
+The dispatcher is not an actor: every rollout worker has its own copy, and asks no other process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -112,37 +112,9 @@ class Dispatcher:
                 or, if none took requests, lists the lost replicas with reasons.
             ReplicaLost: more replicas were lost during the request than ``max_losses`` allows.
         """
-        parts: list[Completion] = []
-        sampled_ids: list[int] = []
-        reason: str | None = None
+        answer = _PartialAnswer(prompt_ids, sampling)
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
-
-        async def attempt() -> Completion:
-            nonlocal reason
-            # Expert routes come only with a complete answer. If nothing else is missing, a replica reads all tokens and
-            # samples one more, which is dropped.
-            rest, rest_sampling = prompt_ids, sampling
-            if sampled_ids:
-                remaining = 1 if reason is not None else sampling.max_new_tokens - len(sampled_ids)
-                rest, rest_sampling = prompt_ids + sampled_ids, replace(sampling, max_new_tokens=remaining)
-            try:
-                answer = await self._ask(rest, rest_sampling, group, clock)
-            except ReplicaLost as error:
-                if reason is None:
-                    parts.extend(error.parts)
-                    sampled_ids.extend(token for part in error.parts for token in part.token_ids.tolist())
-                    # The replica may have been lost between the last token and the answer. Only the request's own stop
-                    # tokens are checked here: the replica has more of them, but sends no part that ends with one.
-                    reason = finish_reason_of(sampled_ids, sampling, sampling.stop_token_ids)
-                    if reason is not None and sampling.expert_routes_from is None:
-                        return join_parts(parts, reason)
-                raise
-            if reason is None:
-                return join_parts([*parts, answer], answer.finish_reason)
-            routes = answer.expert_routes
-            return replace(join_parts(parts, reason), expert_routes=None if routes is None else routes[:-1])
-
-        return await self._retried(attempt)
+        return await self._retried(lambda: self._complete(answer, group, clock))
 
     async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Call an endpoint other than ``generate`` of the group's replica; returns its result.
@@ -167,13 +139,25 @@ class Dispatcher:
 
     async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Result of ``attempt``, which is repeated when it raises ReplicaLost, up to ``max_losses`` times."""
-        for losses in itertools.count(1):
+        losses = 0
+        while True:
             try:
                 return await attempt()  # waits: _of_replica has a deadline
             except ReplicaLost:
+                losses += 1
                 if self._max_losses is not None and losses > self._max_losses:
                     raise
-        raise AssertionError("attempts are repeated until one succeeds or raises")
+                # Retried at once: a lost replica is not asked again, and without others _of_replica waits for one.
+
+    async def _complete(self, answer: _PartialAnswer, group: int, clock: DeadlineClock) -> Completion:
+        """Ask the group's replica for what ``answer`` lacks. If the replica is lost, ``answer`` keeps what it sent."""
+        try:
+            return answer.completed_by(await self._ask(*answer.missing(), group, clock))
+        except ReplicaLost as error:
+            answer.extend(error.parts)
+            if answer.is_complete:
+                return answer.joined()
+            raise
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int, clock: DeadlineClock) -> Completion:
         what = (
@@ -236,3 +220,55 @@ class Dispatcher:
 
     def _load(self, replica: int) -> int:
         return self._in_flight[replica]
+
+
+class _PartialAnswer:
+    """The answer to a request, as far as lost replicas have sent it.
+
+    Args:
+        prompt_ids: tokens of the request's prompt.
+        sampling: how the request is sampled.
+    """
+
+    def __init__(self, prompt_ids: list[int], sampling: Sampling) -> None:
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._parts: list[Completion] = []
+        self._sampled_ids: list[int] = []
+        self._finish_reason: str | None = None
+        """None while tokens are missing."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing. Expert routes come only with a whole answer: until then, they are missing."""
+        return self._finish_reason is not None and self._sampling.expert_routes_from is None
+
+    def missing(self) -> tuple[list[int], Sampling]:
+        """Prompt and sampling of a request for what is missing."""
+        if not self._sampled_ids:
+            return self._prompt_ids, self._sampling
+        # If only expert routes are missing, a replica reads all tokens and samples one more, which is dropped.
+        finished = self._finish_reason is not None
+        remaining = 1 if finished else self._sampling.max_new_tokens - len(self._sampled_ids)
+        return self._prompt_ids + self._sampled_ids, replace(self._sampling, max_new_tokens=remaining)
+
+    def extend(self, parts: Sequence[Completion]) -> None:
+        """Append the parts that a replica sent before it was lost."""
+        if self._finish_reason is not None:
+            return
+        self._parts.extend(parts)
+        self._sampled_ids.extend(token for part in parts for token in part.token_ids.tolist())
+        # The replica may have been lost between the last token and the answer. Only the request's own stop tokens are
+        # checked here: the replica has more of them, but sends no part that ends with one.
+        self._finish_reason = finish_reason_of(self._sampled_ids, self._sampling, self._sampling.stop_token_ids)
+
+    def joined(self) -> Completion:
+        """The answer, if it is complete but for expert routes."""
+        assert self._finish_reason is not None
+        return join_parts(self._parts, self._finish_reason)
+
+    def completed_by(self, rest: Completion) -> Completion:
+        """The whole answer, given a replica's answer to :meth:`missing`."""
+        if self._finish_reason is None:
+            return join_parts([*self._parts, rest], rest.finish_reason)
+        routes = rest.expert_routes
+        return replace(self.joined(), expert_routes=None if routes is None else routes[:-1])

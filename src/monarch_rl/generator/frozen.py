@@ -1,4 +1,8 @@
-"""Engines of frozen models, which are never trained: judges, reference and teacher models, opponents."""
+"""Engines of frozen models, which are never trained: judges, reference and teacher models, opponents.
+
+Requests come through a :class:`~monarch_rl.generator.dispatcher.Dispatcher`, which retries those of a lost engine.
+``rollout/frozen.py`` has the handle that recipes use, ``pipeline/frozen.py`` starts and replaces engines.
+"""
 
 from __future__ import annotations
 

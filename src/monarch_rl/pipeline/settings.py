@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import psutil
 import torch
@@ -162,9 +162,8 @@ class RunSettings(CheckedSettings, flags=""):
     def default_objective(self) -> Objective:
         """The objective of the recipe, if no flag gives another one."""
         # Read from the field, because a recipe's settings may have other fields without a default.
-        own = type(self).__dataclass_fields__["objective"]
-        default: Objective
-        default = own.default if own.default_factory is MISSING else own.default_factory()  # type: ignore[assignment]
+        own: Any = type(self).__dataclass_fields__["objective"]
+        default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
         return default
 
     def __post_init__(self) -> None:
