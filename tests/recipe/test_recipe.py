@@ -534,7 +534,7 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ({"held_out": 201}, ["held-out 201", "200", "spell_backward", "task.held-out-size"]),
         ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size", "at least 2"]),
         ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature", "at least"]),
-        ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 trainer ranks"]),
+        ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 data ranks"]),
         (
             {"groups_per_step": 4096, "trainer": TrainerSettings(ranks=4096)},
             ["4098 ranks", "4096 trainer ranks", "2 generator replicas"],
