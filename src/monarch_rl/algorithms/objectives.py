@@ -50,11 +50,6 @@ class PolicyObjective(Objective):
         """Whether it divides by the policy that sampled, so that no correction may do so, too."""
         return False
 
-    @property
-    def clip(self) -> tuple[float, float] | None:
-        """``(clip_low, clip_high)``; None if it does not clip."""
-        return None
-
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         """The loss of each token, before corrections and weights."""
         raise NotImplementedError
@@ -104,10 +99,6 @@ class PPOClip(RatioObjective):
     dual_clip: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
     """Bounds the loss of a token of negative advantage to dual_clip x |A|; 3 is usual (arXiv:1912.09729). 0 is off."""
 
-    @property
-    def clip(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
-
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         return losses.clipped_ratio(
             inputs.new, self.old_logprobs(inputs), inputs.advantages, self.clip_low, self.clip_high, self.dual_clip
@@ -132,10 +123,6 @@ class CISPO(RatioObjective):
     clip_high: Annotated[float, Range(0, 1000)] = 3.0
     """The weight is clipped above at 1 + clip_high; 4 to 8 are equally good (arXiv:2510.13786)."""
 
-    @property
-    def clip(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
-
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         return losses.cispo(inputs.new, self.old_logprobs(inputs), inputs.advantages, self.clip_low, self.clip_high)
 
@@ -150,10 +137,6 @@ class GSPO(RatioObjective):
     """The ratio of the sequence is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Range(0, 1000)] = 4e-4
     """The ratio of the sequence is clipped above at 1 + clip_high."""
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         return losses.gspo(
@@ -212,10 +195,6 @@ class DecoupledPPO(PolicyObjective):
     @property
     def has_importance_ratio(self) -> bool:
         return True
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         return losses.decoupled(

@@ -194,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder / MANIFEST} has format {values.get('format')}, but this program reads format {FORMAT}"
         )
     for name in ("measured", "best"):
-        values[name] = Measurement(**values[name]) if values[name] else None
+        values[name] = Measurement(**values[name]) if values.get(name) else None
     unknown = values.keys() - Manifest.__dataclass_fields__.keys()
     if unknown:  # fields with a default are added without another format
         writer = values.get("packages", {}).get("monarch_rl", "")

@@ -123,10 +123,12 @@ class Observer:
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Continue counting from a checkpoint's :meth:`counters`.
 
-        A counter that an earlier version did not write counts from 0: no metric is worth refusing a checkpoint.
+        A counter that an earlier version did not write counts from 0, and one that this version does not have is left
+        out: no metric is worth refusing a checkpoint.
         """
         self._sampled, self._device_s = counters.get("drawn", 0), counters.get("device_s", 0.0)
-        earlier = replace(summed(()), **counters.get("workers", {}))
+        none = summed(())
+        earlier = replace(none, **{name: n for name, n in counters.get("workers", {}).items() if hasattr(none, name)})
         self._stats[earlier.worker, earlier.pid] = earlier
 
     def _note_stats(self, stats: Mapping[int, WorkerStats]) -> None:

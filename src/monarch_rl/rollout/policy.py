@@ -268,7 +268,7 @@ class EpisodePolicy:
                 line.begun = False
                 self.branch.turns += 1
         if reason == "length" and sampling.max_new_tokens < requested:
-            reason, line.full = "context", True
+            reason, line.full = "context", True  # not mark_full(): there is a turn, so this alone is no outcome
         self._add(completion, sampling, reason)
         line.answers.append(turn.text)
         self._rollout.answer = turn.text

@@ -221,7 +221,7 @@ def loss_warnings(objective: object, loss: LossSettings, updates_per_batch: int)
             f"trainer.loss.kl-estimate {loss.estimates_kl_by} with kl-in reward: its gradient is not that of "
             "KL(pi, reference). Give k1, or kl-in loss"
         )
-    if isinstance(objective, GSPO) and max(objective.clip) > WIDE_FOR_SEQUENCES:
+    if isinstance(objective, GSPO) and max(objective.clip_low, objective.clip_high) > WIDE_FOR_SEQUENCES:
         warnings.append(
             f"objective.clip-low {objective.clip_low:g} and clip-high {objective.clip_high:g} with gspo: ratios of "
             "whole sequences stay so close to 1 that nothing is clipped. The paper uses 0.0003 and 0.0004"
