@@ -50,9 +50,8 @@ def test_off_policy_sequence_mask(seed: int, n: int) -> None:
 
 def test_opsm_drops_only_bad_sequences_of_another_policy() -> None:
     behaviour = torch.full((8,), -1.0)
-    new = torch.tensor(
-        [-1.0, -1.0, -3.0, -3.0, -3.0, -3.0, 0.0, 0.0]
-    )  # unchanged, far less likely (twice), more likely
+    # Unchanged, far less likely (twice), more likely.
+    new = torch.tensor([-1.0, -1.0, -3.0, -3.0, -3.0, -3.0, 0.0, 0.0])
     advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     sequences = torch.arange(4).repeat_interleave(2)
     found = losses.off_policy_sequence_mask(new, behaviour, advantages, sequences)
