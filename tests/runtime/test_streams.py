@@ -45,7 +45,7 @@ def test_a_block_that_raises_does_not_wait_for_work_that_may_never_end(device: R
     assert not device.records and device.current == DEFAULT
 
 
-def test_threads_have_streams_of_their_own(device: RecordedDevice) -> None:
+def test_each_thread_has_its_own_stream(device: RecordedDevice) -> None:
     async def go() -> None:
         threads = [SideThread(name, CPU) for name in ("one", "two")]
         with device.recording():

@@ -272,7 +272,7 @@ def test_a_named_class_may_derive_from_another_one() -> None:
 
 
 def test_saved_settings_replace_defaults_and_flags_override_them() -> None:
-    """Also of nested settings that lack some fields, and of another objective."""
+    """Including nested settings that lack some fields, and another objective."""
     saved = {"objective": to_plain(GSPO(clip_high=0.5)), "hidden": {"entropy_coefficient": 0.25}}
     with saved_defaults(saved):
         found = cli(Settings, args=["--objective.clip-low=0.25"])
