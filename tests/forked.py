@@ -1,4 +1,4 @@
-"""What a fork server runs for tests: the program, and its arguments, of ``FORKED_PROGRAM``.
+"""Run by fork servers in tests: executes the program and arguments in ``FORKED_PROGRAM``.
 
 Its output goes to the files ``FORKED_OUT`` and ``FORKED_ERR``.
 """

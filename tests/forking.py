@@ -1,4 +1,4 @@
-"""Fork servers for tests that start many processes: each has its imports behind it, as in a run."""
+"""Fork servers for tests that start many processes, which are forked with their imports done, as in a run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TRANSFORMERS = Preload("transformers", ("transformers.models.auto.modeling_auto"
 OF_TESTS = [*PRELOADS, TRANSFORMERS]
 ROOT = Path(__file__).parents[1]
 AS_LOADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-"""Variables that are read while modules are imported: a server and what it forks have the same."""
+"""Variables that are read while modules are imported: a server and its forked processes have the same values."""
 
 
 @contextmanager
 def forking(preloads: Sequence[Preload]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server during the block, and its name: the value of ``fork_client.ADDRESS_VARIABLE`` for those that ask it."""
+    """A server during the block, and its name: the value of ``fork_client.ADDRESS_VARIABLE`` for its clients."""
     if torch.accelerator.is_available():  # as in launch_cluster()
         preloads = [preload for preload in preloads if not preload.asks_for_accelerators]
     name = f"monarch_rl-tests-{uuid.uuid4().hex}"
@@ -50,7 +50,7 @@ def forking(preloads: Sequence[Preload]) -> Iterator[tuple[str, subprocess.Popen
 
 @cache
 def fork_server(preload: str) -> str:
-    """The name of a fork server with this preload and those it builds upon, which ends with these tests."""
+    """The name of a fork server with this preload and the ones that it builds on, which ends with these tests."""
     chain, by_name = [preload], {each.name: each for each in OF_TESTS}
     while after := by_name[chain[0]].after:
         chain.insert(0, after)
@@ -78,13 +78,13 @@ def run_forked(
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python PROGRAM...``, which has its imports behind it if a fork server can help.
+    """Run ``python PROGRAM...``, forked with its imports done if a fork server is available.
 
     Args:
-        preload: what the program has imported. What it starts may be forked, too, with this or what it builds upon.
+        preload: imports of the program. Processes that it starts may be forked, too, with this or an earlier preload.
         program: a script and its arguments.
-        seconds: after which it is killed, and the test fails.
-        variables: of its environment, beside those that are there.
+        seconds: limit after which it is killed, and the test fails.
+        variables: additional environment variables.
         folder: its working directory.
     """
     command, given = [str(part) for part in program], AS_LOADED | dict(variables or {})
@@ -98,10 +98,10 @@ def run_forked(
             with environment(given, folder):
                 return patience.run([sys.executable, *command], seconds=seconds)
         try:
-            said = lambda: f"the end of {command}: {[file.read_text() for file in files]}"  # noqa: E731
+            what = lambda: f"the end of {command}: {[file.read_text() for file in files]}"  # noqa: E731
             try:
-                wait_until(lambda: select.select([status], [], [], TICK_S)[0], said, seconds, every_s=0.0)
-            except Impatient:  # its number is not another's yet
+                wait_until(lambda: select.select([status], [], [], TICK_S)[0], what, seconds, every_s=0.0)
+            except Impatient:  # its pid cannot have been reused yet
                 os.kill(pid, signal.SIGKILL)
                 raise
             code = fork_client.exit_code(status)
@@ -118,8 +118,8 @@ def fork_program(
     variables: Mapping[str, str],
     folder: Path | None = None,
 ) -> tuple[int, int]:
-    """Fork a process that runs ``command``, a script and its arguments, and writes to two ``files``. Returns what
-    ``fork_client.fork`` does, and raises NoForkServer as it does."""
+    """Fork a process that runs ``command``, a script and its arguments, and writes to two ``files``. Returns and
+    raises the same as ``fork_client.fork``."""
     asked = {"FORKED_PROGRAM": json.dumps(list(command)), "FORKED_OUT": str(files[0]), "FORKED_ERR": str(files[1])}
     asked |= {fork_client.ADDRESS_VARIABLE: fork_server(preload), **variables}
     with environment(asked, folder):

@@ -1,4 +1,4 @@
-"""How many kernels a call launches."""
+"""Counts the kernels that a call launches."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Waiting in tests: the one way, by a clock that counts only time in which the waiter itself ran.
+"""Waits of tests, by a clock that counts only time in which the waiter itself ran.
 
-A wait ticks every 0.05 s, and a tick counts for 0.25 s at most. So a machine that stands still, or that leaves this
-process without a core for longer than that, costs a wait next to nothing, however long it takes; only a thing that does
-not happen while the waiter looks on exhausts it. Limits are generous because they merely end a hang. What must happen
-*at once* is asserted by its cause (the message, the event, a deadline that has not passed), never by a duration.
+A wait ticks every 0.05 s, and a tick counts for 0.25 s at most. So a machine that stalls, or that leaves this process
+without a core for longer than that, hardly uses up the limit of a wait; only an event that does not happen while the
+waiter runs exhausts it. Limits are generous because they merely end a hang. That an event happens *at once* is asserted
+by its cause (the message, the event, a deadline that has not passed), never by a duration.
 
 ``tools/lint_clocks.py`` finds waits of tests that measure the wall clock instead.
 """
@@ -27,18 +27,18 @@ LIMIT_S = 120.0
 """Seconds, by this clock, after which a wait counts as a hang."""
 TICK_S = 0.05
 COUNTED_S = 0.25
-"""What a tick counts for at most, in seconds."""
+"""Maximum seconds that a tick counts for."""
 
 
 class Impatient(AssertionError):
-    """What a test waited for did not happen while it looked on."""
+    """An event that a test waited for did not happen."""
 
 
 class Patience:
     """The clock of one wait: call :meth:`tick` at least every :data:`TICK_S`.
 
     Args:
-        what: what is waited for, for the message; or a function that describes it when it has not come.
+        what: the awaited event, for the error message; or a function that describes it on failure.
         seconds: the limit by this clock.
     """
 
@@ -48,7 +48,7 @@ class Patience:
         self._ticked = time.monotonic()
 
     def tick(self) -> None:
-        """Count what has passed since the last tick. Raises :class:`Impatient` beyond the limit."""
+        """Count the time since the last tick. Raises :class:`Impatient` beyond the limit."""
         now = time.monotonic()
         self._passed_s += min(now - self._ticked, COUNTED_S)
         self._ticked = now
@@ -63,10 +63,10 @@ def wait_until(
     """Wait until ``condition()`` is true, and return what it returned.
 
     Args:
-        condition: looks at the thing; whatever it raises ends the wait.
-        what: completes "waited in vain for ..."; a function is asked for it only then.
+        condition: its exceptions end the wait.
+        what: completes "waited in vain for ..."; a function is called only on failure.
         seconds: the limit, by the clock of this module.
-        every_s: seconds between two looks, where a look is dear; at most :data:`COUNTED_S`.
+        every_s: seconds between two calls of an expensive condition; at most :data:`COUNTED_S`.
     """
     patience = Patience(what, seconds)
     while not (found := condition()):
@@ -76,7 +76,7 @@ def wait_until(
 
 
 async def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = LIMIT_S) -> Any:
-    """:func:`wait_until` in a coroutine; ``condition`` may be one, too. In virtual time it is right, and free."""
+    """:func:`wait_until` in a coroutine; ``condition`` may be one, too. It works in virtual time, without delay."""
     patience = Patience(what, seconds)
     while True:
         answer = condition()
@@ -107,7 +107,7 @@ def result_of(future: Future[T], what: str = "a future", seconds: float = LIMIT_
         try:
             return future.result(TICK_S)
         except FutureTimeout:
-            if future.done():  # the time-out is its own, or it was done just after this look
+            if future.done():  # the future itself timed out, or was done just after this check
                 return future.result()
             patience.tick()
 
@@ -123,7 +123,7 @@ def exit_code(process: subprocess.Popen[Any], what: str | Callable[[], str] = ""
 
 
 def output_of(process: subprocess.Popen[Any], seconds: float = LIMIT_S) -> tuple[Any, Any]:
-    """``process.communicate()``: what it wrote to its pipes until it ended."""
+    """``process.communicate()``: the output in its pipes until it ended."""
     patience = Patience(f"the end of {process.args!r}", seconds)
     while True:
         try:
@@ -151,7 +151,7 @@ def run(command: Sequence[Any], *, seconds: float = LIMIT_S, **popen: Any) -> su
 
 
 def join(thread: threading.Thread, seconds: float = LIMIT_S) -> None:
-    """``thread.join()``, and it has ended."""
+    """``thread.join()`` until the thread has ended."""
     patience = Patience(f"the end of thread {thread.name}", seconds)
     while True:
         thread.join(TICK_S)

@@ -1,8 +1,8 @@
-"""A pytest plugin: what each test costs, which tests are heavy, and that no other one starts what makes a test heavy.
+"""A pytest plugin: measures the cost of each test, marks heavy tests, and fails unmarked tests that are heavy.
 
-A test is ``heavy`` if it starts an engine, a mesh or ranks of torchrun, itself or by a fixture. The marker is set by
-what the test's code and its fixtures' code refer to (:func:`uses`); a test that starts one in a script has the marker
-written above it. Until a process has run its first heavy test, a test below which such a process is seen fails.
+A test is ``heavy`` if it starts an engine, a mesh or ranks of torchrun, itself or by a fixture. The marker is set
+by the names in the code of the test and its fixtures (:func:`uses`); a test that starts one in a script has an explicit
+marker. Until a process has run its first heavy test, a test that starts such a process fails.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ STARTERS = (
     {"launching"},
     {"run_program"},
 )
-"""Names which, all of one set in one function, show that it starts an engine, a mesh or ranks."""
+"""A function that contains all names of one set starts an engine, a mesh or ranks."""
 
 
 TIER_OF: pytest.StashKey[dict[str, Tier]] = pytest.StashKey()
-"""In ``config.stash``: by id, the tier of every test that was collected, also of those that are not selected."""
+"""In ``config.stash``: by id, the tier of every collected test, including tests that are not selected."""
 HEAVY: pytest.StashKey[list[str]] = pytest.StashKey()
-"""The ids of those of them that are heavy."""
+"""The ids of the heavy tests among them."""
 pytest_plugins = ["tests.scheduling"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config))
-    # Engines that tests start in their own process, and torchrun, leave files; tmp_path is to stay where it was.
+    # Engines that tests start in their own process, and torchrun, leave files; tmp_path should not move.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     temporary = ExitStack()
     temporary.enter_context(folder_of_process().as_temporary_directory())
@@ -67,13 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Costs:
-    """Measures tests, and guards those that are not heavy. Under xdist the processes that run tests do both."""
+    """Measures tests, and guards tests that are not heavy. Under xdist the worker processes do both."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.tree = ProcessTree()
         self.by_test: dict[str, Cost] = {}
         self.guarded = True
-        """No heavy test has run: fork servers and clusters that this process has are nobody's yet."""
+        """No heavy test has run yet, so that this process has no shared fork servers or clusters."""
         self._config, self._path = config, list(sys.path)
         self._plan: Path | None = config.getoption("--plan")
         self._worker: str = getattr(config, "workerinput", {}).get("workerid", "alone")
@@ -83,12 +83,12 @@ class Costs:
         if self._measures:
             self.tree.start()
 
-    @pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler, which reads what is written here
+    @pytest.hookimpl(tryfirst=True)  # before xdist notifies the scheduler, which reads these files
     def pytest_collection_finish(self) -> None:
         if self._plan is not None and self._measures:
             collected = {"tiers": self._config.stash[TIER_OF], "heavy": self._config.stash[HEAVY]}
-            for name, what in collected.items():
-                (self._plan / f"{name}-{self._worker}.json").write_text(json.dumps(what))
+            for name, content in collected.items():
+                (self._plan / f"{name}-{self._worker}.json").write_text(json.dumps(content))
 
     def pytest_sessionfinish(self) -> None:
         if not self._measures:
@@ -136,11 +136,11 @@ class Costs:
 
 
 def uses(code: Any, seen: dict[int, bool]) -> bool:
-    """Whether a function or a class of these tests has the names of one of :data:`STARTERS`, or uses one that has.
+    """Whether a function or class of these tests contains the names of one of :data:`STARTERS`, or uses one that does.
 
     Args:
-        code: whatever a name of a test's module stands for.
-        seen: by id, what is known already.
+        code: any value in the namespace of a test module.
+        seen: results so far, by id.
     """
     code = inspect.unwrap(code) if callable(code) and not isinstance(code, type) else code
     if id(code) not in seen:
@@ -150,7 +150,7 @@ def uses(code: Any, seen: dict[int, bool]) -> bool:
 
 
 def _functions(code: Any) -> list[FunctionType]:
-    """A function of these tests, or the methods of a class of theirs, also of an object's."""
+    """A function of these tests, or the methods of one of their classes or of the class of an object."""
     if not str(getattr(code, "__module__", "")).startswith("tests."):
         return []
     members = (

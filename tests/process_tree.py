@@ -1,8 +1,8 @@
-"""What the tests' processes cost: CPU-seconds of this process and all that it has started, also of those that ended.
+"""Cost of the processes of tests: CPU-seconds of this process and all of its descendants, including ended ones.
 
-A process that is a child of a known one is known from then on, also when its parent ends before it. Of a parent and its
-child that end between two looks nobody can tell which ended first: the parent is taken to have waited for the child, as
-programs that start processes do. Linux only.
+A child of a tracked process is tracked from then on, even if its parent ends before it. If a parent and its child end
+between two scans, the order is unknown: the parent is assumed to have waited for the child, as programs that start
+processes usually do. Linux only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SAMPLE_S = 0.25
-"""Seconds between two looks at /proc. A process that lives shorter counts if its parent waits for it."""
+"""Seconds between two scans of /proc. A process that lives shorter counts if its parent waits for it."""
 IDLE_SHARE = 0.1
-"""Of a core: below it, between two looks, the processes are taken to have done nothing."""
+"""Share of a core below which the processes count as idle between two scans."""
 TICKS = os.sysconf("SC_CLK_TCK")
 STARTED_BY_TESTS = {
     "sglang::": "an engine of SGLang",
@@ -26,30 +26,30 @@ STARTED_BY_TESTS = {
     "torch.distributed.run": "ranks of torchrun",
     "bin/torchrun": "ranks of torchrun",
 }
-"""What a command line, with a NUL between its arguments, has in it, and what the process belongs to."""
+"""Part of a command line, with a NUL between its arguments, and what the process belongs to."""
 
 
 @dataclass(slots=True)
 class Descendant:
-    """A process below this one, as last seen."""
+    """A descendant of this process, as of the last scan."""
 
     started: str
-    """Its start in ticks: another process that gets its pid later has another."""
+    """Its start in ticks, which distinguishes it from a later process with the same pid."""
     parent: int
     cpu_s: float = 0.0
-    """Its own CPU-seconds and those of the children that it has waited for."""
+    """CPU-seconds of the process and of children that it has waited for."""
     belongs_to: str | None = None
     """The value of :data:`STARTED_BY_TESTS`, if it is one of those."""
 
 
 class ProcessTree:
-    """Looks at all processes below this one again and again, on a thread of its own."""
+    """Scans all descendants of this process periodically, on its own thread."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Descendant] = {}
+        self._tracked: dict[int, Descendant] = {}
         self._strangers: set[int] = {os.getpid()}
         self._orphans_s = 0.0
-        """CPU-seconds of processes that have ended and that nobody here has waited for."""
+        """CPU-seconds of ended processes that no tracked process has waited for."""
         self._started: list[str] = []
         self._idle_s = 0.0
         self._lock = threading.Lock()
@@ -77,10 +77,10 @@ class ProcessTree:
     def _used_s(self) -> float:
         own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         used = sum(usage.ru_utime + usage.ru_stime for usage in own)
-        return used + self._orphans_s + sum(process.cpu_s for process in self._known.values())
+        return used + self._orphans_s + sum(process.cpu_s for process in self._tracked.values())
 
     def take_started(self) -> list[str]:
-        """What of :data:`STARTED_BY_TESTS` was seen for the first time since the last call."""
+        """The kinds of :data:`STARTED_BY_TESTS` that first appeared since the last call."""
         with self._lock:
             self._look()
             taken, self._started = self._started, []
@@ -99,38 +99,38 @@ class ProcessTree:
     def _look(self) -> None:
         running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._strangers &= running
-        self._adopt(sorted(running - self._strangers - self._known.keys()))
-        ended = {pid for pid in self._known if not self._note(pid)}
-        self._orphans_s += sum(self._known[pid].cpu_s for pid in ended if self._is_orphan(pid, ended))
+        self._adopt(sorted(running - self._strangers - self._tracked.keys()))
+        ended = {pid for pid in self._tracked if not self._note(pid)}
+        self._orphans_s += sum(self._tracked[pid].cpu_s for pid in ended if self._is_orphan(pid, ended))
         for pid in ended:
-            del self._known[pid]
+            del self._tracked[pid]
 
     def _is_orphan(self, pid: int, ended: set[int]) -> bool:
-        """Whether the uppermost process of those that ``ended`` above ``pid`` had no parent here that waits for it."""
-        while (parent := self._known[pid].parent) in ended:
+        """Whether the topmost of the ``ended`` ancestors of ``pid`` had no tracked parent that waits for it."""
+        while (parent := self._tracked[pid].parent) in ended:
             pid = parent
-        return parent != os.getpid() and parent not in self._known
+        return parent != os.getpid() and parent not in self._tracked
 
     def _adopt(self, candidates: list[int]) -> None:
-        """Take up processes whose parents are known; parents may have higher pids than children."""
+        """Track processes whose parents are tracked; parents may have higher pids than children."""
         parents = {pid: stat[:2] for pid in candidates if (stat := _stat(pid)) is not None}
         found = True
         while found:
             found = False
             for pid, (parent, started) in list(parents.items()):
-                if parent == os.getpid() or parent in self._known:
-                    self._known[pid] = Descendant(started, parent)
+                if parent == os.getpid() or parent in self._tracked:
+                    self._tracked[pid] = Descendant(started, parent)
                     del parents[pid]
                     found = True
         self._strangers |= parents.keys()
 
     def _note(self, pid: int) -> bool:
-        """Note what a known process has used so far; whether it is still there."""
-        process, stat = self._known[pid], _stat(pid)
+        """Update the CPU time of a tracked process; returns whether it still runs."""
+        process, stat = self._tracked[pid], _stat(pid)
         if stat is None or stat[1] != process.started:
             return False
         process.parent, _, process.cpu_s = stat
-        # A child has its parent's command line first, and SGLang sets a title later.
+        # A child first has the command line of its parent, and SGLang sets a title later.
         if process.belongs_to is None and (belongs_to := _belongs_to(pid)):
             process.belongs_to = belongs_to
             self._started.append(belongs_to)

@@ -1,4 +1,4 @@
-"""A device module that records. It stands in for torch.cuda: a CPU shows which stream everything would be on."""
+"""A recording device module in place of torch.cuda: on a CPU it shows on which stream each operation would run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Record:
-    """Something that was enqueued, or that a thread waited for."""
+    """An enqueued operation, or a wait of a thread."""
 
     thread: str
     stream: str
-    """The current one."""
+    """The current stream."""
     op: str
     waits_for: str = ""
-    """The stream, or all of the device, that the thread waits for."""
+    """The stream, or the whole device, that the thread waits for."""
 
 
 class RecordedDevice:
-    """Streams and events. Work is done at once; while ``hangs`` is set, no event is.
+    """Streams and events. Operations complete at once, except that no event completes while ``hangs`` is set.
 
-    Streams have no means to wait for each other: code that would have one do so fails.
+    Streams cannot wait for each other: code that tries fails.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RecordedDevice:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what torch computes on this thread and on all that are started in the block."""
+        """Record the operations of torch on this thread and on threads started in the block."""
         run = threading.Thread.run
 
         def recorded(thread: threading.Thread) -> None:
@@ -87,7 +87,7 @@ class RecordedDevice:
 
     @contextmanager
     def in_place_of_cuda(self) -> Iterator[None]:
-        """Let all streams of the block be this device's."""
+        """Use this device for all streams in the block."""
         with pytest.MonkeyPatch.context() as patch:
             for module in (streams, broadcast_group):
                 patch.setattr(module, "device_module", lambda device: self)

@@ -1,8 +1,8 @@
-"""How tests are handed to the processes of pytest-xdist: by tier and committed costs, with a sample to fill the time.
+"""Assigns tests to the processes of pytest-xdist: by tier and committed costs, with a sample to fill the time.
 
-Quick tests come first, so that a typo is found early. A process stays in the folder that it is in while there is work
-left, since its tests share fork servers and clusters, and then takes the folder that has the most. The sample begins no
-unit that would end too late; what it has left out is printed.
+Quick tests come first, so that a typo is found early. A process stays in its folder while it has work left, since tests
+of a folder share fork servers and clusters, and then takes the folder with the most work. The sample begins no unit
+that would end too late, and lists the units that it left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.tiers import SAMPLE_S, TOTAL_S, CostTable, Tier, Unit, sample_order, 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--plan", type=Path, help="a folder for what processes tell each other: tiers, costs, outcomes")
-    group.addoption("--rest", choices=["none", "sample", "all"], default="none", help="of the tests of the rest")
+    group.addoption("--plan", type=Path, help="a folder for messages between processes: tiers, costs, outcomes")
+    group.addoption("--rest", choices=["none", "sample", "all"], default="none", help="which tests of the rest to run")
     group.addoption("--began", type=float, default=0.0, help="time.time() when the checks began: the sample's budget")
     group.addoption("--commit-number", type=int, default=0, help="where the sample begins")
     group.addoption("--changed", default="", help="folders of tests whose sources have changed, with commas between")
@@ -52,12 +52,12 @@ class TierScheduling(LoadScopeScheduling):
         self._fixed_ended: float | None = None
         self._began = time.monotonic()
         self._given_s = 0.0
-        """Committed seconds of all units that were handed out."""
+        """Committed seconds of all assigned units."""
         self._left_out: dict[str, float] = {}
-        """Units of the sample that were not run, and their committed seconds."""
+        """Units of the sample that were not run, with their committed seconds."""
 
     def schedule(self) -> None:
-        """Read the tiers that the processes have written while they collected, before the first unit is given."""
+        """Read the tiers that the processes wrote during collection, before the first unit is assigned."""
         if self.collection is None:
             plan, table = self.config.getoption("--plan"), CostTable.read()
             written = sorted(plan.glob("tiers-*.json"))
@@ -78,7 +78,7 @@ class TierScheduling(LoadScopeScheduling):
         return self._unit_of.get(nodeid, nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Hand out the next unit; or none, where only a sample is left and the time is over."""
+        """Assign the next unit, or none if only the sample is left and the time is over."""
         name = self._next(node)
         if name is None:
             self._left_out |= {name: self._units[name].cost.wall_s for name in self.workqueue}
@@ -103,8 +103,8 @@ class TierScheduling(LoadScopeScheduling):
         return self._sampled(node)
 
     def _of_folder(self, node: WorkerController, waiting: list[Unit]) -> Unit:
-        """The dearest unit of the folder that the process is in; if nothing waits there, of the folder with the most
-        work, those last in which another process is."""
+        """The most expensive unit of the folder of this process; if it has none left, of the folder with the most work,
+        preferring folders without another process."""
         left: dict[str, float] = {}
         for unit in waiting:
             left[unit.folder] = left.get(unit.folder, 0.0) + unit.cost.wall_s
@@ -114,7 +114,7 @@ class TierScheduling(LoadScopeScheduling):
         return max((unit for unit in waiting if unit.folder == folder), key=lambda unit: unit.cost.wall_s)
 
     def _sampled(self, node: WorkerController) -> str | None:
-        """The next unit of the sample that ends in time: committed seconds, times what one has taken here so far."""
+        """The next unit of the sample that ends in time: committed seconds, scaled by the speed of this run so far."""
         if self.config.getoption("--rest") != "sample" or self._fixed_ended is None:
             return None
         now = time.monotonic()
@@ -134,9 +134,9 @@ class TierScheduling(LoadScopeScheduling):
         return None
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Take what a worker has not run back into the queue, and return the test that it crashed in, if it did.
+        """Return unfinished tests of a worker to the queue, and return the test in which it crashed, if any.
 
-        xdist's own would also hand out again what has run, for which no report ever comes, and the test that crashed.
+        The method of xdist would also reassign finished tests, which are never reported again, and the crashed test.
         """
         workload = self.assigned_work.pop(node)
         self._folders.pop(node, None)
@@ -152,16 +152,16 @@ class TierScheduling(LoadScopeScheduling):
 
 
 class Outcomes:
-    """Writes what became of each test, for ``tools/run_tests.py``."""
+    """Writes the outcome of each test, for ``tools/run_tests.py``."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._folder: Path = config.getoption("--plan")
         self._outcomes: dict[str, str] = {}
         self._logs: dict[str, list[str]] = {}
-        """By test, what its call and then its teardown failed with."""
+        """By test, the errors of its call and its teardown."""
         self._skips: dict[str, str] = {}
-        """By test, why."""
+        """By test, the reason."""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that cannot be imported fails under its own name; so does a worker that finds other tests."""

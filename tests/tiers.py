@@ -1,12 +1,12 @@
-"""Which tests run when, and in which order: tiers, units of work, and the sample of what every run leaves out.
+"""Selection and order of tests: tiers, units of work, and the sample of tests that short runs leave out.
 
 - *quick*: neither ``heavy`` nor ``slow``. ``./tools/test`` and ``--quick`` run them.
 - *core*: heavy or slow, and marked ``core``: a real proof of a mechanism. ``./tools/test`` and ``--core`` run them.
-- *rest*: all others. ``./tools/test --all`` has them, and every ``./tools/test`` a sample: as many as fit into
-  :data:`SAMPLE_S`, those of changed packages first, otherwise the next ones of a fixed permutation.
+- *rest*: all others. ``./tools/test --all`` runs them, and every ``./tools/test`` a sample: as many as fit into
+  :data:`SAMPLE_S`, tests of changed packages first, then the next ones of a fixed permutation.
 
-A unit is what one process runs without a break, so that its tests share what their module has started: the quick tests
-of a module, its core tests, or one function of its rest. ``tests/scheduling.py`` hands units out by committed costs.
+A unit is a set of tests that one process runs in sequence, so that they share fixtures of their module: the quick tests
+of a module, its core tests, or one function of its rest. ``tests/scheduling.py`` assigns units by committed costs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ TIERS: tuple[Tier, ...] = ("quick", "core", "rest")
 
 COSTS = Path(__file__).with_name("costs.json")
 BUDGETS: dict[Tier, float] = {"quick": 700.0, "core": 1300.0}
-"""CPU-seconds that the committed costs of a tier may add up to. More needs something removed."""
+"""Maximum sum of the committed costs of a tier, in CPU-seconds."""
 LARGEST: dict[Tier, float] = {"quick": 30.0, "core": 150.0}
-"""CPU-seconds that all cases of a test function of a tier may cost, by the committed costs."""
+"""Maximum committed cost of all cases of a test function, in CPU-seconds."""
 UNKNOWN_S: dict[Tier, float] = {"quick": 2.0, "core": 40.0, "rest": 60.0}
-"""CPU-seconds that a test function counts for that is not in the table yet."""
+"""Assumed CPU-seconds of a test function that is not in the table yet."""
 
 SAMPLE_S = 180.0
 """Seconds that the sample may take after everything else."""
 TOTAL_S = 1380.0
 """No unit of the sample begins that would end later than this, in seconds since the checks began."""
 SLICE_CPU_S = 250.0
-"""How far one commit moves the beginning of the sample on, in CPU-seconds of committed costs: about what one takes."""
+"""How far each commit advances the start of the sample, in CPU-seconds of committed costs: about one sample."""
 
 SOURCES: dict[str, tuple[str, ...]] = {
     "recipe": ("", "recipes"),
@@ -48,11 +48,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "weights": ("runtime",),
     "buffer": ("runtime", "episode"),
 }
-"""What the tests of a folder run besides the package of their own name; ``""`` is all of ``src``."""
+"""Sources that the tests of a folder use besides the package of the same name; ``""`` is all of ``src``."""
 
 
 EVERYTHING = ("locks/", "pyproject.toml")
-"""What all tests run, besides the modules that stand in ``tests`` itself."""
+"""Sources of all tests, besides the modules directly in ``tests``."""
 
 
 def all_folders() -> set[str]:
@@ -87,7 +87,7 @@ def folder_of(test: str) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a test or several take: CPU-seconds of all their processes, and seconds in which those did nothing."""
+    """Cost of one or more tests: CPU-seconds of all their processes, and seconds in which these were idle."""
 
     cpu_s: float
     idle_s: float = 0.0
@@ -97,24 +97,25 @@ class Cost:
 
     @property
     def wall_s(self) -> float:
-        """Seconds on a core of one's own."""
+        """Seconds on a dedicated core."""
         return self.cpu_s + self.idle_s
 
 
 class CostTable:
-    """``tests/costs.json``: the committed cost of each test function, by tier; below a second by module only."""
+    """``tests/costs.json``: the committed cost of each test function, by tier; below one second only by module."""
 
     def __init__(self, functions: Mapping[str, Cost], others: Mapping[tuple[str, Tier], tuple[Cost, int]]) -> None:
         """
         Args:
-            functions: of a second or more; by id without parameters, and tier: ``tests/x/test_y.py::test_z@core``.
-            others: by module and tier, what all others cost together, and how many tests they are.
+            functions: cost of functions of at least a second, by id without parameters and tier:
+                ``tests/x/test_y.py::test_z@core``.
+            others: by module and tier, the total cost of all other tests, and their number.
         """
         self.functions, self.others = dict(functions), dict(others)
 
     @staticmethod
     def read(path: Path = COSTS) -> CostTable:
-        """Read the table; an empty one where there is none."""
+        """Read the table; an empty one if the file does not exist."""
         if not path.exists():
             return CostTable({}, {})
         stored: dict[str, Any] = json.loads(path.read_text())
@@ -123,25 +124,25 @@ class CostTable:
             for tier, entry in tiers.items():
                 *cost, count = entry["others"]
                 others[module, tier] = Cost(*cost), count
-                for name, dear in entry.get("tests", {}).items():
-                    functions[f"{module}::{name}@{tier}"] = Cost(*dear)
+                for name, large in entry.get("tests", {}).items():
+                    functions[f"{module}::{name}@{tier}"] = Cost(*large)
         return CostTable(functions, others)
 
     def write(self, path: Path = COSTS) -> None:
         stored: dict[str, Any] = {}
         for (module, tier), (cost, count) in sorted(self.others.items()):
             entry: dict[str, Any] = {"others": [*_rounded(cost), count]}
-            dear = {
+            large = {
                 name.partition("::")[2].removesuffix(f"@{tier}"): _rounded(cost)
                 for name, cost in sorted(self.functions.items())
                 if module_of(name) == module and name.endswith(f"@{tier}")
             }
-            stored.setdefault(module, {})[tier] = entry | ({"tests": dear} if dear else {})
+            stored.setdefault(module, {})[tier] = entry | ({"tests": large} if large else {})
         path.write_text(json.dumps(stored, indent=1) + "\n")
 
     @staticmethod
     def measured(costs: Mapping[str, Cost], tiers: Mapping[str, Tier]) -> CostTable:
-        """The table of what tests were measured to cost, by their ids with parameters."""
+        """The table of measured costs, which are given by test id with parameters."""
         functions: dict[str, Cost] = {}
         others: dict[tuple[str, Tier], tuple[Cost, int]] = {}
         counts: dict[str, int] = {}
@@ -151,27 +152,27 @@ class CostTable:
             counts[name] = counts.get(name, 0) + 1
         for name, cost in list(functions.items()):
             key = module_of(name), tier_in(name)
-            known, count = others.get(key, (Cost(0.0), 0))
-            others[key] = known, count
+            total, count = others.get(key, (Cost(0.0), 0))
+            others[key] = total, count
             if cost.wall_s < 1.0:
-                others[key] = known + functions.pop(name), count + counts[name]
+                others[key] = total + functions.pop(name), count + counts[name]
         return CostTable(functions, others)
 
     def cost(self, test: str, tier: Tier, cases: int = 1) -> Cost:
-        """What one of ``cases`` selected cases of a test function costs."""
-        dear = self.functions.get(f"{function_of(test)}@{tier}")
-        if dear is not None:
-            return Cost(dear.cpu_s / cases, dear.idle_s / cases)
+        """The cost of one of ``cases`` selected cases of a test function."""
+        total = self.functions.get(f"{function_of(test)}@{tier}")
+        if total is not None:
+            return Cost(total.cpu_s / cases, total.idle_s / cases)
         others, count = self.others.get((module_of(test), tier), (Cost(0.0), 0))
         return Cost(others.cpu_s / count, others.idle_s / count) if count else Cost(UNKNOWN_S[tier] / cases)
 
     def updated(self, measured: Mapping[str, Cost], tiers: Mapping[str, Tier], everything: bool) -> CostTable:
-        """With what was measured in place of what is here, and without tests that there are no more.
+        """The table with measured costs, and without tests that no longer exist.
 
         Args:
-            measured: costs by test, in this table's CPU-seconds.
-            tiers: every test that was collected: at least all of the modules that have been measured.
-            everything: all tests were collected, so that other modules are gone.
+            measured: costs by test, in CPU-seconds of this table.
+            tiers: every collected test: at least all tests of measured modules.
+            everything: all tests were collected, so that missing modules no longer exist.
         """
         newer = CostTable.measured(measured, tiers)
         modules = {module_of(test) for test in tiers}
@@ -191,7 +192,7 @@ class CostTable:
         return CostTable(functions | newer.functions, others | newer.others)
 
     def sum(self, tier: Tier) -> Cost:
-        """What all tests of a tier cost together."""
+        """The total cost of all tests of a tier."""
         total = Cost(0.0)
         for name, cost in self.functions.items():
             total += cost if name.endswith(f"@{tier}") else Cost(0.0)
@@ -212,12 +213,12 @@ def _rounded(cost: Cost) -> list[float]:
 
 
 COMPARED_S = 60.0
-"""CPU-seconds of the table that tell how fast a machine is."""
+"""Minimum CPU-seconds of common tests to measure the speed of a machine."""
 
 
 def slowness(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostTable) -> float | None:
-    """How many CPU-seconds this machine needs for one of the table: the ratio of the sums of what is in both. None if
-    both have less than :data:`COMPARED_S` in common."""
+    """CPU-seconds of this machine per CPU-second of the table: the ratio of the sums over common tests. None if these
+    have less than :data:`COMPARED_S`."""
     expected = here = 0.0
     for name, cost in CostTable.measured(measured, tiers).functions.items():
         if name in table.functions:
@@ -228,11 +229,11 @@ def slowness(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: Cos
 DEARER = 2.0
 DEARER_S = 40.0
 """A test function costs too much if it takes this many times its committed cost and this many CPU-seconds more, after
-normalising: what several tests share (a fork server: 25 CPU-seconds) counts for the one that runs first."""
+normalising: shared fixtures (a fork server: 25 CPU-seconds) count for the first test that uses them."""
 
 
 def dearer(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostTable) -> list[str]:
-    """A sentence for each test function that costs far more than the table says; for unknown ones as well."""
+    """A message for each test function that costs far more than in the table, or than the assumed cost of new ones."""
     factor, found = slowness(measured, tiers, table) or 1.0, []
     for name, cost in CostTable.measured(measured, tiers).functions.items():
         committed = table.functions.get(name, Cost(UNKNOWN_S[tier_in(name)])).cpu_s
@@ -243,16 +244,16 @@ def dearer(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostT
 
 
 def over_budget(table: CostTable, tiers: Mapping[str, Tier]) -> list[str]:
-    """A sentence for each way in which the committed costs break the budgets; no clock of this machine takes part.
+    """A message for each budget that the committed costs exceed; independent of the clock of this machine.
 
     Args:
         table: the committed costs.
-        tiers: by id, every test there is.
+        tiers: tiers of all tests, by id.
     """
     found = []
     for tier, budget in BUDGETS.items():
         total = table.sum(tier).cpu_s
-        unknown = [test for test, other in tiers.items() if other == tier and not _known(table, test, tier)]
+        unknown = [test for test, other in tiers.items() if other == tier and not _in_table(table, test, tier)]
         total += UNKNOWN_S[tier] * len(unknown)
         if total > budget:
             why = f", {UNKNOWN_S[tier]:g} for each of {len(unknown)} that are not in the table" if unknown else ""
@@ -266,25 +267,25 @@ def over_budget(table: CostTable, tiers: Mapping[str, Tier]) -> list[str]:
     return found
 
 
-def _known(table: CostTable, test: str, tier: Tier) -> bool:
+def _in_table(table: CostTable, test: str, tier: Tier) -> bool:
     return f"{function_of(test)}@{tier}" in table.functions or table.others.get((module_of(test), tier), (0, 0))[1] > 0
 
 
 SHOWN = 10
-"""Tests that are listed."""
+"""Number of listed tests."""
 
 
 def table(by_test: Mapping[str, Cost]) -> list[str]:
-    """What is printed after tests: the dearest, and the sums of each folder."""
+    """Lines printed after tests: the most expensive tests, and the sums per folder."""
     if not by_test:
         return []
-    dearest = sorted(by_test.items(), key=lambda entry: -entry[1].cpu_s)[:SHOWN]
+    largest = sorted(by_test.items(), key=lambda entry: -entry[1].cpu_s)[:SHOWN]
     folders: dict[str, Cost] = {}
     for name, cost in by_test.items():
         for folder in (folder_of(name), "all"):
             folders[folder] = folders.get(folder, Cost(0.0)) + cost
-    lines = ["", "CPU-seconds  idle seconds  the dearest tests, with the fixtures they are the first to use"]
-    lines += [f"{cost.cpu_s:11.1f} {cost.idle_s:13.1f}  {name}" for name, cost in dearest]
+    lines = ["", "CPU-seconds  idle seconds  the most expensive tests, with fixtures that they use first"]
+    lines += [f"{cost.cpu_s:11.1f} {cost.idle_s:13.1f}  {name}" for name, cost in largest]
     lines += ["", "CPU-seconds  idle seconds  folder"]
     return lines + [f"{cost.cpu_s:11.1f} {cost.idle_s:13.1f}  {name}" for name, cost in sorted(folders.items())]
 
@@ -294,7 +295,7 @@ def table(by_test: Mapping[str, Cost]) -> list[str]:
 
 @dataclass
 class Unit:
-    """Tests that one process runs in their order."""
+    """Tests that one process runs in order."""
 
     name: str
     tier: Tier
@@ -310,10 +311,10 @@ def units_of(tests: Iterable[str], tiers: Mapping[str, Tier], table: CostTable, 
     """The units of these tests.
 
     Args:
-        tests: ids, in the order of their collection.
-        tiers: by id.
+        tests: ids, in collection order.
+        tiers: tiers by id.
         table: committed costs.
-        whole: a module's rest is one unit: everything is to run, and shares what the module starts.
+        whole: the rest of a module is one unit, because all of it runs, and shares its fixtures.
     """
     by_name: dict[str, Unit] = {}
     listed = list(tests)
@@ -333,16 +334,16 @@ def units_of(tests: Iterable[str], tiers: Mapping[str, Tier], table: CostTable, 
 def sample_order(
     units: Iterable[Unit], changed: Collection[str], number: int, owed: Collection[str] = ()
 ) -> Iterator[Unit]:
-    """All units of the rest in the order in which a run takes them: the same commit takes the same.
+    """All units of the rest in the order of the sample, which is deterministic for a commit.
 
-    Units with owed tests come first, then those of changed packages. Each part is a fixed permutation that begins where
-    commit ``number`` is, so that runs of later commits take the next ones.
+    Units with owed tests come first, then units of changed packages. Each part is a fixed permutation that starts at a
+    position given by commit ``number``, so that later commits run the next units.
 
     Args:
-        units: of the rest.
+        units: units of the rest.
         changed: folders of tests whose sources have changed (:func:`changed_folders`).
-        number: of the commit: how many there are before it.
-        owed: tests that have failed, by their ids.
+        number: number of commits before this one.
+        owed: ids of tests that have failed.
     """
     parts: tuple[list[Unit], ...] = ([], [], [])
     for unit in sorted(units, key=lambda unit: hashlib.sha256(unit.name.encode()).digest()):
@@ -358,8 +359,8 @@ def sample_order(
 
 
 def changed_folders(files: Iterable[str]) -> set[str]:
-    """The folders of tests that run what is in these files, by their paths below the repository."""
-    changed = set(files) - {"tests/costs.json"}  # no test's outcome depends on it but its own
+    """The folders of tests that use these files, given by path in the repository."""
+    changed = set(files) - {"tests/costs.json"}  # only its own test depends on it
     if any(path.startswith(EVERYTHING) or (path.startswith("tests/") and path.count("/") == 1) for path in changed):
         return all_folders()
     packages = {path.split("/")[2].removesuffix(".py") for path in changed if path.startswith("src/monarch_rl/")}

@@ -1,4 +1,4 @@
-"""Advantages and what shapes them: against NumPy, and what each paper claims."""
+"""Advantages and their modifiers: against NumPy, and against the claims of their papers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rloo(rewards: np.ndarray) -> None:
 
 
 @given(REWARDS, st.integers(0, 15), st.floats(-5, 5, width=32))
-def test_rloos_baseline_does_not_depend_on_the_own_reward(rewards: np.ndarray, i: int, other: float) -> None:
+def test_the_baseline_of_rloo_does_not_depend_on_the_own_reward(rewards: np.ndarray, i: int, other: float) -> None:
     i %= len(rewards)
     changed = rewards.copy()
     changed[i] = other
@@ -61,7 +61,7 @@ def test_max_rl(rewards: np.ndarray) -> None:
 
 
 @given(st.integers(2, 6), st.floats(0.05, 0.95))
-def test_max_rls_expectation_is_the_truncated_gradient_of_the_log_of_the_success_rate(n: int, p: float) -> None:
+def test_the_expectation_of_max_rl_is_the_truncated_gradient_of_the_log_success_rate(n: int, p: float) -> None:
     """Over all outcomes of a group, with rewards of 0 and 1 and a policy that succeeds with probability p. The gradient
     of log p is the sum over all k of (1 - p)^(k - 1), times that of p; a group of n has its first n - 1 terms, and the
     mean reward alone only the first."""
@@ -82,7 +82,7 @@ def test_max_rl_refuses_rewards_below_0() -> None:
 
 
 @given(REWARDS, st.floats(0.5, 4), st.floats(-3, 3))
-def test_grpo_does_not_see_the_scale_of_rewards_and_dr_grpo_does(
+def test_grpo_ignores_the_scale_of_rewards_and_dr_grpo_does_not(
     rewards: np.ndarray, scale: float, shift: float
 ) -> None:
     if np.ptp(rewards) == 0:
@@ -92,10 +92,10 @@ def test_grpo_does_not_see_the_scale_of_rewards_and_dr_grpo_does(
     np.testing.assert_allclose(of(advantages.dr_grpo, moved), scale * of(advantages.dr_grpo, rewards), atol=1e-3)
 
 
-def test_grpo_favours_prompts_whose_rewards_differ_little_and_dr_grpo_does_not() -> None:
+def test_grpo_favours_prompts_with_similar_rewards_and_dr_grpo_does_not() -> None:
     nearly_all_right, half = np.asarray([0] + [1] * 7, np.float32), np.asarray([0, 1] * 4, np.float32)
     for name, larger in (("grpo", True), ("dr_grpo", False)):
-        # The sum of |A| over p (1 - p), which is what a prompt's gradient has of its own.
+        # The sum of |A| divided by p (1 - p), the weight of the prompt itself in its gradient.
         shares = [
             np.abs(of(getattr(advantages, name), group)).sum() / (group.mean() * (1 - group.mean()))
             for group in (nearly_all_right, half)
@@ -104,9 +104,9 @@ def test_grpo_favours_prompts_whose_rewards_differ_little_and_dr_grpo_does_not()
 
 
 @given(REWARDS, st.integers(1, 15))
-def test_reinforce_pp_has_mean_0_and_deviation_1_over_the_batch(rewards: np.ndarray, cut: int) -> None:
-    """However it is divided into groups."""
-    found = of_batch(*filter(len, (rewards[:cut], rewards[cut:])))
+def test_reinforce_pp_has_mean_0_and_deviation_1_over_the_batch(rewards: np.ndarray, split: int) -> None:
+    """However the batch is divided into groups."""
+    found = of_batch(*filter(len, (rewards[:split], rewards[split:])))
     wide = rewards.astype(np.float64)
     np.testing.assert_allclose(found, (wide - wide.mean()) / (wide.std(ddof=1) + 1e-6), atol=1e-4)
     if np.ptp(rewards):
@@ -120,14 +120,14 @@ def test_reinforce_pp_learns_from_groups_of_equal_rewards() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["white", "black"]), st.integers(-4, 4)), max_size=30), st.floats(0, 0.99))
-def test_seat_baselines(plays: list[tuple[str, int]], decay: float) -> None:
+def test_seat_baselines(outcomes: list[tuple[str, int]], decay: float) -> None:
     baselines, expected, running = advantages.SeatBaselines(decay), [], {"white": 0.0, "black": 0.0}
-    for seat, reward in plays:
+    for seat, reward in outcomes:
         running[seat] = decay * running[seat] + (1 - decay) * reward
         expected.append(reward - running[seat])
     found = []
-    for start in range(0, len(plays), 3):  # groups of up to three sequences, and a stop in between
-        group = plays[start : start + 3]
+    for start in range(0, len(outcomes), 3):  # groups of up to three sequences, with a restart between them
+        group = outcomes[start : start + 3]
         view = GroupView.of([float(reward) for _, reward in group], seats=[seat for seat, _ in group], task="chess")
         found += baselines(view).tolist()
         state, baselines = baselines.state_dict(), advantages.SeatBaselines(decay)
@@ -135,8 +135,8 @@ def test_seat_baselines(plays: list[tuple[str, int]], decay: float) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_seat_baselines_take_away_what_a_seat_wins_by_being_that_seat() -> None:
-    """White wins three of four games whatever it does: a group's mean would call that a merit."""
+def test_seat_baselines_remove_the_advantage_of_a_seat_itself() -> None:
+    """White wins three of four games whatever it does: the mean of a group would reward that."""
     baselines, white, black = advantages.SeatBaselines(), [], []
     for game in range(400):
         result = -1.0 if game % 4 == 0 else 1.0
@@ -160,7 +160,7 @@ def test_gae(seed: int, n: int, gamma: float, lam: float, last: float) -> None:
 
 
 @given(SEEDS, st.integers(1, 30))
-def test_gae_between_the_return_minus_the_value_and_one_steps_error(seed: int, n: int) -> None:
+def test_gae_ranges_from_the_one_step_error_to_the_return_minus_the_value(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     rewards, values = torch.from_numpy(rng.normal(size=n)), torch.from_numpy(rng.normal(size=n))
     returns = rewards.flip(0).cumsum(0).flip(0)
@@ -170,7 +170,7 @@ def test_gae_between_the_return_minus_the_value_and_one_steps_error(seed: int, n
     torch.testing.assert_close(generalised_advantages(rewards, returns), torch.zeros_like(returns), atol=1e-9, rtol=0)
 
 
-def test_gae_has_rewards_of_turns_at_their_ends_and_the_episodes_at_the_last() -> None:
+def test_gae_places_turn_rewards_at_the_ends_of_turns_and_the_episode_reward_at_the_last_token() -> None:
     view = GroupView.of(
         [2.0],
         lengths=[5],
@@ -179,7 +179,7 @@ def test_gae_has_rewards_of_turns_at_their_ends_and_the_episodes_at_the_last() -
         columns={"value": [torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0])]},
     )
     (found,) = group_advantages(view)
-    assert found.tolist() == [1.75, 1.75, 0.25, 0.25, 0.25]  # the rewards that are still to come, minus the value
+    assert found.tolist() == [1.75, 1.75, 0.25, 0.25, 0.25]  # the sum of later rewards, minus the value
     (found,) = group_advantages(view, lam=0.0)
     assert found.tolist() == [0.0, 1.5, 0.0, 0.0, 0.25]
     with pytest.raises(ValueError, match="'value'"):
@@ -187,7 +187,7 @@ def test_gae_has_rewards_of_turns_at_their_ends_and_the_episodes_at_the_last() -
 
 
 @given(SEEDS, st.integers(1, 4), st.floats(0, 1))
-def test_gae_as_an_advantage_is_normalised_over_the_tokens_of_the_batch(seed: int, groups: int, lam: float) -> None:
+def test_gae_is_normalised_over_the_tokens_of_the_batch(seed: int, groups: int, lam: float) -> None:
     rng, views = np.random.default_rng(seed), []
     for _ in range(groups):
         lengths = rng.integers(1, 9, rng.integers(1, 4)).tolist()
@@ -203,13 +203,13 @@ def test_gae_as_an_advantage_is_normalised_over_the_tokens_of_the_batch(seed: in
 
 
 @given(SEEDS, st.floats(0, 1), st.floats(0, 1))
-def test_gae_of_a_token_that_branches_begin_with_is_the_mean_along_them(seed: int, gamma: float, lam: float) -> None:
-    """Against plays whose turns are known one by one: each sequence is followed from its first token to its end."""
+def test_gae_of_a_shared_token_is_the_mean_over_its_branches(seed: int, gamma: float, lam: float) -> None:
+    """Against a direct computation: each sequence is followed from its first token to its end."""
     rng = np.random.default_rng(seed)
     sequences: list[list[int]] = []
     forks: list[tuple[int, int] | None] = []
     turns = [rng.normal(size=(rng.integers(1, 4), 1)) for _ in range(40)]
-    """By number: values of the tokens that a turn drew."""
+    """For each turn, the values of its sampled tokens."""
     given, fresh = rng.normal(size=40).round(1), iter(range(40))
     for place in range(rng.integers(1, 5)):
         origin = int(rng.integers(0, place)) if place else None
@@ -266,7 +266,7 @@ def test_clipped_value_loss(seed: int, n: int, clip: float) -> None:
 
 
 @given(SEEDS, st.floats(0.01, 1))
-def test_a_value_is_pushed_no_further_than_the_clip_allows_and_comes_back_from_beyond(seed: int, clip: float) -> None:
+def test_the_value_loss_stops_at_the_clip_and_pulls_values_back_from_beyond(seed: int, clip: float) -> None:
     rng = np.random.default_rng(seed)
     old, returns, moved = torch.from_numpy(rng.normal(size=(3, 50)))
     values = (old + moved).requires_grad_()
@@ -274,12 +274,12 @@ def test_a_value_is_pushed_no_further_than_the_clip_allows_and_comes_back_from_b
     assert values.grad is not None
     error, beyond = values.detach() - returns, moved.abs() > clip
     torch.testing.assert_close(values.grad[~beyond], error[~beyond])
-    assert (values.grad[beyond & (error * moved < 0)] == 0).all(), "its return is further away still"
+    assert (values.grad[beyond & (error * moved < 0)] == 0).all(), "its return is even further away"
     back = beyond & (values.grad != 0)
     assert (torch.sign(values.grad[back]) == torch.sign(moved[back])).all()
     torch.testing.assert_close(values.grad[back], error[back])
     far = beyond & (error * moved > 0) & ((returns - old) * moved < 0)
-    assert back[far].all(), "it went away from its return"
+    assert back[far].all(), "it moved away from its return"
     again = (old + moved).requires_grad_()
     clipped_value_loss(again, old, returns, clip=0).loss.sum().backward()
     torch.testing.assert_close(again.grad, again.detach() - returns)

@@ -1,4 +1,4 @@
-"""Distillation: against NumPy, and exactly, over all sequences of a small vocabulary."""
+"""Distillation: against NumPy, and exactly over all sequences of a small vocabulary."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_against_numpy(seed: int, lengths: list[int], discount: float) -> None:
         np.testing.assert_allclose(found.numpy(), expected[::-1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_that_branches_begin_with_answers_for_the_mean_of_what_follows_in_each() -> None:
-    """Of two turns, of 2 and 1 tokens; the second sequence has the first turn, too, and the third both."""
+def test_the_advantage_of_a_shared_token_is_the_mean_over_its_branches() -> None:
+    """The first sequence has turns of 2 and 1 tokens; the second one shares its first turn, and the third one both."""
     gains = [[1.0, 2.0, 3.0], [5.0], [7.0, 9.0]]
     group = GroupView.of(
         [0.0] * 3,
@@ -74,7 +74,7 @@ class Tables:
         return found
 
     def expected(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The gradient of a sum of token losses, of sequences that the policy draws."""
+        """The expected gradient of a sum of token losses over sequences that the policy samples."""
         total = torch.zeros((), dtype=torch.float64)
         for sequence in itertools.product(range(VOCABULARY), repeat=LENGTH):
             own, others = self.logprobs(self.policy, sequence), self.logprobs(self.teacher, sequence)
@@ -90,12 +90,12 @@ class Tables:
         return self.gradient(total)
 
     def of_tokens(self) -> torch.Tensor:
-        """The same of next tokens, each after what the policy draws, which stands still."""
+        """The same for next tokens, given prefixes that the policy samples, without gradient through the prefixes."""
         total = torch.zeros((), dtype=torch.float64)
         for prefix, row in self.rows.items():
             own, other = self.policy[row].log_softmax(-1), self.teacher[row]
-            drawn = self.logprobs(self.policy, prefix).detach().sum().exp() if prefix else 1.0
-            total = total + drawn * (own.exp() * (own - other)).sum()
+            chance = self.logprobs(self.policy, prefix).detach().sum().exp() if prefix else 1.0
+            total = total + chance * (own.exp() * (own - other)).sum()
         return self.gradient(total)
 
 
@@ -109,8 +109,8 @@ def by_advantage(discount: float) -> Callable[[torch.Tensor, torch.Tensor], torc
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_form_has_the_gradient_of_its_divergence(seed: int) -> None:
-    """As the papers say: token by token for the loss and for the advantage without discount, and of whole sequences
-    for MiniLLM's. The two differ: what a token leads to is in the second alone."""
+    """As in the papers: per token for the loss and for the advantage without discount, and of whole sequences for
+    MiniLLM. They differ: only the second includes the consequences of a token."""
     tables = Tables(seed)
     of_tokens, of_sequences = tables.of_tokens(), tables.of_sequences()
     torch.testing.assert_close(tables.expected(reverse_kl), of_tokens)
@@ -119,7 +119,7 @@ def test_each_form_has_the_gradient_of_its_divergence(seed: int) -> None:
     assert (of_tokens - of_sequences).abs().max() > 1e-2
 
 
-def test_nothing_is_learned_from_ones_own_likeness() -> None:
+def test_a_teacher_equal_to_the_policy_gives_no_advantage() -> None:
     values = [torch.tensor([-1.0, -2.0])]
     assert distillation(group_of(values, values), 1.0).values[0].tolist() == [0.0, 0.0]
 
@@ -136,7 +136,7 @@ def distributions(seed: int, n: int, size: int) -> tuple[torch.Tensor, torch.Ten
 
 
 @given(SEEDS, st.integers(1, 5), st.integers(1, 6), st.booleans())
-def test_the_divergence_over_the_most_likely_tokens_is_the_formula(seed: int, n: int, k: int, forward: bool) -> None:
+def test_the_top_k_divergence_is_the_formula(seed: int, n: int, k: int, forward: bool) -> None:
     policy, teacher = (values.numpy() for values in distributions(seed, n, 7))
     found = top_k_divergence(torch.from_numpy(policy[:, :k]), torch.from_numpy(teacher[:, :k]), forward).numpy()
     for row in range(n):
@@ -146,7 +146,7 @@ def test_the_divergence_over_the_most_likely_tokens_is_the_formula(seed: int, n:
 
 
 @given(SEEDS, st.booleans())
-def test_more_of_the_teachers_tokens_never_show_less_and_all_of_them_show_everything(seed: int, forward: bool) -> None:
+def test_the_top_k_divergence_grows_with_k_to_the_full_divergence(seed: int, forward: bool) -> None:
     policy, teacher = distributions(seed, 4, 6)
     first, second = (teacher, policy) if forward else (policy, teacher)
     whole = (first.exp() * (first - second)).sum(-1)
@@ -156,8 +156,8 @@ def test_more_of_the_teachers_tokens_never_show_less_and_all_of_them_show_everyt
 
 
 @pytest.mark.parametrize("forward", [False, True])
-def test_lowering_it_ends_at_the_teachers_own_distribution(forward: bool) -> None:
-    """From logits alone, by gradient descent; in float32 nothing becomes infinite."""
+def test_minimising_the_top_k_divergence_reaches_the_teachers_distribution(forward: bool) -> None:
+    """By gradient descent on logits; in float32 nothing becomes infinite."""
     _, teacher = distributions(0, 3, 5)
     logits = torch.zeros(3, 5, requires_grad=True)
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""pass@k against an enumeration, intervals against their definitions and against what they promise."""
+"""pass@k against an enumeration, intervals against their definitions and their nominal coverage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pass_at_k_of_too_few_episodes_is_refused() -> None:
 
 
 @given(st.integers(1, 500), st.data())
-def test_wilsons_bounds_are_where_the_test_begins_to_reject(count: int, data: st.DataObject) -> None:
+def test_bounds_of_wilson_are_where_the_score_test_begins_to_reject(count: int, data: st.DataObject) -> None:
     """The interval holds the p that a score test at 5 % does not reject: |share - p| = z sqrt(p (1 - p) / n) at both
     ends."""
     share = data.draw(st.integers(0, count)) / count
@@ -49,8 +49,8 @@ def test_wilsons_bounds_are_where_the_test_begins_to_reject(count: int, data: st
             assert abs(share - bound) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / count), abs=1e-9)
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
-    """Of 400 evaluations of 50 items: 95 %, with a standard deviation of 1.1 %."""
+def test_intervals_have_about_their_nominal_coverage() -> None:
+    """400 evaluations of 50 items: a coverage of 95 %, with a standard deviation of 1.1 %."""
     rng = np.random.default_rng(0)
     right = rng.random((400, 50)) < 0.3
     held = [low <= 0.3 <= high for low, high in (share_interval(items.astype(float)) for items in right)]
@@ -62,7 +62,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert abs(np.mean(held) - 0.95) < 0.05
 
 
-def test_an_interval_is_the_same_each_time() -> None:
+def test_an_interval_is_deterministic() -> None:
     values = np.asarray([0.0, 0.25, 1.0, 0.5])
     assert bootstrap_interval(values) == bootstrap_interval(values)
     low, high = share_interval(values)

@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def logprobs(seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two sets of log-probs that are near each other, and advantages."""
+    """Two similar sets of log-probs, and advantages."""
     rng = np.random.default_rng(seed)
     first = -rng.exponential(2.0, n)
     return first, np.minimum(first + rng.normal(0, 0.5, n), 0.0), rng.normal(0, 1, n)
@@ -40,7 +40,7 @@ def test_grpo(rewards: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_a_group_of_equal_rewards_teaches_nothing() -> None:
+def test_a_group_of_equal_rewards_has_no_advantage() -> None:
     for advantage in (advantages.dr_grpo, advantages.grpo, advantages.rloo, advantages.max_rl):
         assert advantage(GroupView.of(torch.full((8,), 0.7))).abs().max() < 1e-6
 
@@ -83,7 +83,7 @@ def test_token_weights(lengths: list[int], tokens: int) -> None:
 
 
 def pulls(name: losses.Aggregation, lengths: list[int]) -> list[np.ndarray]:
-    """The gradient of each token's log-prob: of a right answer, then of wrong ones, of these lengths."""
+    """The gradient of the log-prob of each token: of a right answer, then of wrong ones, of these lengths."""
     of_group = advantages.dr_grpo(GroupView.of(torch.tensor([1.0] + [0.0] * (len(lengths) - 1))))
     weights = losses.token_weights(
         torch.tensor(lengths), name, batch_tokens=sum(lengths), batch_episodes=len(lengths), normaliser_tokens=100
@@ -96,9 +96,9 @@ def pulls(name: losses.Aggregation, lengths: list[int]) -> list[np.ndarray]:
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20))
-def test_how_much_long_and_short_wrong_answers_are_punished(right: int, short: int, more: int) -> None:
-    """What the papers say of them: token_mean has long answers count more, sequence_mean hardly punishes a long wrong
-    one, and constant has no bias by length."""
+def test_aggregations_weight_long_and_short_wrong_answers_as_documented(right: int, short: int, more: int) -> None:
+    """As in the papers: token_mean gives long answers more weight, sequence_mean hardly punishes a long wrong answer,
+    and constant has no length bias."""
     long, lengths = short + more, [right, short, short + more]
     found = {name: pulls(name, lengths) for name in ("token_mean", "sequence_mean", "constant")}
     for _, of_short, of_long in found.values():
@@ -109,7 +109,7 @@ def test_how_much_long_and_short_wrong_answers_are_punished(right: int, short: i
     _, of_short, of_long = found["sequence_mean"]
     np.testing.assert_allclose(of_long.sum(), of_short.sum(), rtol=1e-5)
     np.testing.assert_allclose(of_long, of_short[0] * short / long, rtol=1e-5)
-    # constant: however long an answer and the others are, a token is pulled alike. token_mean: less in longer batches.
+    # constant: the gradient of a token depends on no length. token_mean: it is smaller in longer batches.
     of_shorter = {name: pulls(name, [right, short, short]) for name in ("token_mean", "constant")}
     _, of_short, of_long = found["constant"]
     for values in (of_short, of_long, *of_shorter["constant"][1:]):
@@ -128,7 +128,7 @@ def test_lag_discount(lags: list[int], factor: float) -> None:
     np.testing.assert_allclose(found, [np.prod([factor] * lag) for lag in lags], rtol=1e-4, atol=1e-30)
 
 
-def test_mismatch_figures() -> None:
+def test_mismatch_metrics() -> None:
     rng = np.random.default_rng(0)
     engine = rng.normal(-2, 1, 5000).astype(np.float32)
     trainer = engine + rng.normal(0, 0.4, 5000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence, exactly: over all tokens of a small vocabulary."""
+"""Estimates of the KL divergence, exactly over all tokens of a small vocabulary."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def test_k1_and_k3_are_unbiased() -> None:
 
 
 def gradient_of_loss(estimate: object) -> torch.Tensor:
-    """Expected gradient, over the tokens that the policy draws, of an estimate that is a part of the loss."""
+    """Expected gradient, over sampled tokens, of an estimate that is a part of the loss."""
     logits = POLICY.clone().requires_grad_()
     policy = logits.log_softmax(0)
-    drawn = policy.detach().exp()
-    (drawn * estimate(policy, REFERENCE)).sum().backward()  # type: ignore[operator]
+    chances = policy.detach().exp()
+    (chances * estimate(policy, REFERENCE)).sum().backward()  # type: ignore[operator]
     assert logits.grad is not None
     return logits.grad
 
 
-def test_in_the_loss_k1_pulls_nowhere_k2_to_the_reference_and_k3_by_the_other_divergence() -> None:
+def test_in_the_loss_k1_has_no_gradient_k2_that_of_the_reverse_kl_and_k3_of_the_forward_kl() -> None:
     def gradient(of: str) -> torch.Tensor:
         logits = POLICY.clone().requires_grad_()
         policy = logits.log_softmax(0)
@@ -64,12 +64,12 @@ def test_in_the_loss_k1_pulls_nowhere_k2_to_the_reference_and_k3_by_the_other_di
     torch.testing.assert_close(gradient_of_loss(k3), gradient("forward"))
 
 
-def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
+def test_in_the_reward_only_k1_has_the_gradient_of_the_divergence() -> None:
     def gradient_of_reward(estimate: Estimate) -> torch.Tensor:
         logits = POLICY.clone().requires_grad_()
         policy = logits.log_softmax(0)
-        drawn, penalty = policy.detach().exp(), estimate(policy.detach(), REFERENCE)
-        (drawn * penalty * policy).sum().backward()  # the policy gradient of the advantage -penalty, to be minimised
+        chances, penalty = policy.detach().exp(), estimate(policy.detach(), REFERENCE)
+        (chances * penalty * policy).sum().backward()  # the policy gradient of the advantage -penalty, to be minimised
         assert logits.grad is not None
         return logits.grad
 
@@ -82,7 +82,7 @@ def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATES)
-def test_far_from_the_reference_nothing_is_infinite(name: str) -> None:
+def test_estimates_far_from_the_reference_have_finite_gradients(name: str) -> None:
     logprobs = torch.tensor([-200.0, -0.1]).requires_grad_()
     ESTIMATES[name](logprobs, torch.tensor([-0.1, -200.0])).sum().backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()

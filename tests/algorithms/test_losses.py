@@ -19,8 +19,8 @@ from monarch_rl.algorithms.losses import TokenLoss
 TOKENS, SEEDS = st.integers(1, 40), st.integers(0, 2**32 - 1)
 
 
-class Drawn:
-    """Tokens of some sequences: log-probs under three policies that are near each other, advantages of sequences."""
+class SampledTokens:
+    """Tokens of several sequences: log-probs under three similar policies, and advantages of the sequences."""
 
     def __init__(self, seed: int, n: int, spread: float = 0.5) -> None:
         rng = np.random.default_rng(seed)
@@ -39,10 +39,10 @@ def mean_of(values: np.ndarray, sequences: np.ndarray) -> np.ndarray:
     return np.asarray([values[sequences == s].mean() for s in sequences])
 
 
-# -- the formulas as numpy has them: what is to be maximised, at each token -------------------------------------------
+# -- the formulas in NumPy: the objective to maximise at each token ----------------------------------------------------
 
 
-def ppo(d: Drawn, new: np.ndarray, low: float = 0.2, high: float = 0.28, dual: float = 0.0) -> np.ndarray:
+def ppo(d: SampledTokens, new: np.ndarray, low: float = 0.2, high: float = 0.28, dual: float = 0.0) -> np.ndarray:
     gains = []
     for ratio, advantage in zip(np.exp(new - d.old), d.advantages, strict=True):
         gain = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
@@ -50,42 +50,42 @@ def ppo(d: Drawn, new: np.ndarray, low: float = 0.2, high: float = 0.28, dual: f
     return np.asarray(gains)
 
 
-def cispo(d: Drawn, new: np.ndarray) -> np.ndarray:
-    return np.minimum(np.exp(d.new - d.old), 4.0) * d.advantages * new  # the weight stands still
+def cispo(d: SampledTokens, new: np.ndarray) -> np.ndarray:
+    return np.minimum(np.exp(d.new - d.old), 4.0) * d.advantages * new  # the weight is detached
 
 
-def gspo(d: Drawn, new: np.ndarray, low: float = 3e-4, high: float = 4e-4) -> np.ndarray:
+def gspo(d: SampledTokens, new: np.ndarray, low: float = 3e-4, high: float = 4e-4) -> np.ndarray:
     ratio = np.exp(mean_of(new - d.old, d.sequences))
     return np.minimum(ratio * d.advantages, np.clip(ratio, 1 - low, 1 + high) * d.advantages)
 
 
-def sapo(d: Drawn, new: np.ndarray) -> np.ndarray:
+def sapo(d: SampledTokens, new: np.ndarray) -> np.ndarray:
     tau = np.where(d.advantages > 0, 1.0, 1.05)
     return 4 / tau / (1 + np.exp(-tau * (np.exp(new - d.old) - 1))) * d.advantages
 
 
-def dppo(d: Drawn, new: np.ndarray, most: float = 0.05) -> np.ndarray:
+def dppo(d: SampledTokens, new: np.ndarray, most: float = 0.05) -> np.ndarray:
     change = np.exp(d.new) - np.exp(d.old)
     too_far = np.where(d.advantages > 0, change > most, change < -most)
     return np.where(too_far, 0, np.exp(new - d.old) * d.advantages)
 
 
-def decoupled(d: Drawn, new: np.ndarray, cap: float = 1.5) -> np.ndarray:
+def decoupled(d: SampledTokens, new: np.ndarray, cap: float = 1.5) -> np.ndarray:
     weight = np.exp(d.old - d.behaviour)
     return np.where(weight <= cap, weight, 0) * ppo(d, new, 0.2, 0.2)
 
 
 def ratio_loss(function: Callable[..., TokenLoss], *further: str, **parameters: float) -> Callable[..., Any]:
-    """A loss of ``logprobs``, with everything else taken from what was drawn."""
+    """A loss of ``logprobs``; all other inputs are those of the sampled tokens."""
 
-    def loss(d: Drawn, logprobs: torch.Tensor) -> torch.Tensor:
+    def loss(d: SampledTokens, logprobs: torch.Tensor) -> torch.Tensor:
         names = ["old", *further, "advantages"] if further != ("sequences",) else ["old", "advantages", "sequences"]
         return function(logprobs, *d.tensors(*names), **parameters).loss
 
     return loss
 
 
-def pg_loss(d: Drawn, logprobs: torch.Tensor) -> torch.Tensor:
+def pg_loss(d: SampledTokens, logprobs: torch.Tensor) -> torch.Tensor:
     return losses.policy_gradient(logprobs, *d.tensors("advantages"))
 
 
@@ -106,17 +106,17 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., np.ndarray]]] = {
 @given(seed=SEEDS, n=TOKENS)
 def test_the_loss_is_the_formula(name: str, seed: int, n: int) -> None:
     loss, formula = CASES[name]
-    d = Drawn(seed, n)
+    d = SampledTokens(seed, n)
     found = loss(d, torch.from_numpy(d.new)).numpy()
     np.testing.assert_allclose(found, -formula(d, d.new), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 @given(seed=SEEDS, n=st.integers(1, 12))
-def test_the_gradient_is_that_of_the_formula_by_finite_differences(name: str, seed: int, n: int) -> None:
-    """In float64, of the sum with equal weights in each sequence, which is where GSPO's two forms agree."""
+def test_the_gradient_equals_finite_differences_of_the_formula(name: str, seed: int, n: int) -> None:
+    """In float64, for the sum with equal weights in each sequence, where both forms of GSPO agree."""
     loss, formula = CASES[name]
-    d, step = Drawn(seed, n), 1e-6
+    d, step = SampledTokens(seed, n), 1e-6
     weights = np.random.default_rng(seed).uniform(0.5, 2, n)[d.sequences]
     logprobs = torch.from_numpy(d.new.copy()).requires_grad_()
     (loss(d, logprobs) * torch.from_numpy(weights)).sum().backward()
@@ -134,9 +134,9 @@ def test_the_gradient_is_that_of_the_formula_by_finite_differences(name: str, se
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "pg"])
-def test_where_the_policies_are_one_all_of_them_are_the_policy_gradient(name: str) -> None:
-    """So that with one update a batch, and no staleness, the choice does not matter."""
-    d = Drawn(0, 30)
+def test_with_equal_policies_every_loss_is_the_policy_gradient(name: str) -> None:
+    """So with one update per batch, and no staleness, the choice does not matter."""
+    d = SampledTokens(0, 30)
     d.behaviour = d.new = d.old
     gradients = []
     for loss in (CASES[name][0], pg_loss):
@@ -147,9 +147,9 @@ def test_where_the_policies_are_one_all_of_them_are_the_policy_gradient(name: st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_ratio_beyond_all_bounds_gives_no_nan(name: str) -> None:
+def test_an_extreme_ratio_gives_no_nan(name: str) -> None:
     """In float32, where exp(100) is infinite, and infinity times an advantage of 0 is NaN."""
-    d = Drawn(1, 6)
+    d = SampledTokens(1, 6)
     d.old, d.behaviour = np.full(6, -150, np.float32), np.full(6, -150, np.float32)
     d.new, d.sequences = np.full(6, -1, np.float32), np.asarray([0, 0, 1, 1, 2, 2])
     d.advantages = np.asarray([0, 0, 1, 1, -1, -1], np.float32)
@@ -159,11 +159,11 @@ def test_a_ratio_beyond_all_bounds_gives_no_nan(name: str) -> None:
     assert loss.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-# -- what each paper claims ------------------------------------------------------------------------------------------
+# -- claims of the papers --------------------------------------------------------------------------------------------
 
 
 def gradients(function: Callable[..., TokenLoss], log_ratio: list[float], advantages: list[float], **more: Any) -> Any:
-    """Of tokens whose log-prob is -1, by how far the policy has moved."""
+    """Gradients of tokens with log-prob -1, given the change of the policy."""
     new = torch.full((len(log_ratio),), -1.0, dtype=torch.float64, requires_grad=True)
     old = new.detach() - torch.tensor(log_ratio, dtype=torch.float64)
     result = function(new, old, torch.tensor(advantages, dtype=torch.float64), **more)
@@ -172,19 +172,19 @@ def gradients(function: Callable[..., TokenLoss], log_ratio: list[float], advant
     return -new.grad.numpy(), result.clipped.tolist()
 
 
-def test_ppo_has_no_gradient_beyond_the_clip_and_the_policy_gradient_within() -> None:
+def test_ppo_has_no_gradient_beyond_the_clip_and_the_policy_gradient_within_it() -> None:
     found, clipped = gradients(losses.clipped_ratio, [0.5, -0.5, 0.0, 0.5], [1.0, -1.0, 2.0, -1.0])
     np.testing.assert_allclose(found, [0, 0, 2, -np.exp(0.5)])
     assert clipped == [True, True, False, True]
 
 
-def test_clip_higher_leaves_room_to_rise_that_the_symmetric_clip_does_not() -> None:
+def test_clip_higher_allows_rises_that_the_symmetric_clip_stops() -> None:
     moved = [float(np.log(1.25))]
     assert gradients(losses.clipped_ratio, moved, [1.0])[0][0] > 1
     assert gradients(losses.clipped_ratio, moved, [1.0], clip_high=0.2)[0][0] == 0
 
 
-def test_the_dual_clip_bounds_what_a_token_of_negative_advantage_loses() -> None:
+def test_the_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage() -> None:
     for log_ratio in (1.0, 2.0, 5.0):
         arguments = torch.tensor([-1.0]), torch.tensor([-1.0 - log_ratio]), torch.tensor([-1.0])
         assert losses.clipped_ratio(*arguments).loss.item() == pytest.approx(np.exp(log_ratio), rel=1e-5)
@@ -193,7 +193,7 @@ def test_the_dual_clip_bounds_what_a_token_of_negative_advantage_loses() -> None
         )
 
 
-def test_cispo_keeps_a_gradient_of_every_token_where_ppo_drops_those_that_moved() -> None:
+def test_cispo_keeps_gradients_of_tokens_that_ppo_clips() -> None:
     moved, advantages = [0.5, 2.0, -1.0], [1.0, 1.0, -1.0]
     assert gradients(losses.clipped_ratio, moved, advantages)[0].tolist() == [0, 0, 0]
     found, clipped = gradients(losses.cispo, moved, advantages)
@@ -203,7 +203,7 @@ def test_cispo_keeps_a_gradient_of_every_token_where_ppo_drops_those_that_moved(
 
 @given(seed=SEEDS)
 def test_gspo_gives_all_tokens_of_a_sequence_one_weight(seed: int) -> None:
-    d = Drawn(seed, 20)
+    d = SampledTokens(seed, 20)
     logprobs = torch.from_numpy(d.new).requires_grad_()
     wide = partial(losses.gspo, clip_low=0.5, clip_high=0.5)
     wide(logprobs, *d.tensors("old", "advantages", "sequences")).loss.sum().backward()
@@ -214,10 +214,10 @@ def test_gspo_gives_all_tokens_of_a_sequence_one_weight(seed: int) -> None:
 
 
 @given(seed=SEEDS, tokens=st.integers(50, 400))
-def test_noise_of_tokens_cancels_in_gspos_ratio(seed: int, tokens: int) -> None:
-    """So a token's clip of 0.2 would never act on a sequence: its ratio is within three standard errors of 1."""
+def test_token_noise_cancels_in_the_ratio_of_gspo(seed: int, tokens: int) -> None:
+    """So a clip of 0.2 for tokens would never act on a sequence: its ratio is within three standard errors of 1."""
     noise = np.random.default_rng(seed).normal(0, 0.2, tokens)
-    noise -= noise.mean() * (abs(noise.mean()) > 0.6 / tokens**0.5)  # one in 400 is further, and is brought back
+    noise -= noise.mean() * (abs(noise.mean()) > 0.6 / tokens**0.5)  # one in 400 is larger, and is centred
     logprobs = torch.full((tokens,), -1.0, dtype=torch.float64)
     old, one = logprobs - torch.from_numpy(noise), torch.ones(tokens, dtype=torch.float64)
     sequences = torch.zeros(tokens, dtype=torch.int64)
@@ -227,7 +227,7 @@ def test_noise_of_tokens_cancels_in_gspos_ratio(seed: int, tokens: int) -> None:
     )
 
 
-def test_sapos_gradient_falls_smoothly_and_faster_for_negative_advantages() -> None:
+def test_the_gradient_of_sapo_falls_smoothly_and_faster_for_negative_advantages() -> None:
     moved = np.linspace(0, 2, 50)
     risen, _ = gradients(losses.sapo, moved.tolist(), [1.0] * 50)
     fallen, clipped = gradients(losses.sapo, moved.tolist(), [-1.0] * 50)
@@ -237,9 +237,9 @@ def test_sapos_gradient_falls_smoothly_and_faster_for_negative_advantages() -> N
     assert clipped == (negative < 0.5).tolist()
 
 
-def test_dppo_judges_by_the_change_of_probability_and_not_by_the_ratio() -> None:
-    """A rare token that has become ten times as likely goes on; a common one that gained as much as is allowed
-    stops."""
+def test_dppo_clips_by_the_change_of_probability_and_not_by_the_ratio() -> None:
+    """A rare token that became ten times as likely still has a gradient; a common one beyond the allowed change has
+    none."""
     old = torch.tensor([1e-4, 0.5, 0.5, 0.5], dtype=torch.float64).log()
     new = torch.tensor([1e-3, 0.75, 0.75, 0.6], dtype=torch.float64).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
@@ -248,10 +248,10 @@ def test_dppo_judges_by_the_change_of_probability_and_not_by_the_ratio() -> None
 
 
 @given(seed=SEEDS)
-def test_the_decoupled_clip_does_not_depend_on_how_old_the_tokens_are(seed: int) -> None:
+def test_the_decoupled_clip_does_not_depend_on_the_age_of_tokens(seed: int) -> None:
     """AReaL's claim: the trust region is around the newest policy. The same clip against the behaviour policy would
     drop tokens for their age alone."""
-    d = Drawn(seed, 40)
+    d = SampledTokens(seed, 40)
     d.new = d.old
     d.behaviour = d.old + np.random.default_rng(seed).normal(0, 1, 40)
     uncapped = partial(losses.decoupled, behaviour_cap=1e9)

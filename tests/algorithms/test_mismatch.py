@@ -1,4 +1,4 @@
-"""Quantiles of differences that ranks add up as histograms, against numpy's."""
+"""Quantiles of differences from the summed histograms of ranks, against NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from monarch_rl.algorithms.mismatch import HIGHEST, LOWEST, PER_DECADE, histogra
     ranks=st.lists(st.lists(st.floats(-10.0, 10.0, width=32), max_size=20), min_size=1, max_size=4),
     share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
 )
-def test_quantiles_of_summed_histograms_are_right_within_a_bin(ranks: list[list[float]], share: float) -> None:
+def test_quantiles_of_summed_histograms_are_exact_within_a_bin(ranks: list[list[float]], share: float) -> None:
     values = np.abs(np.concatenate([np.asarray(part, np.float64) for part in ranks]))
     if not len(values):
         return
@@ -28,7 +28,7 @@ def test_quantiles_of_summed_histograms_are_right_within_a_bin(ranks: list[list[
         assert exact <= found * (1 + 1e-6) and found <= exact * 10 ** (1 / PER_DECADE) * (1 + 1e-6)
 
 
-def test_what_is_above_the_highest_bin_is_in_it() -> None:
+def test_values_above_the_highest_bin_are_counted_in_it() -> None:
     assert quantile(histogram(torch.tensor([10.0 ** (HIGHEST + 3)])), 1.0) == pytest.approx(10.0**HIGHEST)
     assert histogram(torch.tensor([float("nan"), float("inf"), 1.0])).sum() == 1
     with pytest.raises(ValueError):

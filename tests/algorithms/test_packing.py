@@ -22,7 +22,7 @@ def planned(groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: in
 
 
 def computed(groups: list[list[Episode]], microbatch: list[tuple[int, int]]) -> int:
-    """Inputs that differ within each group."""
+    """Number of distinct inputs within each group."""
     members: dict[int, list[Episode]] = {}
     for group, episode in microbatch:
         members.setdefault(group, []).append(groups[group][episode])
@@ -30,7 +30,7 @@ def computed(groups: list[list[Episode]], microbatch: list[tuple[int, int]]) -> 
 
 
 @given(groups=GROUPS, tokens_per_microbatch=st.integers(24, 100), dp_size=st.integers(1, 5))
-def test_every_episode_once_within_the_budgets_and_equally_many_microbatches(
+def test_every_episode_is_planned_once_within_the_budgets_and_ranks_have_equally_many_microbatches(
     groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: int
 ) -> None:
     plan = planned(groups, tokens_per_microbatch, dp_size)
@@ -49,8 +49,8 @@ def test_every_episode_once_within_the_budgets_and_equally_many_microbatches(
 def test_the_slowest_rank_has_at_most_its_share_of_separate_episodes_and_the_longest(
     groups: list[list[Episode]], tokens_per_microbatch: int, dp_size: int
 ) -> None:
-    """Its waits included: the sum over micro-batches of the largest that run at the same time. And a rank waits for no
-    more than one piece of a group."""
+    """Including its waits: the sum over micro-batches of the largest concurrent one. And a rank waits for at most one
+    part of a group."""
     plan = planned(groups, tokens_per_microbatch, dp_size)
     tokens = [[computed(groups, microbatch) for microbatch in rank] for rank in plan]
     largest = [max(at_once) for at_once in zip(*tokens, strict=True)]
@@ -69,7 +69,7 @@ def test_the_slowest_rank_has_at_most_its_share_of_separate_episodes_and_the_lon
 def test_ranks_are_balanced_to_within_the_longest_episode_where_nothing_is_shared(
     lengths: list[int], tokens_per_microbatch: int, dp_size: int
 ) -> None:
-    """In their sums, and in what each waits for the largest at every micro-batch."""
+    """In their sums, and in the waits of each rank for the largest concurrent micro-batch."""
     plan = plan_microbatches(separate(lengths), tokens_per_microbatch, dp_size)
     tokens = [[sum(lengths[i] - 1 for i, _ in microbatch) for microbatch in rank] for rank in plan]
     assert max(map(sum, tokens)) - min(map(sum, tokens)) <= max(lengths)
@@ -83,24 +83,24 @@ def prompt_and_answers(prompt: int, answers: int) -> SharingGroup:
     return SharingGroup([prompt + 4] * answers, range(answers), [0] + [prompt] * (answers - 1))
 
 
-def test_groups_stay_together_where_that_is_balanced_and_are_divided_where_ranks_would_wait() -> None:
+def test_groups_stay_together_unless_ranks_would_wait() -> None:
     together = plan_microbatches([prompt_and_answers(100, 8)] * 4, 1000, 2)
     assert [[sorted({g for g, _ in microbatch}) for microbatch in rank] for rank in together] == [[[0, 2]], [[1, 3]]]
-    # One group for two ranks: both compute its prompt, because half of its answers are more than that.
+    # One group for two ranks: both compute its prompt, because half of its answers cost more than the prompt.
     divided = plan_microbatches([prompt_and_answers(4, 8)], 1000, 2)
     assert sorted(len(rank[0]) for rank in divided) == [4, 4]
-    # With a prompt of 900 both would compute nearly as much as one does alone.
+    # With a prompt of 900 both would compute nearly as much as one rank alone.
     undivided = plan_microbatches([prompt_and_answers(900, 8)], 2000, 2)
     assert sorted(len(rank[0]) for rank in undivided) == [0, 8]
 
 
-def test_a_group_above_the_budget_is_divided_and_its_prefix_computed_again() -> None:
+def test_a_group_above_the_budget_is_divided_and_its_prefix_recomputed() -> None:
     plan = plan_microbatches([prompt_and_answers(50, 8)], 62, 1)
     assert [len(microbatch) for microbatch in plan[0]] == [4, 4]
 
 
 def test_keys_are_bounded_where_many_answers_follow_a_long_prompt() -> None:
-    """50 answers would be computed by 250 inputs, but each of them reads the prompt."""
+    """50 answers have only 250 inputs of their own, but each attends to the prompt."""
     (microbatches,) = plan_microbatches([prompt_and_answers(100, 50)], 1000, 1)
     assert max(len(microbatch) for microbatch in microbatches) == KEYS_PER_TOKEN * 1000 // 103
     assert len(microbatches) == 2
@@ -109,10 +109,10 @@ def test_keys_are_bounded_where_many_answers_follow_a_long_prompt() -> None:
 @pytest.mark.parametrize(
     ("groups", "answers", "prompt", "budget", "ranks"), [(89, 64, 7, 100_000, 8), (256, 16, 4000, 8192, 8)]
 )
-def test_many_short_episodes_keep_the_bound_and_are_soon_planned(
+def test_many_short_episodes_keep_the_bound_and_are_planned_quickly(
     groups: int, answers: int, prompt: int, budget: int, ranks: int
 ) -> None:
-    """Where the longest episode is nothing beside a rank's share, and where single episodes would need many rounds."""
+    """The longest episode is negligible for the share of a rank, and single episodes would need many rounds."""
     sharing = [prompt_and_answers(prompt, answers)] * groups
     began = time.process_time()
     plan = plan_microbatches(sharing, budget, ranks)

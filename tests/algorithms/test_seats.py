@@ -18,7 +18,7 @@ SEATS = st.sampled_from(["white", "black", ""])
 
 
 class Sequence(NamedTuple):
-    """Of a play: what a teacher gives each token that it drew, and which earlier one it begins with."""
+    """A sequence of a rollout: the gain of each sampled token, and the earlier sequence it was forked from."""
 
     rollout: int
     seat: str
@@ -47,7 +47,7 @@ def listed(values: Values) -> list[float]:
 
 
 @given(st.lists(st.tuples(SEATS, st.integers(-3, 3)), min_size=1, max_size=12))
-def test_each_seat_is_compared_with_its_own_kind(sequences: list[tuple[str, int]]) -> None:
+def test_each_seat_is_compared_with_the_same_seat(sequences: list[tuple[str, int]]) -> None:
     group = GroupView.of([float(reward) for _, reward in sequences], seats=[seat for seat, _ in sequences])
     advantages = listed(BySeat(dr_grpo)(group))
     for (seat, reward), advantage in zip(sequences, advantages, strict=True):
@@ -55,7 +55,7 @@ def test_each_seat_is_compared_with_its_own_kind(sequences: list[tuple[str, int]
         assert abs(advantage - (reward - sum(own) / len(own))) < 1e-5
 
 
-def test_an_advantage_sees_all_that_is_known_of_its_seat() -> None:
+def test_an_advantage_gets_all_fields_of_its_seat() -> None:
     columns = {"value": [torch.full((n,), float(n)) for n in (1, 2, 3)]}
     group = GroupView.of([1, 2, 3], seats=["a", "b", "a"], lengths=[1, 2, 3], columns=columns)
 
@@ -67,7 +67,7 @@ def test_an_advantage_sees_all_that_is_known_of_its_seat() -> None:
     assert listed(BySeat(checked)(group)) == [0.0, 2.0, 6.0]
 
 
-def test_what_the_advantage_of_a_seat_remembers_is_saved() -> None:
+def test_the_state_of_a_seat_advantage_is_saved() -> None:
     group = GroupView.of([1.0, 3.0], seats=["white", "black"])
     before, after = BySeat(SeatBaselines()), BySeat(SeatBaselines())
     before(group)
@@ -79,7 +79,7 @@ def test_what_the_advantage_of_a_seat_remembers_is_saved() -> None:
     BySeat(dr_grpo).load_state_dict(BySeat(dr_grpo).state_dict())
 
 
-def test_a_seats_advantage_may_need_columns_and_be_of_turns_or_tokens() -> None:
+def test_a_seat_advantage_may_need_columns_and_be_per_turn_or_token() -> None:
     group = GroupView.of([1, 2, 3], seats=["a", "b", "a"], lengths=[1, 2, 3], columns={"value": [torch.zeros(1)] * 3})
 
     @needs("value")
@@ -97,34 +97,34 @@ def test_a_seats_advantage_may_need_columns_and_be_of_turns_or_tokens() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**16))
-def test_branches_of_a_seat_are_paths_of_their_own(seats: int, leaves: int, plays: int, seed: int) -> None:
-    """Each seat's tokens answer for what follows them on the way of that seat alone, as if it had played alone."""
-    draws = random.Random(seed)
+def test_branches_of_a_seat_are_independent_of_other_seats(seats: int, leaves: int, rollouts: int, seed: int) -> None:
+    """The advantages of a seat depend only on later tokens of that seat, as if it had been alone."""
+    rng = random.Random(seed)
     names = [f"seat {seat}" for seat in range(seats)]
     alone: dict[str, list[Sequence]] = {name: [] for name in names}
     together: list[Sequence] = []
-    for play in range(plays):
+    for rollout in range(rollouts):
         for leaf in range(leaves):
-            origin, shared = (draws.randrange(leaf), 1) if leaf else (None, 0)
+            origin, shared = (rng.randrange(leaf), 1) if leaf else (None, 0)
             for seat, name in enumerate(names):
-                turns = [0 if turn < shared else draws.randint(1, 3) for turn in range(2)]
-                gains = [float(draws.randint(-9, 9)) for _ in range(sum(turns))]
+                turns = [0 if turn < shared else rng.randint(1, 3) for turn in range(2)]
+                gains = [float(rng.randint(-9, 9)) for _ in range(sum(turns))]
                 fork = None if origin is None else (origin * seats + seat, shared)
-                together.append(Sequence(play, name, turns, gains, fork))
-                alone[name].append(Sequence(play, name, turns, gains, None if origin is None else (origin, shared)))
+                together.append(Sequence(rollout, name, turns, gains, fork))
+                alone[name].append(Sequence(rollout, name, turns, gains, None if origin is None else (origin, shared)))
     found: Any = BySeat(partial(distillation, discount=1.0))(view_of(together))
     expected = {name: iter(distillation(view_of(own), 1.0).values) for name, own in alone.items()}
     for sequence, values in zip(together, found.values, strict=True):
         torch.testing.assert_close(values, next(expected[sequence.seat]))
 
 
-def test_a_branch_without_its_origin_begins_with_nothing() -> None:
+def test_a_branch_without_its_origin_shares_no_tokens() -> None:
     sequences = [Sequence(0, "", [1, 1], [1.0, 2.0], None), Sequence(0, "", [0, 1], [4.0], (0, 1))]
     (values,) = distillation(part(view_of([*sequences, sequences[1]]), [1]), 1.0).values
     assert values.tolist() == [4.0]
 
 
-def test_what_cannot_be_of_a_seat_is_refused_by_its_name() -> None:
+def test_a_function_that_cannot_be_applied_per_seat_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"BySeat\(reinforce_pp "):
         BySeat(reinforce_pp)  # type: ignore[arg-type]
     group = GroupView.of([1, 2, 3], seats=["a", "b", "a"])

@@ -1,4 +1,4 @@
-"""docs/data.md names types and functions that exist, in the files that it says."""
+"""docs/data.md names types and functions that exist, in the named files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def defined(text: str) -> set[str]:
     return set(re.findall(r"^(?: *(?:class|def|async def) )?(\w+)\b(?=[(:\[]| = )", text, re.MULTILINE))
 
 
-def test_the_types_and_functions_of_the_page_exist_where_it_says() -> None:
+def test_types_and_functions_of_the_page_exist_in_the_named_files() -> None:
     page = (ROOT / "docs/data.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \| (.*?) \| (.*?) \|", page, re.MULTILINE)
     types = {name for name, *_ in rows}
     assert {"Group", "SerializedGroup", "Batch", "PackedShard", "MicroBatch"} <= types
     for name, file, *_ in rows:
         assert name in defined((SOURCE / file).read_text()), f"{name} is not in {file}"
-    (drawing,) = re.findall(r"## The path\n(.*?)\n## ", page, re.DOTALL)
-    shapes = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b(?:Turn|Completion|Group|Batch)\b", drawing))
+    (diagram,) = re.findall(r"## The path\n(.*?)\n## ", page, re.DOTALL)
+    shapes = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b(?:Turn|Completion|Group|Batch)\b", diagram))
     assert shapes - {"BufferCore"} <= types
     named = {name for row in rows for name in re.findall(r"`(?:\w+\.)?(\w+)`", " ".join(row[2:]))}
-    named |= set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", drawing))
+    named |= set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", diagram))
     everywhere = set().union(*(defined(path.read_text()) for path in SOURCE.rglob("*.py")))
     assert named - everywhere == set()

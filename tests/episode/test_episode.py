@@ -26,12 +26,12 @@ INFO = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9) 
 
 
 @st.composite
-def turns(draw: st.DrawFn, with_kept: bool, columns: list[str]) -> Turn:
+def turns(draw: st.DrawFn, with_masks: bool, columns: list[str]) -> Turn:
     n = draw(st.integers(0, 6))
     finite = st.floats(-1024, 0, width=32)
     trainable = np.asarray(draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
     sampling_masks = None
-    if with_kept:
+    if with_masks:
         sizes = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
         counts = np.where(trainable, np.asarray(sizes, np.int32), 0).astype(np.int32)
         total = int(counts.sum())
@@ -50,7 +50,7 @@ def turns(draw: st.DrawFn, with_kept: bool, columns: list[str]) -> Turn:
 
 @st.composite
 def column(draw: st.DrawFn, trainable: np.ndarray) -> np.ndarray:
-    """Any bits, where a token is trainable."""
+    """Arbitrary bits at trainable tokens."""
     bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(trainable), max_size=len(trainable)))
     return np.where(trainable, np.asarray(bits, np.uint32), 0).astype(np.uint32).view(np.float32)
 
@@ -70,8 +70,8 @@ def episodes(draw: st.DrawFn, columns: list[str]) -> Episode:
     dtype = draw(st.sampled_from([None, np.uint8, np.uint16]))
     if dtype is not None and episode.num_tokens:
         shape = (episode.num_tokens - 1, *draw(st.tuples(st.integers(1, 3), st.integers(1, 3))))
-        drawn = np.random.default_rng(draw(st.integers(0, 2**32)))
-        episode.expert_routes = drawn.integers(0, np.iinfo(dtype).max, shape).astype(dtype)
+        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+        episode.expert_routes = rng.integers(0, np.iinfo(dtype).max, shape).astype(dtype)
     return episode
 
 
@@ -89,7 +89,7 @@ def groups_of(columns: list[str], fewest: int = 0) -> st.SearchStrategy[Group]:
 
 GROUPS = COLUMNS.flatmap(groups_of)
 BATCHES = COLUMNS.flatmap(lambda columns: st.lists(groups_of(columns, fewest=1), min_size=1, max_size=3))
-"""Of groups that have the same columns."""
+"""Batches whose groups have the same columns."""
 
 
 def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
@@ -100,7 +100,7 @@ def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
 
 
 @given(GROUPS)
-def test_group_survives_its_bytes(group: Group) -> None:
+def test_a_group_survives_serialization(group: Group) -> None:
     read = deserialize_group(serialize_group(group))
     for name in ("group_id", "task_index", "failed", "attempt", "task"):
         assert getattr(read, name) == getattr(group, name)
@@ -126,8 +126,8 @@ def test_group_survives_its_bytes(group: Group) -> None:
 
 
 @given(GROUPS)
-def test_oldest_and_newest_version_are_those_of_trainable_tokens(group: Group) -> None:
-    drawn = [
+def test_only_trainable_tokens_count_for_the_oldest_and_newest_version(group: Group) -> None:
+    versions = [
         int(version)
         for episode in group.episodes
         for turn in episode.turns
@@ -135,13 +135,13 @@ def test_oldest_and_newest_version_are_those_of_trainable_tokens(group: Group) -
         if trainable
     ]
     packed = SerializedGroup.read(serialize_group(group))
-    assert packed.oldest_version == min(drawn, default=None)
-    assert packed.newest_version == max(drawn, default=None)
-    assert packed.trainable == sum(episode.num_trainable for episode in group.episodes) == len(drawn)
+    assert packed.oldest_version == min(versions, default=None)
+    assert packed.newest_version == max(versions, default=None)
+    assert packed.trainable == sum(episode.num_trainable for episode in group.episodes) == len(versions)
 
 
 @given(GROUPS)
-def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
+def test_the_header_has_all_fields_that_the_buffer_reads(group: Group) -> None:
     packed = SerializedGroup.read(serialize_group(group))
     assert packed.rewards.tolist() == group.rewards.tolist()
     assert packed.task == group.task
@@ -153,26 +153,24 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
         check_equal(values, episode.logprobs[episode.trainable])
     check_equal(packed.lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
     check_equal(packed.cut, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
-    for known, episode in zip(packed.episodes, group.episodes, strict=True):
-        assert (known.tokens, known.trainable) == (episode.num_tokens, episode.num_trainable)
-        assert (known.finish_reason, known.parts) == (episode.finish_reason, episode.parts)
-        assert (known.seat, len(known.turns)) == (episode.seat, len(episode.turns))
-        for (drawn_in_turn, reward), turn in zip(known.turns, episode.turns, strict=True):
-            assert (drawn_in_turn, reward) == (turn.trainable.sum(), turn.reward)
-        drawn = episode.policy_versions[episode.trainable]
+    for header, episode in zip(packed.episodes, group.episodes, strict=True):
+        assert (header.tokens, header.trainable) == (episode.num_tokens, episode.num_trainable)
+        assert (header.finish_reason, header.parts) == (episode.finish_reason, episode.parts)
+        assert (header.seat, len(header.turns)) == (episode.seat, len(episode.turns))
+        for (sampled_tokens, reward), turn in zip(header.turns, episode.turns, strict=True):
+            assert (sampled_tokens, reward) == (turn.trainable.sum(), turn.reward)
+        versions = episode.policy_versions[episode.trainable]
         for oldest in range(-1, 5):
-            since = sum(n for version, n in known.tokens_by_version.items() if version >= oldest)
-            assert since == (drawn >= oldest).sum()
-            masked = deserialize_episode(known.data)
+            since = sum(n for version, n in header.tokens_by_version.items() if version >= oldest)
+            assert since == (versions >= oldest).sum()
+            masked = deserialize_episode(header.data)
             mask_older(masked, oldest)
             assert masked.trainable.tolist() == (episode.trainable & (episode.policy_versions >= oldest)).tolist()
 
 
 @given(BATCHES, st.data())
 @settings(max_examples=50)
-def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
-    groups: list[Group], data: st.DataObject
-) -> None:
+def test_a_shard_has_the_outcomes_of_all_groups_and_its_own_episodes(groups: list[Group], data: st.DataObject) -> None:
     packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     places = [(g, e) for g, group in enumerate(groups) for e in range(len(group.episodes))]
     own = data.draw(st.lists(st.sampled_from(places), unique=True))
@@ -191,12 +189,12 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     assert shard.column_names == tuple(names) and shard.columns.keys() == set(asked)
     for g, group in enumerate(groups):
         check_equal(shard.plays[g], group.rollouts)
-        for e, drawn in enumerate(group.episodes):
-            assert shard.turn_rewards[g][e] == [turn.reward for turn in drawn.turns]
-            assert shard.turn_lengths[g][e] == [turn.trainable.sum() for turn in drawn.turns]
+        for e, original in enumerate(group.episodes):
+            assert shard.turn_rewards[g][e] == [turn.reward for turn in original.turns]
+            assert shard.turn_lengths[g][e] == [turn.trainable.sum() for turn in original.turns]
             for name in asked:
-                values = drawn.logprobs if name == BEHAVIOUR else drawn.column(name)
-                check_equal(shard.columns[name][g][e], values[drawn.trainable])
+                values = original.logprobs if name == BEHAVIOUR else original.column(name)
+                check_equal(shard.columns[name][g][e], values[original.trainable])
     assert shard.parts == [[episode.parts for episode in group.episodes] for group in groups]
     for group, rewards, lengths, truncated in zip(groups, shard.rewards, shard.lengths, shard.cut, strict=True):
         check_equal(rewards, group.rewards)
@@ -204,19 +202,19 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
         check_equal(truncated, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
     (taken,) = shard.deserialize()
     for (g, e), episode in zip(own, taken, strict=True):
-        drawn = groups[g].episodes[e]
-        assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
-        assert (episode.parts, episode.finish_reason) == (drawn.parts, drawn.finish_reason)
-        assert (episode.seat, episode.rollout) == (drawn.seat, groups[g].rollouts[e])
-        assert [turn.reward for turn in episode.turns] == [turn.reward for turn in drawn.turns]
+        original = groups[g].episodes[e]
+        assert episode.reward == np.float32(original.reward) or np.isinf(np.float32(original.reward))
+        assert (episode.parts, episode.finish_reason) == (original.parts, original.finish_reason)
+        assert (episode.seat, episode.rollout) == (original.seat, groups[g].rollouts[e])
+        assert [turn.reward for turn in episode.turns] == [turn.reward for turn in original.turns]
         for name in names:
-            check_equal(episode.column(name), drawn.column(name))
-        newer = drawn.trainable if oldest is None else drawn.trainable & (drawn.policy_versions >= oldest)
+            check_equal(episode.column(name), original.column(name))
+        newer = original.trainable if oldest is None else original.trainable & (original.policy_versions >= oldest)
         check_equal(episode.trainable, newer)
 
 
 def turn_of(tokens: int, **columns: list[float]) -> Turn:
-    """A turn whose tokens were all drawn."""
+    """A turn of sampled tokens only."""
     turn = Turn.from_completion([], Completion(np.arange(tokens), np.full(tokens, -1.0), np.full(tokens, 3), "stop"))
     turn.columns = {name: np.asarray(values, np.float32) for name, values in columns.items()}
     return turn
@@ -225,8 +223,8 @@ def turn_of(tokens: int, **columns: list[float]) -> Turn:
 def test_turns_of_a_group_have_the_same_columns() -> None:
     one, other = turn_of(2, teacher=[1, 2]), turn_of(1, teacher=[3], value=[4])
     group = Group(7, 0, [Episode([one], 0.0, "stop"), Episode([one, other], 0.0, "stop")])
-    said = r"group 7: turn 0 of episode 0 .*\['teacher'\], turn 1 of episode 1 .*\['teacher', 'value'\]"
-    with pytest.raises(ValueError, match=said):
+    message = r"group 7: turn 0 of episode 0 .*\['teacher'\], turn 1 of episode 1 .*\['teacher', 'value'\]"
+    with pytest.raises(ValueError, match=message):
         serialize_group(group)
 
 
@@ -237,7 +235,7 @@ def test_a_column_without_a_number_for_each_token_is_refused(values: list[float]
         serialize_group(group)
 
 
-def test_a_number_that_would_be_lost_is_refused() -> None:
+def test_a_column_value_that_would_be_lost_is_refused() -> None:
     turn = turn_of(2, value=[1.0, 2.0])
     turn.trainable[0], turn.logprobs[0] = False, 0.0
     with pytest.raises(ValueError, match="not trainable"):
@@ -264,8 +262,8 @@ def test_groups_of_a_batch_have_the_same_columns(one: Group, other: Group) -> No
         cut(Batch(0, packed[1:], None, np.zeros(1, np.int64)), ShardPlan(1, 10_000, ("a",)))
 
 
-def test_what_a_column_costs() -> None:
-    """4 bytes for each token that was drawn; none for a prompt."""
+def test_a_column_takes_four_bytes_per_sampled_token() -> None:
+    """4 bytes per sampled token; none for a prompt."""
     bare = [turn_of(1000) for _ in range(2)]
     for turn in bare:
         turn.trainable[:300], turn.logprobs[:300] = False, 0.0
@@ -274,7 +272,7 @@ def test_what_a_column_costs() -> None:
     assert sizes[1] - sizes[0] == pytest.approx(4 * 700, abs=64)
 
 
-def test_what_is_no_packed_group_is_refused() -> None:
+def test_bytes_that_are_not_a_serialized_group_are_refused() -> None:
     data = serialize_group(Group(7, 0, []))
     with pytest.raises(ValueError, match="GRP9"):
         deserialize_group(b"GRP9" + data[4:])
@@ -303,7 +301,7 @@ def test_a_completion_without_a_number_for_each_token_is_refused(logprobs: int, 
         Turn.from_completion([7], completion)
 
 
-def test_turn_from_completion_trains_only_what_was_drawn() -> None:
+def test_a_turn_from_a_completion_trains_only_sampled_tokens() -> None:
     completion = Completion(
         np.asarray([7, 8], np.int64), np.asarray([-0.5, -1.5]), np.asarray([3, 4], np.int64), "stop"
     )
@@ -352,8 +350,8 @@ def test_a_sampling_mask_that_would_be_lost_is_refused() -> None:
         _ = Episode([turn, replace(turn, sampling_masks=None)], 0.0, "stop").sampling_masks
 
 
-def test_what_kept_sets_and_routes_cost() -> None:
-    """4 bytes a kept id and 4 a token; a byte for each layer and expert."""
+def test_sampling_masks_and_routes_have_their_documented_sizes() -> None:
+    """4 bytes per id of a mask and 4 per token; for routes one byte per token, layer and selected expert."""
     n, size, layers, k = 1000, 20, 4, 2
     sampling_masks = SamplingMasks(np.full(n, size, np.int32), np.zeros(n * size, np.int32))
     completion = Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop")

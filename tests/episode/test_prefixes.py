@@ -1,4 +1,4 @@
-"""What the episodes of a group share."""
+"""Shared prefixes of the episodes of a group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def common(left: Episode, right: Episode) -> int:
 
 
 @given(GROUPS)
-def test_any_two_share_the_least_that_neighbours_between_them_share(episodes: list[Episode]) -> None:
+def test_two_episodes_share_the_minimum_of_the_neighbours_between_them(episodes: list[Episode]) -> None:
     order, shared = prefix_tree(episodes)
     assert sorted(order) == list(range(len(episodes))) and shared[0] == 0
     for left, right in combinations(range(len(order)), 2):
@@ -30,7 +30,7 @@ def test_any_two_share_the_least_that_neighbours_between_them_share(episodes: li
 
 
 @given(GROUPS)
-def test_the_header_of_a_group_tells_what_is_computed(episodes: list[Episode]) -> None:
+def test_the_header_of_a_group_has_its_prefix_tree(episodes: list[Episode]) -> None:
     group = SerializedGroup.read(serialize_group(Group(0, 0, episodes)))
     assert group.tree == prefix_tree(episodes)
     inputs = sum(episode.num_tokens - 1 for episode in episodes)

@@ -1,4 +1,4 @@
-"""Groups drawn from a batch to be looked at: what all ranks have of them, together."""
+"""Groups sampled from a batch for inspection: the ranks together have all of their episodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from monarch_rl.episode.shard import sample_groups, trained_episodes
 from tests.buffer.helpers import group
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=6)
-"""Episodes of each group."""
+"""Number of episodes of each group."""
 
 
 @given(SIZES, st.integers(1, 3), st.integers(0, 8), st.integers(0, 5))
-def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
+def test_the_ranks_have_each_episode_of_the_sampled_groups_once(
     sizes: list[int], ranks: int, limit: int, seed: int
 ) -> None:
     groups = [group(10 + g, *([4] * (1 + e) for e in range(size))) for g, size in enumerate(sizes)]
@@ -52,9 +52,9 @@ def test_a_sequence_without_an_advantage_has_none() -> None:
     assert {episode.place: episode.advantage for episode in found} == {0: None, 1: [1.0, 2.0]}
 
 
-def test_all_groups_are_drawn_equally_often() -> None:
-    """2 of 8 in 4,000 draws: each is drawn 1,000 times, with a standard deviation of 27."""
-    drawn = Counter(place for step in range(4000) for place in sample_groups(8, 2, f"seed/{step}"))
-    assert sorted(drawn) == list(range(8)) and sum(drawn.values()) == 8000
-    assert max(abs(count - 1000) for count in drawn.values()) < 5 * 27
+def test_all_groups_are_sampled_equally_often() -> None:
+    """2 of 8 groups in 4,000 samples: each is sampled 1,000 times, with a standard deviation of 27."""
+    counts = Counter(place for step in range(4000) for place in sample_groups(8, 2, f"seed/{step}"))
+    assert sorted(counts) == list(range(8)) and sum(counts.values()) == 8000
+    assert max(abs(count - 1000) for count in counts.values()) < 5 * 27
     assert sample_groups(8, 2, "seed/1") == sample_groups(8, 2, "seed/1")

@@ -1,4 +1,4 @@
-"""Random groups of episodes that share prefixes, and what they share by another count than the code's."""
+"""Random groups of episodes that share prefixes, and an independent count of their shared inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, LAYERS, EXPERTS, K = 50, 2, 4, 2
 
 def tree_of(lengths: Sequence[int], forks: Sequence[tuple[int, int]], seed: int, **parts: Any) -> list[Episode]:
     """One episode for each length; each follows an earlier one (``forks``: which, and for how many tokens) and then
-    goes its own way. Like the engine's: the routes and the kept sets of what is shared are equal, too."""
+    diverges. As from an engine, routes and sampling masks of shared tokens are equal, too."""
     rng = np.random.default_rng(seed)
     episodes: list[Episode] = []
     for length, (parent, shared) in zip(lengths, forks, strict=True):
@@ -35,8 +35,8 @@ def _episode(
     sampling_masks = None
     if kept:
         sets = [
-            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, 4)])) if drawn else np.zeros(0)
-            for token, drawn in zip(ids, trainable, strict=True)
+            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, 4)])) if sampled else np.zeros(0)
+            for token, sampled in zip(ids, trainable, strict=True)
         ]
         counts = np.asarray([len(of_token) for of_token in sets], np.int32)
         sampling_masks = SamplingMasks(counts, np.concatenate(sets).astype(np.int32))
@@ -49,7 +49,7 @@ def _episode(
 
 
 def _follow(episode: Episode, parent: Episode, shared: int) -> None:
-    """Take over the first tokens of another episode, drawn or not: each may have drawn them by itself."""
+    """Copy the first tokens of another episode, sampled or not: each episode may have sampled them itself."""
     (own,), (theirs,) = episode.turns, parent.turns
     shared = min(shared, len(own.token_ids), len(theirs.token_ids))
     own.token_ids[:shared] = theirs.token_ids[:shared]
@@ -72,7 +72,7 @@ def trees(draw: st.DrawFn, most: int = 7, longest: int = 24, **parts: Any) -> li
 
 
 def inputs_of(episode: Episode) -> list[Any]:
-    """What decides how each input is computed, beside the inputs before it."""
+    """The data that determine how each input is computed, besides the inputs before it."""
     ids = episode.token_ids[:-1].tolist()
     if episode.expert_routes is None:
         return ids
@@ -80,6 +80,6 @@ def inputs_of(episode: Episode) -> list[Any]:
 
 
 def distinct_inputs(episodes: Sequence[Episode]) -> int:
-    """Inputs that differ, or have different ones before them."""
+    """Number of inputs that differ, or whose preceding inputs differ."""
     lists = [inputs_of(episode) for episode in episodes]
     return len({tuple(inputs[: n + 1]) for inputs in lists for n in range(len(inputs))})

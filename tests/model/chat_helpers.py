@@ -1,4 +1,4 @@
-"""Small tokenizers with chat templates: Qwen3's, Llama 3's and SmolLM2's as published with the models, and own ones."""
+"""Small tokenizers with chat templates: published ones of Qwen3, Llama 3 and SmolLM2, and templates for the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TAGGED = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-"""As plain as a template can be."""
+"""A minimal template."""
 WORDS = (
     "{% for m in messages %}{{ m['role'] | upper + ':' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
@@ -23,7 +23,7 @@ FOLDED = (
     "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
     "{% else %}{{ raise_exception('roles are system, user, assistant') }}{% endif %}{% endfor %}"
 )
-"""The system message stands in the user's; no prompt opens a turn; tool messages are refused."""
+"""The system message is part of the user message; no prompt opens a turn; tool messages are refused."""
 SOURCES = {
     "qwen3": (TEMPLATES / "qwen3.jinja").read_text(),
     "llama3": (TEMPLATES / "llama3.jinja").read_text(),
@@ -41,10 +41,10 @@ SPECIAL = {
     "words": ["</s>"],
 }
 """Special tokens; the first one is the tokenizer's end token."""
-WORDS_OF_ITS_OWN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Qwen3's tokens that are no special ones."""
+ADDED_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+"""Qwen3's added tokens that are not special."""
 SPLIT = r"\s*[\r\n]+|\s+(?!\S)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-"""Into words, much as Llama 3's and Qwen's tokenizers do."""
+"""Splits into words, much as the tokenizers of Llama 3 and Qwen do."""
 CORPUS = [
     "the answer is forty two",
     "assistant user system tool\n\n",
@@ -59,8 +59,8 @@ def write_model(
     """A folder with a small byte-level BPE tokenizer, made in milliseconds, and a template.
 
     Args:
-        name: whose special tokens, and whose template if ``source`` is None; "" is neither.
-        end: an end token that ``generation_config.json`` names besides.
+        name: model with these special tokens, and with this template if ``source`` is None; "" means neither.
+        end: an additional end token in ``generation_config.json``.
         special: special tokens instead of those of ``name``.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -79,9 +79,9 @@ def write_model(
     )
     raw.train_from_iterator(CORPUS, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token=special[0])
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in special[1:]])  # without names, as Llama 3's
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special[1:]])  # without names, as in Llama 3
     if name == "qwen3":
-        tokenizer.add_tokens(WORDS_OF_ITS_OWN)
+        tokenizer.add_tokens(ADDED_TOKENS)
     tokenizer.chat_template = SOURCES.get(name) if source is None else source
     tokenizer.save_pretrained(str(folder))
     if end is not None:

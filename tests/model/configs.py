@@ -1,4 +1,4 @@
-"""Complete configs of small models, from which tests change some keys."""
+"""Complete configs of small models; tests change some of their keys."""
 
 from __future__ import annotations
 

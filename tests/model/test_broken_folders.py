@@ -1,4 +1,4 @@
-"""Model folders with one fault each, made from a good one: each is refused at once, by the file and what is wrong."""
+"""Model folders with one fault each: each is refused at once, with the file and the fault in the message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 @pytest.fixture(scope="module")
 def families(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny random model of every family, by the name that transformers has for it."""
+    """A tiny random model of every family, by its name in transformers."""
     root, made = tmp_path_factory.mktemp("families"), {}
     for kind, change in MODELS:
         made[kind] = root / kind
@@ -65,14 +65,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_model(folder: Path) -> None:
-    """What a run checks of a model folder before anything is spawned."""
+    """The checks of a model folder before a run spawns anything."""
     config = resolve_model(str(folder))
     check_folder(config)
     FolderTokenizer(config)
 
 
 def check_use(values: ModelConfig) -> None:
-    """What a run checks of a model whose folder is good."""
+    """The checks of a run for a model with a valid folder."""
     settings = GeneratorSettings()
     check_served(values, settings, on_gpu=False)
     check_cache(values, settings, memory_bytes=2**60)
@@ -84,7 +84,7 @@ def check_use(values: ModelConfig) -> None:
 
 
 def edited(file: str, **change: Any) -> Callable[[Path], object]:
-    """Change keys of a JSON file; None takes a key away."""
+    """Change keys of a JSON file; None removes a key."""
 
     def edit(folder: Path) -> None:
         values = json.loads((folder / file).read_text()) | change
@@ -117,7 +117,7 @@ def truncated(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(data[:-100])
 
 
-def cut_within_the_header(folder: Path) -> None:
+def truncated_within_the_header(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:50])
 
 
@@ -164,7 +164,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 
 def over_the_same_bytes(entries: dict[str, Any]) -> None:
-    """Two tensors of one shape, the second where the first is; the file is as long as before."""
+    """Two tensors of one shape share the same bytes; the length of the file is unchanged."""
     entries[K_PROJ]["data_offsets"] = entries[K_PROJ.replace("layers.1", "layers.0")]["data_offsets"]
 
 
@@ -186,7 +186,7 @@ YARN: dict[str, Any] = {
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a list": (written("config.json", "[]"), ["config.json", "list", "object"]),
-    "config is cut off": (written("config.json", '{"architectures": ['), ["config.json is not JSON"]),
+    "config is truncated": (written("config.json", '{"architectures": ['), ["config.json is not JSON"]),
     "architecture is a word": (config(architectures="Qwen3ForCausalLM"), ["architecture none "]),
     "another architecture": (config(architectures=["GPT2LMHeadModel"]), ["architecture GPT2LMHeadModel"]),
     "no hidden_size": (config(hidden_size=None), ["config.json lacks hidden_size"]),
@@ -206,7 +206,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "quantised": (config(quantization_config={"quant_method": "fp8"}), ["quantised"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), ["no *.safetensors file"]),
     "truncated": (truncated, [WEIGHTS, "truncated"]),
-    "cut within the header": (cut_within_the_header, [WEIGHTS, "header"]),
+    "truncated within the header": (truncated_within_the_header, [WEIGHTS, "header"]),
     "empty": (written(WEIGHTS, ""), [WEIGHTS, "is not a safetensors file"]),
     "no safetensors": (written(WEIGHTS, "a" * 99), [WEIGHTS, "is not a safetensors file"]),
     "shard missing": (a_shard_is_missing, ["model-00002-of-00002.safetensors", "index.json lists", "other tensors"]),
@@ -256,15 +256,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("break_it", "said"), FAULTS.values(), ids=FAULTS.keys())
-def test_it_is_refused_by_name(good: Path, tmp_path: Path, break_it: Callable[[Path], object], said: list[str]) -> None:
+@pytest.mark.parametrize(("break_it", "message_parts"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_broken_folder_is_refused_by_name(
+    good: Path, tmp_path: Path, break_it: Callable[[Path], object], message_parts: list[str]
+) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(good, folder)
     break_it(folder)
     with pytest.raises(ValueError) as refused:
         check_model(folder)
     message = str(refused.value)
-    assert [part for part in (*said, str(folder)) if part not in message] == [], message
+    assert [part for part in (*message_parts, str(folder)) if part not in message] == [], message
     assert "\n" not in message and len(message) < 600, message
 
 
@@ -291,11 +293,11 @@ def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Pa
     found = resolve_model(str(tmp_path))
     assert found.num_key_value_heads == 4
     check_folder(found)
-    assert (served := find_config(str(tmp_path))) == found  # what an engine reads
+    assert (served := find_config(str(tmp_path))) == found  # as an engine reads it
     check_free(cpu_memory(served, GeneratorSettings(), FULL_TRAINING), free_bytes=2**60)
 
 
-def test_a_config_is_found_of_any_architecture_in_a_folder(tmp_path: Path) -> None:
+def test_a_config_of_any_architecture_is_found_in_a_folder(tmp_path: Path) -> None:
     assert find_config("some/hub-name") is None and find_config(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     other = find_config(str(tmp_path))
@@ -317,8 +319,8 @@ def test_a_config_of_another_architecture_is_not_parsed(values: dict[str, Any]) 
         parse_config(values)
 
 
-def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path: Path) -> None:
-    """A tied model's LM head, which Qwen's folders have, and tables of rotary embeddings."""
+def test_tensors_that_transformers_ignores_are_accepted(good: Path, tmp_path: Path) -> None:
+    """The LM head of a tied model, as in Qwen's folders, and tables of rotary embeddings."""
     folder = tmp_path / "more"
     shutil.copytree(good, folder)
     extra = {"lm_head.weight": torch.zeros(98, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
@@ -351,7 +353,7 @@ VALUES: list[Any] = [
 def test_any_value_of_any_key_is_refused_by_name_or_accepted(
     families: dict[str, Path], tmp_path: Path, value: object
 ) -> None:
-    """Generated from the configs that transformers writes; None takes the key away. Nothing else may be raised."""
+    """Generated from the configs that transformers writes; None removes the key. Nothing else may be raised."""
     for family, model in families.items():
         folder = tmp_path / family
         shutil.copytree(model, folder)
@@ -379,7 +381,7 @@ def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("family", "change", "message"),
     [
         (
             "qwen3",
@@ -434,20 +436,20 @@ def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, A
         ),
     ],
 )
-def test_a_value_of_which_another_model_would_be_made_is_refused(
-    families: dict[str, Path], tmp_path: Path, family: str, change: dict[str, Any], said: str
+def test_a_value_that_would_make_another_model_is_refused(
+    families: dict[str, Path], tmp_path: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(families[family], folder)
     check_model(folder)
     config(**change)(folder)
-    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
         check_model(folder)
     assert str(folder) in str(refused.value)
 
 
-def test_a_mistral_may_have_a_window_that_no_sequence_leaves(families: dict[str, Path], tmp_path: Path) -> None:
-    """As the refusal says: within it, attention is to all tokens. Another family's key is nothing to a Llama."""
+def test_a_mistral_may_have_a_window_longer_than_all_sequences(families: dict[str, Path], tmp_path: Path) -> None:
+    """As the error message explains: within the window, attention covers all tokens. A Llama ignores this key."""
     for family, change in (
         ("mistral", {"sliding_window": 64}),
         ("mistral", {"max_position_embeddings": 4096}),
@@ -460,10 +462,10 @@ def test_a_mistral_may_have_a_window_that_no_sequence_leaves(families: dict[str,
         shutil.rmtree(folder)
 
 
-def test_a_mistral_may_hold_its_weights_once_more_under_names_of_its_own(
+def test_a_mistral_may_have_a_second_copy_of_its_weights_under_its_own_names(
     families: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As the Hub's folders of Mistral-7B-v0.3 and others do. Under Hugging Face's names they would be read."""
+    """As in the Hub's folders of Mistral-7B-v0.3 and others. Under Hugging Face's names they would be loaded."""
     folder = tmp_path / "twice"
     shutil.copytree(families["mistral"], folder)
     save_file({"layers.0.attention.wq.weight": torch.zeros(48, 32)}, folder / "consolidated.safetensors")
@@ -473,8 +475,8 @@ def test_a_mistral_may_hold_its_weights_once_more_under_names_of_its_own(
         check_model(folder)
 
 
-def test_what_mistral_adds_to_a_repository_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
-    """By the Hub's own rule of what its patterns take."""
+def test_extra_files_of_mistral_repositories_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
+    """By the pattern rules of the Hub itself."""
     taken: list[str] = []
     files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model.v3"]
 
@@ -487,9 +489,7 @@ def test_what_mistral_adds_to_a_repository_is_not_downloaded(monkeypatch: pytest
     assert taken == files[:2]
 
 
-def test_a_qwen3_moe_may_have_null_for_the_distance_of_its_sparse_layers(
-    families: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_qwen3_moe_may_have_null_as_decoder_sparse_step(families: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "null"
     shutil.copytree(families["qwen3_moe"], folder)
     values = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What a template cannot do is said at once; a turn is read and closed as the template would."""
+"""Limits of a template are reported at once; a turn is parsed and closed as the template would."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def text(conversation: Conversation) -> str:
 def test_without_a_template_contents_are_joined(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, ""))
     conversation.add([system("Add. "), user("1 + 2 =")])
-    drawn = conversation.template._plain("3</s>")
-    assert conversation.replied(drawn, "stop").text == "3"
+    sampled = conversation.template._plain("3</s>")
+    assert conversation.replied(sampled, "stop").text == "3"
     conversation.add(user(" next"))
     assert text(conversation) == "Add. 1 + 2 =3</s> next"
-    assert conversation.template.stop_token_ids == (drawn[-1],)
+    assert conversation.template.stop_token_ids == (sampled[-1],)
 
 
 @pytest.mark.parametrize("name", [*SOURCES, ""])
-def test_a_turn_that_is_given_stands_as_the_template_writes_it_and_ends(tmp_path: Path, name: str) -> None:
-    """So a supervised answer is what an engine would have drawn, behind what it would have been asked."""
+def test_a_given_turn_is_rendered_and_ended_by_the_template(tmp_path: Path, name: str) -> None:
+    """So a supervised answer equals what an engine would have generated after the same prompt."""
     options = {"enable_thinking": False} if name == "qwen3" else {}
     template = chat(tmp_path, name, options)
     opening, turn = Conversation(template).add("what a question"), template.turn("the answer is 3")
-    said = [{"role": "user", "content": "what a question"}, {"role": "assistant", "content": "the answer is 3"}]
+    rows = [{"role": "user", "content": "what a question"}, {"role": "assistant", "content": "the answer is 3"}]
     whole = "what a questionthe answer is 3"
     if name:
-        whole = template.tokenizer.apply_chat_template(said, tokenize=False, **options)
+        whole = template.tokenizer.apply_chat_template(rows, tokenize=False, **options)
     assert turn[-1] in template.stop_token_ids
     assert whole.startswith(template.decode([*opening, *turn] if template.shape().end else [*opening, *turn[:-1]]))
 
@@ -60,11 +60,11 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
 
 def test_a_system_prompt_opens_conversations_that_have_none(tmp_path: Path) -> None:
     template = chat(tmp_path, "tagged", system="Be brief.")
-    for opening, said in ([user("?")], "Be brief."), ([system("Be long."), user("?")], "Be long."):
+    for opening, prompt in ([user("?")], "Be brief."), ([system("Be long."), user("?")], "Be long."):
         conversation = Conversation(template)
         conversation.add(opening)
-        assert text(conversation).startswith(f"<|start|>system\n{said}<|end|>\n<|start|>user\n?")
-        assert conversation.messages[0] == system(said)
+        assert text(conversation).startswith(f"<|start|>system\n{prompt}<|end|>\n<|start|>user\n?")
+        assert conversation.messages[0] == system(prompt)
 
 
 def test_a_system_message_that_the_template_rejects_is_refused_at_start(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_system_message_that_the_template_rejects_is_refused_at_start(tmp_path
 
 
 SKIPS_TOOLS = TAGGED.replace("messages %}", "messages if m['role'] != 'tool' %}", 1)
-"""Loses what tools say without a word."""
+"""Drops tool messages silently."""
 
 
 def test_tool_messages_that_the_template_drops_are_refused(tmp_path: Path) -> None:
@@ -112,13 +112,13 @@ ENDS_DIFFERENTLY = (
         (ENDS_DIFFERENTLY, "'</s>' and an earlier one with '<|end|>"),
     ],
 )
-def test_templates_that_cannot_hold_a_conversation_are_refused(tmp_path: Path, source: str, sentence: str) -> None:
+def test_templates_that_cannot_render_a_conversation_are_refused(tmp_path: Path, source: str, sentence: str) -> None:
     with pytest.raises(ChatError) as caught:
         ChatTemplate(write_model(tmp_path, "tagged", source))
     assert sentence in str(caught.value)
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_content_that_is_not_text_is_refused(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     image = {"role": "user", "content": [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "What is it?"}]}
     with pytest.raises(ChatError, match="Images"):
@@ -138,7 +138,7 @@ class OwnMessage:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "messages",
     [
         "What is?",
         OwnMessage("user", "What is?"),
@@ -147,19 +147,19 @@ class OwnMessage:
         [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is?"}]}],
     ],
 )
-def test_messages_come_in_several_forms(tmp_path: Path, said: Messages) -> None:
+def test_messages_come_in_several_forms(tmp_path: Path, messages: Messages) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
-    conversation.add(said)
+    conversation.add(messages)
     assert conversation.messages == [user("What is?")]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "tagged"])
-def test_a_turn_cut_inside_a_thought_is_closed_before_the_reply_ends(tmp_path: Path, name: str) -> None:
-    """And only where the template knows thoughts."""
+def test_a_turn_truncated_inside_a_thought_is_closed_before_the_next_message(tmp_path: Path, name: str) -> None:
+    """Only where the template supports thoughts."""
     conversation = Conversation(chat(tmp_path, name))
     conversation.add(user("1+2?"))
-    drawn = conversation.template._plain("<think>\nWell, 1")
-    reply = conversation.replied(drawn, "length")
+    sampled = conversation.template._plain("<think>\nWell, 1")
+    reply = conversation.replied(sampled, "length")
     context = conversation.template.decode(conversation.add(user("Go on.")))
     if name == "qwen3":
         assert (reply.thinking, reply.text) == ("Well, 1", "")
@@ -177,19 +177,19 @@ OPEN_THOUGHT = TAGGED.replace("assistant\n'", "assistant\n<think>\n'").replace(
 
 def test_a_thought_that_the_prompt_opens_is_closed_and_read(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "tagged", OPEN_THOUGHT))
-    for drawn, how, thinking, says, closes in (
+    for sampled, how, thinking, answer, closes in (
         ("hm\n</think>\n\n3<|end|>", "stop", "hm", "3", "\n"),
         ("hm\n</think>\n\n3", "length", "hm", "3", "<|end|>\n"),
         ("hm", "length", "hm", "", "\n</think>\n\n<|end|>\n"),
     ):
         conversation = Conversation(template)
         conversation.add(user("1+2?"))
-        reply = conversation.replied(template._plain(drawn), how)
-        assert (reply.thinking, reply.text) == (thinking, says)
+        reply = conversation.replied(template._plain(sampled), how)
+        assert (reply.thinking, reply.text) == (thinking, answer)
         assert template.decode(conversation.add(user("So?"))).startswith(closes + "<|start|>user\nSo?")
 
 
-def test_whatever_end_token_was_drawn_stands_in_for_the_templates(tmp_path: Path) -> None:
+def test_any_sampled_end_token_replaces_the_one_of_the_template(tmp_path: Path) -> None:
     template = chat(tmp_path, "qwen3")
     assert template.decode(template.stop_token_ids) in ("<|endoftext|><|im_end|>", "<|im_end|><|endoftext|>")
     for end in "<|im_end|>", "<|endoftext|>":
@@ -207,7 +207,7 @@ ROLE_ENDS = (
 
 
 def test_a_role_that_ends_the_turn_is_not_written_twice(tmp_path: Path) -> None:
-    """As with GLM, whose turns end with the token that opens the next message."""
+    """As in GLM, whose turns end with the token that opens the next message."""
     special = {"role_ends": ["</s>", "<|user|>", "<|assistant|>", "<|tool|>"]}
     folder = write_model(tmp_path, "role_ends", ROLE_ENDS, end="<|user|>", special=special["role_ends"])
     template = ChatTemplate(folder)
@@ -227,31 +227,31 @@ AFTER_CALLS = (
     "{% for call in m.tool_calls %}{{ '{' + call.function.name + '}' }}{% endfor %}{{ '<|end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-"""Writes a tool's answer only after a call of it, whose name it takes."""
+"""Renders the answer of a tool only after a call of it, under the name of the call."""
 
 
-def test_answers_that_a_template_writes_only_after_a_call_are_written(tmp_path: Path) -> None:
+def test_tool_answers_that_require_a_call_are_rendered_after_a_call(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "tagged", AFTER_CALLS))
-    for drawn, how, closes in ("{add}<|end|>", "stop", "\n"), ("{add}", "length", "<|end|>\n"):
+    for sampled, how, closes in ("{add}<|end|>", "stop", "\n"), ("{add}", "length", "<|end|>\n"):
         conversation = Conversation(template)
         conversation.add(user("1+2?"))
-        conversation.replied(template._plain(drawn), how)
+        conversation.replied(template._plain(sampled), how)
         with pytest.raises(ChatError, match="name of the tool"):
             conversation.add(tool("3"))
         context = conversation.add(ToolCall("add", id="call00000").answer("3"))
         assert template.decode(context) == closes + "<|start|>add\n3<|end|>\n<|start|>assistant\n"
 
 
-GOES_ON = (
+CONTINUES = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
     "{{ '<|start|>' + m.role + '\n' + m.content + ('(call)' if m.tool_calls else '<|end|>\n') }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-"""A tool's answer stands inside the turn that called it, which goes on after it."""
+"""The answer of a tool is inside the turn that called it, which continues after it."""
 
 
-def test_an_answer_inside_the_turn_that_called_it_is_written_there(tmp_path: Path) -> None:
-    template = ChatTemplate(write_model(tmp_path, "tagged", GOES_ON))
+def test_a_tool_answer_inside_the_calling_turn_is_rendered_there(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", CONTINUES))
     conversation = Conversation(template)
     conversation.add(user("1+2?"))
     conversation.replied(template._plain("(call)"), "length")
@@ -263,7 +263,7 @@ def test_an_answer_inside_the_turn_that_called_it_is_written_there(tmp_path: Pat
     assert text(conversation) == whole
 
 
-def test_messages_can_be_read_without_asking_for_a_turn(tmp_path: Path) -> None:
+def test_messages_can_be_read_without_a_turn(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     conversation.read(system("Add."))
     conversation.read([user("1+2?"), assistant("3")])
@@ -274,14 +274,14 @@ def test_messages_can_be_read_without_asking_for_a_turn(tmp_path: Path) -> None:
     )
 
 
-def test_a_turn_that_was_cut_can_be_asked_to_go_on_with_nothing_said(tmp_path: Path) -> None:
+def test_a_truncated_turn_can_be_followed_by_another_without_a_message(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     conversation.add(user("1+2?"))
     conversation.replied(conversation.template._plain("It is"), "length")
     assert conversation.template.decode(conversation.add()) == "<|end|>\n<|start|>assistant\n"
 
 
-def test_turns_come_one_by_one(tmp_path: Path) -> None:
+def test_turns_strictly_alternate(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     with pytest.raises(ChatError, match="no turn"):
         conversation.replied([1], "stop")
@@ -290,7 +290,7 @@ def test_turns_come_one_by_one(tmp_path: Path) -> None:
         conversation.add(user("2+2?"))
 
 
-def test_a_fork_shares_what_was_and_goes_its_own_way(tmp_path: Path) -> None:
+def test_a_fork_shares_the_past_and_diverges(tmp_path: Path) -> None:
     template = chat(tmp_path, "tagged")
     conversation = Conversation(template)
     conversation.add(user("1+2?"))
@@ -308,7 +308,7 @@ def test_a_fork_shares_what_was_and_goes_its_own_way(tmp_path: Path) -> None:
     assert [message.content for message in fork.messages] == ["1+2?", "4", "Sure?"]
 
 
-def test_openings_that_are_remembered_are_not_shared(tmp_path: Path) -> None:
+def test_cached_openings_are_not_shared(tmp_path: Path) -> None:
     template = chat(tmp_path, "tagged")
     first, second = Conversation(template), Conversation(template)
     ids = first.add(user("1+2?"))
@@ -319,8 +319,8 @@ def test_openings_that_are_remembered_are_not_shared(tmp_path: Path) -> None:
 def test_text_ends_before_a_stop_string_and_has_no_special_tokens(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     conversation.add(user("1+2?"))
-    drawn = conversation.template._plain("It<|start|> is 3. Next: 4")
-    reply = conversation.replied(drawn, "stop", stop=[" Next:"])
+    sampled = conversation.template._plain("It<|start|> is 3. Next: 4")
+    reply = conversation.replied(sampled, "stop", stop=[" Next:"])
     assert (reply.text, reply.raw) == ("It is 3.", "It<|start|> is 3. Next: 4")
-    assert conversation.ids[-len(drawn) :] == drawn
+    assert conversation.ids[-len(sampled) :] == sampled
     assert conversation.messages[-1] == Message("assistant", reply.raw)

@@ -1,4 +1,4 @@
-"""Ids that only grow are the template's own rendering of the whole, wherever the template lets a conversation grow."""
+"""Ids that only grow equal the template's rendering of the whole conversation, wherever the template allows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from monarch_rl.model.messages import Message, system, tool, user
 from tests.model.chat_helpers import SOURCES, write_model
 
 END = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "smollm2": "<|im_end|>", "tagged": "<|end|>", "folded": "</s>"}
-"""With what each template closes a turn; ``words`` closes it without a token."""
+"""The end token of each template; ``words`` has none."""
 
 
 @functools.cache
@@ -29,88 +29,91 @@ def template(name: str, thinking: bool | None = None, system_prompt: str = "") -
 
 
 @dataclass
-class Rolled:
-    """One turn: what was said before it, and what was drawn."""
+class SampledTurn:
+    """One turn: the messages before it, and its sampled tokens."""
 
-    said: list[Message]
+    messages: list[Message]
     context: list[int]
-    drawn: list[int]
+    sampled: list[int]
     text: str
-    """Of the turn, without its end token."""
+    """Text of the turn, without its end token."""
     how: str
     """``stop``, ``length``, or ``string``."""
 
 
-def play(
+def run_turns(
     chat: ChatTemplate, turns: list[tuple[list[Message], list[str], str]], end: str
-) -> tuple[Conversation, list[Rolled]]:
-    """Play turns, each drawn in pieces that are encoded one by one, as a policy may draw what no tokenizer would."""
-    conversation, played = Conversation(chat), []
-    for said, pieces, how in turns:
-        context = conversation.add(said)
+) -> tuple[Conversation, list[SampledTurn]]:
+    """Run turns whose parts are encoded one by one, since a policy may sample ids that no tokenizer would produce."""
+    conversation, rollout = Conversation(chat), []
+    for messages, parts, how in turns:
+        context = conversation.add(messages)
         ends = how == "stop" and end
-        drawn = [token for piece in [*pieces, *([end] if ends else [])] for token in chat._plain(piece)]
-        conversation.replied(drawn, "length" if how == "length" else "stop")
-        played.append(Rolled(said, context, drawn, "".join(pieces), how if ends or how != "stop" else "string"))
-    return conversation, played
+        sampled = [token for part in [*parts, *([end] if ends else [])] for token in chat._plain(part)]
+        conversation.replied(sampled, "length" if how == "length" else "stop")
+        ending = how if ends or how != "stop" else "string"
+        rollout.append(SampledTurn(messages, context, sampled, "".join(parts), ending))
+    return conversation, rollout
 
 
 def row_of(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": message.content}
 
 
-def said_in(chat: ChatTemplate, context: list[int]) -> str:
-    """Of the ids before a turn of Qwen3's: what follows the first start of a message."""
+def messages_in(chat: ChatTemplate, context: list[int]) -> str:
+    """The text of the ids before a Qwen3 turn, after the first start of a message."""
     return chat.decode(context).partition("<|im_start|>")[2]
 
 
 def whole(chat: ChatTemplate, rows: list[dict[str, Any]]) -> str:
-    """The template's own rendering, by transformers."""
+    """The rendering of the template by transformers."""
     text: str = chat.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, **chat.options)
     return text
 
 
-def grown(chat: ChatTemplate, played: list[Rolled], last: list[Message]) -> tuple[str, list[int]] | None:
-    """What the template makes of the whole conversation, and where turns begin and end in it; None where what it writes
-    for more turns does not begin with what it writes for fewer and with what was drawn."""
+def grown(chat: ChatTemplate, rollout: list[SampledTurn], last: list[Message]) -> tuple[str, list[int]] | None:
+    """The template's rendering of the whole conversation, and where turns begin and end in it. None if the rendering of
+    more turns does not start with that of fewer turns and the sampled text."""
     rows: list[dict[str, Any]] = []
     before, places = "", []
-    for turn in played:
-        rows += map(row_of, turn.said)
+    for turn in rollout:
+        rows += map(row_of, turn.messages)
         text = whole(chat, rows)
         if not text.startswith(before):
             return None
-        drawn = turn.text
-        thinks = chat.options and (text + drawn).rfind("<think>") > (text + drawn).rfind("</think>")
+        reply = turn.text
+        thinks = chat.options and (text + reply).rfind("<think>") > (text + reply).rfind("</think>")
         if thinks and turn.how != "stop":
-            drawn = drawn + "\n</think>\n\n"
+            reply = reply + "\n</think>\n\n"
         places += [len(text), len(text) + len(turn.text)]
-        rows.append({"role": "assistant", "content": drawn})
-        before = text + drawn
+        rows.append({"role": "assistant", "content": reply})
+        before = text + reply
     rows += map(row_of, last)
     text = whole(chat, rows)
     return (text, places) if text.startswith(before) else None
 
 
 WORDS = st.text(st.sampled_from("the answer is 42\n:é好🙂<|"), max_size=12)
-SAID = st.one_of(
+MESSAGES = st.one_of(
     st.lists(st.builds(user, WORDS), min_size=1, max_size=1),
     st.lists(st.builds(tool, WORDS.map(lambda text: text + ".")), min_size=1, max_size=2),
 )
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> list[str]:
-    """A turn: a thought that is closed, a thought that is cut, or none; then what it says."""
-    solid = WORDS.map(str.strip).filter(bool)  # Qwen3's template takes newlines away
+def parts(draw: st.DrawFn) -> list[str]:
+    """A turn: a closed thought, a truncated one, or none; then the answer."""
+    solid = WORDS.map(str.strip).filter(bool)  # Qwen3's template strips newlines
     thought = ["<think>", "\n", *draw(st.lists(solid, min_size=1, max_size=2))]
-    kind = draw(st.sampled_from(["closed", "closed", "closed", "cut", "none"]))
-    says = draw(st.sampled_from([["the an", "swer"], ["what a ques", "tion"], [draw(solid), draw(WORDS), draw(solid)]]))
-    return {"closed": [*thought, "\n", "</think>", "\n\n", *says], "cut": thought, "none": says}[kind]
+    kind = draw(st.sampled_from(["closed", "closed", "closed", "truncated", "none"]))
+    answer = draw(
+        st.sampled_from([["the an", "swer"], ["what a ques", "tion"], [draw(solid), draw(WORDS), draw(solid)]])
+    )
+    return {"closed": [*thought, "\n", "</think>", "\n\n", *answer], "truncated": thought, "none": answer}[kind]
 
 
 TURNS = st.lists(
-    st.tuples(SAID, pieces(), st.sampled_from(["stop", "stop", "length", "string"])), min_size=1, max_size=4
+    st.tuples(MESSAGES, parts(), st.sampled_from(["stop", "stop", "length", "string"])), min_size=1, max_size=4
 )
 
 
@@ -118,11 +121,11 @@ TURNS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(
     turns=TURNS,
-    last=SAID,
+    last=MESSAGES,
     opening=st.lists(st.builds(system, WORDS.filter(str.strip)), max_size=1),
     thinking=st.booleans(),
 )
-def test_ids_are_those_drawn_and_the_whole_is_the_templates_own(
+def test_sampled_ids_are_kept_and_the_text_equals_the_templates_rendering(
     name: str,
     turns: list[tuple[list[Message], list[str], str]],
     last: list[Message],
@@ -130,38 +133,38 @@ def test_ids_are_those_drawn_and_the_whole_is_the_templates_own(
     thinking: bool,
 ) -> None:
     chat = template(name, thinking if name == "qwen3" else None)
-    if name == "qwen3":  # which drops thoughts once a user speaks
-        turns = [([tool("3.")] if thinking else said, drawn, how) for said, drawn, how in turns]
+    if name == "qwen3":  # which drops thoughts after a user message
+        turns = [([tool("3.")] if thinking else messages, parts, how) for messages, parts, how in turns]
     if name == "folded":  # which refuses tools
-        turns, last = [([user("?")], drawn, how) for _, drawn, how in turns], [user("!")]
+        turns, last = [([user("?")], parts, how) for _, parts, how in turns], [user("!")]
     turns[0] = [*opening, user("begin")], turns[0][1], turns[0][2]
-    conversation, played = play(chat, turns, END.get(name, ""))
+    conversation, rollout = run_turns(chat, turns, END.get(name, ""))
     context = conversation.add(last)
 
-    expected = [*itertools.chain.from_iterable(turn.context + turn.drawn for turn in played), *context]
+    expected = [*itertools.chain.from_iterable(turn.context + turn.sampled for turn in rollout), *context]
     assert conversation.ids == expected
     text = chat.decode(conversation.ids)
-    reference = grown(chat, played, last)
+    reference = grown(chat, rollout, last)
     event("stable" if reference else "not stable")
-    if name == "qwen3":  # what is new reads as in the whole, also where older turns do not
-        rows = [row for turn in played for row in (*map(row_of, turn.said), {"role": "assistant", "content": "."})]
-        assert whole(chat, [*rows, *map(row_of, last)]).endswith("<|im_start|>" + said_in(chat, context))
+    if name == "qwen3":  # new messages are rendered as in the whole, even if older turns are not
+        rows = [row for turn in rollout for row in (*map(row_of, turn.messages), {"role": "assistant", "content": "."})]
+        assert whole(chat, [*rows, *map(row_of, last)]).endswith("<|im_start|>" + messages_in(chat, context))
     if reference is None:
         return
     assert text == reference[0]
     ids = chat._plain(reference[0])
     if all(ids[: len(prefix)] == prefix for prefix in (chat._plain(reference[0][:place]) for place in reference[1])):
-        drawn = [chat._plain(turn.text) == turn.drawn[: len(turn.drawn) - (turn.how == "stop")] for turn in played]
-        event("as a tokenizer splits it" if all(drawn) else "as no tokenizer splits it")
-        assert (conversation.ids == ids) == all(drawn)
+        same = [chat._plain(turn.text) == turn.sampled[: len(turn.sampled) - (turn.how == "stop")] for turn in rollout]
+        event("as a tokenizer splits it" if all(same) else "as no tokenizer splits it")
+        assert (conversation.ids == ids) == all(same)
 
 
-CUTS = ["stop", "length", "string"]
+ENDINGS = ["stop", "length", "string"]
 
 
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("how", ENDINGS)
 @pytest.mark.parametrize(
-    ("name", "said", "last"),
+    ("name", "conversation", "last"),
     [
         ("smollm2", [[system("Add."), user("1+2?")], [user("2+2?")]], [tool("4.")]),
         ("smollm2", [[user("1+2?")], [tool("3."), tool("4.")]], [user("So?")]),
@@ -173,15 +176,15 @@ CUTS = ["stop", "length", "string"]
         ("words", [[system("Add."), user("1+2?")], [tool("3.")]], [user("So?")]),
     ],
 )
-def test_these_conversations_grow_and_are_the_templates_own(
-    name: str, said: list[list[Message]], last: list[Message], how: str
+def test_growing_conversations_equal_the_templates_rendering(
+    name: str, conversation: list[list[Message]], last: list[Message], how: str
 ) -> None:
-    """So that the property above is not one of nothing."""
+    """Examples that show that the property above is not vacuous."""
     chat = template(name, True if name == "qwen3" else None)
     thought = "<think>\nhm\n</think>\n\n" if name == "qwen3" else ""
-    turns = [(messages, [thought + "the answer"], how) for messages in said]
-    conversation, played = play(chat, turns, END.get(name, ""))
-    conversation.add(last)
-    reference = grown(chat, played, last)
+    turns = [(messages, [thought + "the answer"], how) for messages in conversation]
+    run, rollout = run_turns(chat, turns, END.get(name, ""))
+    run.add(last)
+    reference = grown(chat, rollout, last)
     assert reference is not None
-    assert conversation.ids == chat._plain(reference[0])
+    assert run.ids == chat._plain(reference[0])

@@ -1,4 +1,4 @@
-"""Tokenizers are compared by what their ids stand for."""
+"""Tokenizers are compared by the meaning of their ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monarch_rl.model.tokens import tokenizer_difference
 from tests.model.chat_helpers import write_model
 
 
-def test_folders_with_the_same_ids_are_alike_whatever_else_is_in_their_files(tmp_path: Path) -> None:
+def test_folders_with_the_same_ids_are_equal_whatever_else_differs(tmp_path: Path) -> None:
     one = Path(write_model(tmp_path / "one", "qwen3"))
     same = Path(write_model(tmp_path / "same", "qwen3", source="{{ messages[0]['content'] }}"))
     assert tokenizer_difference(one, same) == ""
@@ -32,13 +32,13 @@ def test_a_difference_names_tokens_and_ids(tmp_path: Path) -> None:
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     file.write_text(json.dumps(content))
     here, there = vocabulary["B"], vocabulary["A"]
-    said = tokenizer_difference(one, other)
-    assert said.startswith(f"2 tokens differ: 'A' is {here} in {one} and {there} in {other}, 'B' is")
+    difference = tokenizer_difference(one, other)
+    assert difference.startswith(f"2 tokens differ: 'A' is {here} in {one} and {there} in {other}, 'B' is")
     llama = Path(write_model(tmp_path / "llama", "llama3"))
     assert "tokens differ" in tokenizer_difference(one, llama)
 
 
-def test_a_token_that_one_lacks_is_a_difference(tmp_path: Path) -> None:
+def test_a_missing_token_is_a_difference(tmp_path: Path) -> None:
     one = Path(write_model(tmp_path / "one", "qwen3"))
     more = Path(write_model(tmp_path / "more", "qwen3"))
     file = more / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The tensors that a folder must hold are those that transformers saves, for every family that is accepted."""
+"""The tensors that a folder must have are those that transformers saves, for every supported family."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "change"), MODELS)
-def test_they_are_what_transformers_saves(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_expected_tensors_equal_those_that_transformers_saves(
+    kind: str, change: dict[str, Any], tmp_path: Path
+) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | change)).save_pretrained(tmp_path)
     config = read_config(tmp_path)
     check_features(config)
@@ -65,13 +67,13 @@ def test_they_are_what_transformers_saves(kind: str, change: dict[str, Any], tmp
     check_weights(config)
 
 
-def test_every_family_is_among_them() -> None:
+def test_every_supported_family_is_tested() -> None:
     made = {"".join(word.capitalize() for word in kind.split("_")) + "ForCausalLM" for kind, _ in MODELS}
     assert made == set(ARCHITECTURES)
 
 
-def test_only_a_deepseek_may_have_a_layer_more(tmp_path: Path) -> None:
-    """Its layer for multi-token prediction, which transformers leaves out as well."""
+def test_only_a_deepseek_may_have_an_extra_layer(tmp_path: Path) -> None:
+    """A layer for multi-token prediction, which transformers ignores, too."""
     for kind, change in (("deepseek_v3", {**LATENT, "q_lora_rank": 20}), ("llama", {})):
         folder = tmp_path / kind
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | change)).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Calls in a turn: those that fit, and for each that does not, a sentence for the model."""
+"""Tool calls of a turn: valid ones, and for each invalid one an error message for the model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     return ChatTemplate(write_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
 
 
-def test_calls_are_read_and_the_raw_text_is_kept(qwen3: ChatTemplate) -> None:
+def test_calls_are_parsed_and_the_raw_text_is_kept(qwen3: ChatTemplate) -> None:
     text = (
         f"<think>\nTools!\n</think>\n\nLet me see.\n{call('add', {'a': 1, 'b': 2})}\n{call('search', {'query': 'x'})}"
     )
@@ -134,7 +134,7 @@ def test_names_and_types_are_checked(qwen3: ChatTemplate, name: str, arguments: 
         "<tool_call>",
     ],
 )
-def test_a_call_that_cannot_be_read_is_not_silence(qwen3: ChatTemplate, text: str) -> None:
+def test_an_unreadable_call_is_reported(qwen3: ChatTemplate, text: str) -> None:
     reply = reply_to(qwen3, f"So: {call('add', {'a': 1})}{text}")
     good, *bad = reply.tool_calls
     if bad:
@@ -179,7 +179,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("parser", CALLS)
-def test_a_call_that_cannot_be_read_is_not_silence_in_any_format(tmp_path: Path, parser: str) -> None:
+def test_an_unreadable_call_is_reported_in_any_format(tmp_path: Path, parser: str) -> None:
     template = ChatTemplate(write_model(tmp_path, "tagged", WITH_TOOLS), tool_parser=parser)
     call, between = CALLS[parser], ";" if parser == "llama3" else "\n"
     several = LISTS.get(parser, call + between + call)
@@ -191,7 +191,7 @@ def test_a_call_that_cannot_be_read_is_not_silence_in_any_format(tmp_path: Path,
             assert "cannot be read" in calls[-1].error, text
 
 
-def test_prose_is_no_call_in_a_format_without_a_token_for_it(tmp_path: Path) -> None:
+def test_prose_is_not_a_call_in_formats_without_a_call_token(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "tagged", WITH_TOOLS), tool_parser="pythonic")
     for text in ("I call add(1), add(2) and [see (below)].", "[1, 2]", "[add]", "add(a=1)", "[readd(a"):
         reply = reply_to(template, text)
@@ -205,13 +205,13 @@ def test_without_tools_nothing_is_a_call(qwen3: ChatTemplate) -> None:
     assert (reply.tool_calls, reply.text) == ((), call("add", {"a": 1}))
 
 
-def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_does_not_render_tools_is_refused(tmp_path: Path) -> None:
     conversation = Conversation(ChatTemplate(write_model(tmp_path, "tagged")))
     with pytest.raises(ChatError, match="does not render tools"):
         conversation.add(user("1+2?"), tools=TOOLS)
 
 
-def test_the_format_of_calls_is_set_where_it_cannot_be_told(tmp_path: Path) -> None:
+def test_an_undetectable_format_of_calls_must_be_set(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "tagged", WITH_TOOLS)
     with pytest.raises(ChatError, match="tool parser .*hermes"):
         ChatTemplate(folder).require(tools=TOOLS)
@@ -222,7 +222,7 @@ def test_the_format_of_calls_is_set_where_it_cannot_be_told(tmp_path: Path) -> N
         assert (found.name, found.arguments, found.error) == ("add", {"a": 1}, ""), parser
 
 
-def test_tools_stand_in_the_opening_alone(qwen3: ChatTemplate) -> None:
+def test_tools_are_given_only_in_the_opening(qwen3: ChatTemplate) -> None:
     conversation = Conversation(qwen3)
     conversation.add(user("1+2?"), tools=[add])
     conversation.replied(qwen3._plain("3"), "length")
@@ -279,7 +279,7 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("book", {"seats": 2}, ""),
         ("book", {"seats": ["4a"]}, ""),
@@ -301,10 +301,10 @@ def nested(depth: int) -> list[Any]:
         ("plan", {"tree": nested(900)}, "the arguments are nested more than 32 levels deep"),
     ],
 )
-def test_all_of_json_schema_is_checked(name: str, arguments: dict[str, Any], said: str) -> None:
-    """Also what a model nests too deeply to be checked is an answer for it, and no error of the episode."""
+def test_all_of_json_schema_is_checked(name: str, arguments: dict[str, Any], message: str) -> None:
+    """Arguments nested too deeply to be checked are reported to the model, and raise nothing in the episode."""
     problem = as_tools([book, PLAN]).problem(name, arguments)
-    assert (f"does not match its schema: {said}" in problem) if said else not problem
+    assert (f"does not match its schema: {message}" in problem) if message else not problem
 
 
 def test_a_reference_is_not_fetched_from_the_network() -> None:
@@ -325,13 +325,13 @@ def test_a_reference_is_not_fetched_from_the_network() -> None:
         ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/b"}]}}}, r"\$defs/b"),
     ],
 )
-def test_what_is_no_schema_is_refused(parameters: dict[str, Any], where: str) -> None:
+def test_an_invalid_schema_is_refused(parameters: dict[str, Any], where: str) -> None:
     with pytest.raises(ChatError, match=where):
         as_tools([{"name": "plan", "parameters": parameters}])
 
 
-def test_what_cannot_be_described_to_a_model_is_refused() -> None:
-    def untold(a: int) -> int:
+def test_a_tool_that_cannot_be_described_to_a_model_is_refused() -> None:
+    def undocumented(a: int) -> int:
         """Add."""
         return a
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_described_to_a_model_is_refused() -> None:
             a: The first.
         """
 
-    for broken in untold, untyped:
+    for broken in undocumented, untyped:
         with pytest.raises(ChatError, match=rf"{broken.__name__}\(.*type hint"):
             as_tools([broken])
     with pytest.raises(ChatError, match="no name"):

@@ -37,7 +37,7 @@ def shown(terminal: bool, steps: int, width: int = 140) -> str:
     return out.getvalue()
 
 
-def test_lines_where_there_is_no_terminal() -> None:
+def test_lines_without_a_terminal() -> None:
     note, first, second = shown(False, 2).splitlines()
     assert note == "run folder: runs/[a]"
     assert first == (
@@ -61,11 +61,11 @@ def test_table_in_a_terminal() -> None:
 
 def test_the_table_fits_in_120_columns() -> None:
     text = shown(True, 3, width=120)
-    assert "\u2026" not in text  # rich's mark of a cell that is cut off
+    assert "\u2026" not in text  # rich's mark of a truncated cell
     assert "grad norm" in text and "1.25/2" in text
 
 
-def test_a_column_without_a_metric_so_far_is_left_out() -> None:
+def test_a_column_without_a_metric_yet_is_left_out() -> None:
     out = io.StringIO()
     with Console(10, Terminal(file=out, force_terminal=True, width=120)) as console:
         console.show(1, {"reward/mean": 0.5, "generator/idle_share": 0.25})

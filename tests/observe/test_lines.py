@@ -1,4 +1,4 @@
-"""Files of lines: whole lines only, and a disk that is full or read-only ends nothing."""
+"""Files of lines: only whole lines are written, and a full or read-only disk ends nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import patience
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """A disk that writes is waited for, however long the machine stands still."""
+    """A working disk is waited for, however long the machine stalls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_thread, "ANSWER_S", 600.0)
         yield
@@ -31,7 +31,7 @@ def patient() -> Iterator[None]:
 
 @contextmanager
 def disk_of(nbytes: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """No file of this process grows beyond ``nbytes``."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -40,7 +40,7 @@ def disk_of(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_whole_lines_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_loses_whole_lines_and_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = LineFile(tmp_path / "lines")
     assert file.append("a" * 50)
     with disk_of(100), caplog.at_level(logging.WARNING):
@@ -51,7 +51,7 @@ def test_a_full_disk_costs_whole_lines_and_is_said_once(tmp_path: Path, caplog: 
     assert len(caplog.records) == 2 and "3 lines are lost" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_to_costs_lines(tmp_path: Path) -> None:
+def test_an_unwritable_folder_loses_lines(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = LineFile(tmp_path / "file" / "lines")
     assert not file.append("a") and file.lost == 1
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_to_costs_lines(tmp_path: Path) -> None:
     assert not full.append("a") and not full.append("b", "c") and full.lost == 3
 
 
-def test_half_a_line_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
+def test_a_partial_line_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("whole\n" + "half" * 50_000)
     file = LineFile(path)
@@ -79,7 +79,7 @@ def test_short_writes_make_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert file.path.read_text().splitlines() == ["a" * 20, "b" * 9, "c"] and file.position() == 33
 
 
-def test_half_a_line_that_the_disk_does_not_take_back_is_removed_before_the_next(
+def test_a_partial_line_that_could_not_be_truncated_is_removed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, sound = os.write, True
@@ -104,17 +104,17 @@ def test_half_a_line_that_the_disk_does_not_take_back_is_removed_before_the_next
     assert file.path.read_text().splitlines() == ["a" * 20, "c" * 20] and file.position() == 42
 
 
-def test_lines_of_before_count_where_none_is_added(tmp_path: Path) -> None:
+def test_earlier_lines_count_in_the_position(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     assert LineFile(path).position() == 0 and not path.exists()
     path.write_text("whole\nhalf")
     assert LineFile(path).position() == 6
 
 
-def test_a_disk_that_stalls_holds_nobody_up(
+def test_a_stalled_disk_does_not_block_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipe that is full, and that nobody reads, blocks who writes. What has not begun at the end is given up."""
+    """A full pipe without a reader blocks its writer. Writes that have not begun at the end are given up."""
     monkeypatch.setattr(disk_thread, "WAITING", 20)
     monkeypatch.setattr(disk_thread, "ANSWER_S", 0.2)
     os.mkfifo(tmp_path / "metrics.jsonl")
@@ -125,7 +125,7 @@ def test_a_disk_that_stalls_holds_nobody_up(
     metrics = Metrics(tmp_path)
     for step in range(1000):
         metrics.log(step, {"reward/mean": 0.5})
-    assert metrics.lines.lost in (979, 980), "20 wait, and one is perhaps under way"
+    assert metrics.lines.lost in (979, 980), "20 wait, and one may be in progress"
     with pytest.raises(OSError, match="the disk"):
         disk_thread.answers([metrics.position()])
     metrics.close()
@@ -143,7 +143,7 @@ def test_a_disk_that_stalls_holds_nobody_up(
     assert "given up" in caplog.text and caplog.text.count("left out") == 1
 
 
-def test_a_slow_disk_is_said_once_whether_or_not_it_takes_lines_between(
+def test_a_slow_disk_is_reported_once_even_if_it_recovers_between(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = LineFile(tmp_path / "lines")
@@ -153,8 +153,8 @@ def test_a_slow_disk_is_said_once_whether_or_not_it_takes_lines_between(
     assert file.lost == 6 and len(caplog.records) == 1 and "slower than the run" in caplog.text
 
 
-def test_threads_that_are_asked_together_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds are counted, not waited for."""
+def test_threads_that_are_asked_together_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake clock."""
     waited = list[float]()
 
     class Asked(Future[int]):
@@ -167,7 +167,7 @@ def test_threads_that_are_asked_together_have_one_deadline(monkeypatch: pytest.M
     assert disk_thread.answers([Asked(), Asked()], 5.0) == [7, 7] and waited == [5.0, 2.0]
 
 
-def test_an_error_ends_no_thread_that_writes(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_does_not_end_the_writing_thread(caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
     disk = disk_thread.DiskThread("lines", lambda: done.append("last"))
     disk.begin(lambda: [][0], lambda: done.append("refused"))
@@ -178,7 +178,7 @@ def test_an_error_ends_no_thread_that_writes(caplog: pytest.LogCaptureFixture) -
     assert done == ["last"] and not disk._thread.is_alive()
 
 
-def test_metrics_go_on_without_a_disk_and_with_it_again(tmp_path: Path) -> None:
+def test_metrics_continue_without_a_disk_and_resume_with_it(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     metrics.log(1, {"reward/mean": 0.5})
     with disk_of(*disk_thread.answers([metrics.position()])):

@@ -17,13 +17,13 @@ NAMES = ("reward/mean", "trainer/loss", "trainer/my_own", "lag/max")
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """A disk that writes is waited for, however long the machine stands still."""
+    """A working disk is waited for, however long the machine stalls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_thread, "ANSWER_S", 600.0)
         yield
 
 
-def test_same_numbers_in_both_files(tmp_path: Path) -> None:
+def test_both_files_have_the_same_numbers(tmp_path: Path) -> None:
     reason = "dropped/episode score took over 1 s"
     with Metrics(tmp_path / "new") as metrics:
         metrics.log(1, {"reward/mean": 0.5, "lag/max": 2})
@@ -40,7 +40,7 @@ def test_same_numbers_in_both_files(tmp_path: Path) -> None:
     assert len(board.Tags()["scalars"]) == 3
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     with Metrics(tmp_path) as metrics:
         metrics.log(0, dict(zip(NAMES, (math.nan, math.inf, -math.inf, 1), strict=True)))
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -49,10 +49,10 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 
 def pytest_fail(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not JSON")
 
 
-def test_a_line_is_there_before_its_end_and_a_second_run_appends(tmp_path: Path) -> None:
+def test_lines_are_written_immediately_and_a_second_run_appends(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
     first.log(1, {"lag/mean": 1.0})
     assert result_of(first.position()) == (tmp_path / "metrics.jsonl").stat().st_size

@@ -1,4 +1,4 @@
-"""The registry of metrics: each once, in the documentation as it says, and with all that a run logs."""
+"""The registry of metrics: each is listed once, documented, and complete for all that a run logs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def check(names: Iterable[str]) -> None:
-    """All have an entry of their own, not only the one for what objectives add."""
+    """All names have their own entry, not only the catch-all for metrics of objectives."""
     check_names(list(names))
     assert not [name for name in names if (metric := find(name)) is not None and metric.name == OBJECTIVE]
 
 
-def test_each_metric_is_there_once_and_described() -> None:
+def test_each_metric_is_listed_once_and_described() -> None:
     assert Counter(metric.name for metric in METRICS).most_common(1)[0][1] == 1
     for metric in METRICS:
         assert metric.meaning.endswith(".") and "|" not in metric.meaning and metric.group in GROUPS
@@ -45,7 +45,7 @@ def test_each_metric_is_there_once_and_described() -> None:
         assert not metric.form or metric.form.format(0.5)
 
 
-def test_an_exact_name_comes_before_a_pattern_and_an_unknown_one_is_refused() -> None:
+def test_an_exact_name_precedes_a_pattern_and_an_unknown_one_is_refused() -> None:
     found = {
         "trainer/routes_differ": "trainer/routes_differ",
         "trainer/routes_differ_3": "trainer/routes_differ_*",
@@ -62,7 +62,7 @@ def test_an_exact_name_comes_before_a_pattern_and_an_unknown_one_is_refused() ->
             check_names(["lag/max", name])
 
 
-def test_what_a_rank_returns_is_logged_by_its_whole_name_or_under_trainer() -> None:
+def test_metrics_of_a_rank_are_logged_by_full_name_or_under_trainer() -> None:
     given = ("reward/mean", "reward/spell/format", "loss", "my_own", "kl/reference", "lag")
     names = [full_name(name) for name in given]
     assert names[:2] == ["reward/mean", "reward/spell/format"]
@@ -70,13 +70,13 @@ def test_what_a_rank_returns_is_logged_by_its_whole_name_or_under_trainer() -> N
     check_names(names)
 
 
-def test_the_documentation_is_made_from_it() -> None:
+def test_the_documentation_is_generated_from_the_registry() -> None:
     text = DOCS.read_text()
     assert updated(text) == text, "run python tools/metrics_table.py"
     assert all(f"`{metric.name}`" in text for metric in METRICS)
 
 
-def test_what_observer_buffer_and_recovery_log_is_in_it() -> None:
+def test_metrics_of_observer_buffer_and_recovery_are_registered() -> None:
     async def rows() -> list[dict[str, float]]:
         plan = Plan(groups_per_step=2, group_size=2)
         async with Run.open(run_settings(plan, 1e6)) as run:
@@ -88,7 +88,7 @@ def test_what_observer_buffer_and_recovery_log_is_in_it() -> None:
     check(names)
 
 
-def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
+def test_metrics_of_watch_and_evaluation_are_registered() -> None:
     lag = LoopLag()
     for kind in ("trainer", "generator", "rollout", "buffer", "controller"):
         lag.note(f"{kind} 0", kind, [0.01])
@@ -103,12 +103,12 @@ def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
             check(Evaluation(np.arange(2), rewards, {"score hung": 4}, tasks=tasks, parts=parts, plan=plan).metrics())
 
 
-def test_what_the_objectives_sum_is_in_it() -> None:
+def test_sums_of_objectives_are_registered() -> None:
     part = shard(batch(0), 0, 0, 1, 1024)
     (batches,) = pack_shard(part, advantages_of(group_views(part), grpo), "token_mean", 20, torch.device("cpu"))
     tokens = len(batches[0].behaviour_logprobs)
     output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
-    made_of_them = {
+    derived = {
         "on_policy_tokens": "on_policy_share",
         "logprob_difference": "logprob_difference_p50",
     }
@@ -116,10 +116,10 @@ def test_what_the_objectives_sum_is_in_it() -> None:
     ours = [loss_function(objective, LossSettings()) for objective in (PPOClip(), Distillation())]
     for function in [*ours, supervised]:
         _, sums = function(output, batches[0])
-        check([f"trainer/{made_of_them.get(name, name)}" for name in sums])
+        check([f"trainer/{derived.get(name, name)}" for name in sums])
 
 
-def test_what_a_real_run_logged_is_in_it() -> None:
+def test_all_metrics_of_a_real_run_are_registered() -> None:
     lines = (RESULTS / "smollm2_syllogism_cpu.jsonl").read_text().splitlines()
     names = {name for line in lines for name in json.loads(line)} - {"step", "seconds"}
     assert len(names) > 30

@@ -1,4 +1,4 @@
-"""Scoring processes as on a machine that has cores for them, however slow the one of the tests is."""
+"""Scoring processes as on a machine with enough cores, however slow the test machine is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from monarch_rl.runtime import starvation
 from monarch_rl.runtime.starvation import CoreTime, Look
 
 AMPLE_S = 600.0
-"""Deadline of what must succeed: no standstill of the machine exhausts it."""
+"""Deadline of calls that must succeed: no standstill of the machine exhausts it."""
 
 
 def with_cores(patch: pytest.MonkeyPatch) -> None:
-    """No score is computed once more because the machine had no cores for it, and new processes may take long to
-    start."""
+    """No score is repeated for lack of cores, and new processes may take long to start."""
     patch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, 0.0)}))
     patch.setattr(scoring, "STUCK_S", AMPLE_S)

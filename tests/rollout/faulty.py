@@ -1,6 +1,6 @@
-"""Rollout workers in a process of their own, whose episodes do what may harm it: ``faulty.py FOLDER``
+"""Rollout workers in a process of their own, whose episodes may harm it: ``faulty.py FOLDER``
 
-It prints a line of JSON: by the fault, what the worker did, how it ended, and what was reported.
+It prints a line of JSON with, for each fault, what the worker did, how it ended, and what was reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HUNG = threading.Event()
 """Set once the worker has ended."""
 CLOSED: list[int] = []
 BLOCKED_AT: list[str] = []
-"""What the monitor of the process said of the line that blocked it."""
+"""The blocking line that the monitor of the process reported."""
 
 
 class Generator:
@@ -55,23 +55,23 @@ class Generator:
 
 
 class Buffer:
-    """Gives a slot for each group once, and ends the run after so many."""
+    """Admits each group once, and ends the run after ``ends_after`` groups."""
 
     def __init__(self, ends_after: int) -> None:
-        self.given, self.put, self.dropped = 0, 0, 0
+        self.admitted, self.submitted, self.dropped = 0, 0, 0
         self._ends_after = ends_after
-        self.told: list[Failure] = []
+        self.failures: list[Failure] = []
         self.ended = asyncio.Event()
 
     async def admit_many(self, worker: str, limit: int, timeout_s: float) -> list[Ticket]:
-        if self.given == GROUPS:
+        if self.admitted == GROUPS:
             await self.ended.wait()
             return []
-        self.given += 1
-        return [Ticket(self.given - 1, self.given - 1)]
+        self.admitted += 1
+        return [Ticket(self.admitted - 1, self.admitted - 1)]
 
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
-        self.put += len(groups)
+        self.submitted += len(groups)
         self._check()
         return [True] * len(groups)
 
@@ -80,15 +80,15 @@ class Buffer:
         self._check()
 
     async def note_failure(self, failure: Failure) -> None:
-        self.told.append(failure)
+        self.failures.append(failure)
 
     def _check(self) -> None:
-        if self.put + self.dropped == self._ends_after:
+        if self.submitted + self.dropped == self._ends_after:
             self.ended.set()
 
 
 async def forks(item: int, policy: Policy) -> float:
-    """Both copies go on, wait, and return."""
+    """Both copies continue, wait, and return."""
     await policy.reply("a")
     os.fork()
     await policy.reply("b")
@@ -104,20 +104,20 @@ async def prints(item: int, policy: Policy) -> float:
 
 async def leaks(item: int, policy: Policy) -> float:
     await policy.reply("a")
-    LEFT_OPEN.extend(open(OPENED) for _ in range(5))  # noqa: SIM115  that is the fault
+    LEFT_OPEN.extend(open(OPENED) for _ in range(5))  # noqa: SIM115  this is the fault
     return float(item)
 
 
 async def leaks_at_once(item: int, policy: Policy) -> float:
-    """More than there is room for, within the first groups."""
+    """Exhaust the descriptors within the first groups."""
     await policy.reply("a")
-    LEFT_OPEN.extend(open(OPENED) for _ in range(150))  # noqa: SIM115  that is the fault
+    LEFT_OPEN.extend(open(OPENED) for _ in range(150))  # noqa: SIM115  this is the fault
     return float(item)
 
 
 async def calls_tools_that_hang(item: int, policy: Policy) -> float:
     def search() -> str:
-        """Wait for what never comes."""
+        """Wait forever."""
         sys.modules["__main__"].HUNG.wait()  # which cannot be sent
         return ""
 
@@ -127,7 +127,7 @@ async def calls_tools_that_hang(item: int, policy: Policy) -> float:
 
 
 async def stays(item: int, policy: Policy) -> float:
-    """The first ones are still there when the run ends; what they opened takes a while to close."""
+    """The first episodes still run when the run ends; closing their resources takes a while."""
     await policy.reply("a")
     try:
         if item == 0:
@@ -140,7 +140,7 @@ async def stays(item: int, policy: Policy) -> float:
 
 
 async def blocks(item: int, policy: Policy) -> float:
-    """One episode holds up all others until the watch would see it."""
+    """One episode blocks all others until a monitor reports it."""
     await policy.reply("a")
     if item == 0 and not BLOCKED_AT:
         seen = threading.Event()
@@ -161,7 +161,7 @@ FAULTS = (forks, prints, leaks, leaks_at_once, calls_tools_that_hang, stays, blo
 EPISODES = {function.__name__: function for function in FAULTS}
 
 
-async def play(fault: str, folder: str) -> dict[str, Any]:
+async def run_worker(fault: str, folder: str) -> dict[str, Any]:
     HUNG.clear()
     template = ChatTemplate(folder)
     task = Task(lambda cursor: cursor, EPISODES[fault])
@@ -186,17 +186,22 @@ async def play(fault: str, folder: str) -> dict[str, Any]:
         LEFT_OPEN.pop().close()
     stats = await actor.stats.call_one()
     await actor.close.call_one()
-    told = [asdict(failure) for failure in buffer.told]
-    blocked = {"blocked_at": BLOCKED_AT[-1:]}
-    return {"put": buffer.put, "failed": stats.failed, "told": told, "ended": ended, "closed": closed} | blocked
+    return {
+        "submitted": buffer.submitted,
+        "failed": stats.failed,
+        "failures": [asdict(failure) for failure in buffer.failures],
+        "ended": ended,
+        "closed": closed,
+        "blocked_at": BLOCKED_AT[-1:],
+    }
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     output = os.dup(1)  # a line of its own, whatever episodes print
-    results = {fault: asyncio.run(play(fault, sys.argv[1])) for fault in EPISODES}
+    results = {fault: asyncio.run(run_worker(fault, sys.argv[1])) for fault in EPISODES}
     with suppress(ChildProcessError):
-        while True:  # a copy that lived on would be waited for
+        while True:  # hangs if a forked copy is still alive
             os.wait()
     os.write(output, f"\n{json.dumps(results)}\n".encode())
 

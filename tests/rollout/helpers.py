@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, chat: bool = False) -> str:
-    """A tokenizer with one id a character, in a Hugging Face folder."""
+    """A tokenizer with one id per character, in a Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path, chat: bool = False) -> str:
 
 
 class StandInGenerator(Actor):
-    """Draws one digit and the stop token. Version and digits are known, so that tests can foretell the episodes."""
+    """Generates one digit and the stop token. Version and digits are predictable for tests."""
 
     def __init__(self, stop_token: int) -> None:
         self._stop_token = stop_token
@@ -95,7 +95,7 @@ class StandInGenerator(Actor):
 
 
 class Handle:
-    """What a worker holds of the generators: picklable, with actor handles inside."""
+    """A worker's handle of the generators: picklable, with actor handles inside."""
 
     def __init__(self, actor: StandInGenerator) -> None:
         self._actor = actor
@@ -119,15 +119,15 @@ async def _touchy(item: Item, policy: Policy) -> Outcome:
     return await policy.in_scorer(touchy_score, reply.text)
 
 
-async def _unplayable(item: Item, policy: Policy) -> float:
+async def _broken(item: Item, policy: Policy) -> float:
     Path("/no such tool").read_text()
     raise AssertionError
 
 
 TOUCHY = SUMS_TASK.with_episode(_touchy)
 """Scores with :func:`touchy_score`."""
-UNPLAYABLE = SUMS_TASK.with_episode(_unplayable)
-"""Its episodes need a tool that is not there."""
+BROKEN = SUMS_TASK.with_episode(_broken)
+"""Its episodes need a tool that does not exist."""
 
 
 async def _digit(item: str, policy: Policy) -> dict[str, float]:
@@ -137,7 +137,7 @@ async def _digit(item: str, policy: Policy) -> dict[str, float]:
 
 
 def _places(item: str, outcomes: Sequence[Outcome]) -> list[float]:
-    """Of each episode: its place in its group, by the digit that it answered."""
+    """The rank of each episode in its group, by its answered digit."""
     order = sorted(range(len(outcomes)), key=lambda place: (outcomes[place].answer, place))
     assert all(outcome.parts["digit"] == float(outcome.answer) for outcome in outcomes)
     return [float(order.index(place)) for place in range(len(outcomes))]
@@ -148,7 +148,7 @@ async def _uncompared(item: str, outcomes: Sequence[Outcome]) -> list[float]:
 
 
 async def _branching(item: str, policy: Policy) -> list[float]:
-    """Each branch is worth their number."""
+    """The value of each branch is the number of branches."""
     await policy.reply(item)
     branches = list[Policy]()
     with suppress(GroupFull):
@@ -162,7 +162,7 @@ def _word(cursor: int) -> str:
 
 
 WORDS = Task(_word, _digit, {"words": ["held out "] * 4}, "words", group_rewards=_places)
-"""Each group has rewards that compare its episodes."""
+"""Its group rewards compare the episodes of a group."""
 BRANCHING = Task(_word, _branching, {"words": ["held out "] * 4}, "words")
 UNCOMPARED = Task(_word, _digit, name="words", group_rewards=_uncompared)
 

@@ -1,4 +1,4 @@
-"""Scores, most of which misbehave. Without the imports of other helpers: each scoring process has this module's."""
+"""Scores, most of which misbehave. It imports no other helpers, since each scoring process imports this module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monarch_rl.tasks.task import Outcome
 
 
 def touchy_score(text: str) -> float:
-    """0 raises, 1 hangs, 2 ends its process, 3 ends it in Python's way; other digits are their own score."""
+    """0 raises, 1 hangs, 2 ends its process, 3 raises SystemExit; other digits are their own score."""
     match extract_answer(text):
         case "0":
             raise KeyError("no such answer")
@@ -31,21 +31,21 @@ def touchy_score(text: str) -> float:
 
 
 def crashes(text: str) -> float:
-    """As a library in C may."""
+    """Crash as a C library may."""
     return float(ctypes.string_at(0)[0])
 
 
 def hangs_in_c(text: str) -> float:
-    """No handler in Python runs while it does: SIGTERM alone does not end it."""
+    """Hang where no Python signal handler runs: SIGTERM alone does not end it."""
     ctypes.CDLL(None).sleep(600)
     return 0.0
 
 
 def prints(text: str) -> float:
-    """Through Python, through the file descriptor, and by a program of its own."""
-    print(f"python says {text}")
-    os.write(2, b"the descriptor says something\n")
-    subprocess.run(["echo", "a program says something"], check=True, timeout=600)
+    """Print through Python, through the file descriptor, and by a subprocess."""
+    print(f"python prints {text}")
+    os.write(2, b"the descriptor prints something\n")
+    subprocess.run(["echo", "a program prints something"], check=True, timeout=600)
     return 1.0
 
 
@@ -66,7 +66,7 @@ def waits_for(file: str) -> float:
 
 
 def hangs_once(folder: str) -> float:
-    """Leaves its process id as a file's name and hangs, the first time."""
+    """The first time, leave the process id as the name of a file, and hang."""
     if not any(Path(folder).iterdir()):
         (Path(folder) / str(os.getpid())).touch()
         time.sleep(600)
@@ -91,7 +91,7 @@ def answer(value: float) -> float:
 
 
 def in_parts() -> Outcome:
-    """Numbers of NumPy, which JSON does not know."""
+    """NumPy numbers, which JSON does not support."""
     reward: Any = np.float32(0.5)
     return Outcome(reward, {"format": reward / 2, "answer": True})
 
@@ -101,7 +101,7 @@ def own_process_id() -> float:
 
 
 def heavy_modules() -> float:
-    """How many of the heavy libraries a scoring process has loaded."""
+    """Number of heavy libraries that a scoring process has loaded."""
     import sys
 
     return float(sum(name in sys.modules for name in ("torch", "transformers", "sglang")))
@@ -116,7 +116,7 @@ def fail_to_start() -> None:
 
 
 def stops_its_worker(begun: str) -> float:
-    """Stops all processes of its group and is then late, the first time. Writes a line to a file when it begins."""
+    """The first time, stop all processes of its group, and then be late. Writes a line to a file when it begins."""
     with open(begun, "a+") as file:
         file.write("begun\n")
         file.seek(0)

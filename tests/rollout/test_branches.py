@@ -1,4 +1,4 @@
-"""Seats and branches of an episode: the sequences that it becomes are what the engine saw, whatever its shape."""
+"""Seats and branches of an episode: whatever its shape, its sequences are what the engine saw."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ SETTINGS = RolloutSettings(episode_deadline_s=0.2)
 
 @dataclass
 class Engine:
-    """Draws any ids. The version of a token is the number of the call that drew it, so that it tells where it is
-    from."""
+    """Generates random ids. The version of a token is the number of the call that sampled it, which identifies its
+    origin."""
 
-    draws: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     seen: list[list[int]] = field(default_factory=list)
-    drawn: list[Completion] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
     asked: list[Sampling] = field(default_factory=list)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         prompt_ids, call = list(prompt_ids), len(self.seen)
         self.seen.append(prompt_ids)
         self.asked.append(sampling)
-        n = self.draws.randint(1, sampling.max_new_tokens)
-        ids = np.asarray([self.draws.randrange(len(CHARACTERS)) for _ in range(n)])
-        logprobs = np.asarray([-self.draws.random() for _ in range(n)], np.float32)
+        n = self.rng.randint(1, sampling.max_new_tokens)
+        ids = np.asarray([self.rng.randrange(len(CHARACTERS)) for _ in range(n)])
+        logprobs = np.asarray([-self.rng.random() for _ in range(n)], np.float32)
         routes = None
         if sampling.expert_routes_from is not None:
             rows = len(prompt_ids) + n - 1 - sampling.expert_routes_from
             routes = np.full((rows, 1, 1), call, np.uint8)
         reason = "stop" if n < sampling.max_new_tokens else "length"
-        self.drawn.append(Completion(ids, logprobs, np.full(n, call), reason, expert_routes=routes))
-        await asyncio.sleep(self.draws.random())  # virtual seconds: turns end in any order
-        return self.drawn[call]
+        self.completions.append(Completion(ids, logprobs, np.full(n, call), reason, expert_routes=routes))
+        await asyncio.sleep(self.rng.random())  # virtual seconds: turns end in any order
+        return self.completions[call]
 
 
-def play(
+def run_episode(
     engine: Any,
     template: ChatTemplate,
     episode: Any,
@@ -64,14 +64,14 @@ def play(
     limit: int | None = None,
     share: GroupBound | None = None,
 ) -> list[Episode]:
-    player = EpisodeRunner(engine, template, SETTINGS, None, limit)
+    runner = EpisodeRunner(engine, template, SETTINGS, None, limit)
     task = Task(lambda cursor: cursor, episode)
-    return run_virtual(player.play(task, 7, "", sampling or Sampling(6), 0, share or UNBOUNDED))
+    return run_virtual(runner.play(task, 7, "", sampling or Sampling(6), 0, share or UNBOUNDED))
 
 
 def failure(engine: Any, template: ChatTemplate, episode: Any, share: GroupBound | None = None) -> EpisodeFailed:
     with pytest.raises(EpisodeFailed) as failed:
-        play(engine, template, episode, share=share)
+        run_episode(engine, template, episode, share=share)
     return failed.value
 
 
@@ -80,7 +80,7 @@ def template(model: str) -> ChatTemplate:
     return ChatTemplate(model)
 
 
-# ---- what returned values mean -------------------------------------------------------------------------------
+# ---- returned values -----------------------------------------------------------------------------------------
 
 
 def test_each_seat_is_a_sequence_with_its_own_conversation_and_reward(template: ChatTemplate) -> None:
@@ -88,50 +88,50 @@ def test_each_seat_is_a_sequence_with_its_own_conversation_and_reward(template: 
 
     async def episode(item: Any, policy: Policy) -> dict[str, Any]:
         white, black = policy.seat("white"), policy.seat("black")
-        said = "begin"
+        answer = "begin"
         for player in (white, black, white):
-            said = (await player.reply(f"they said {said}")).text
+            answer = (await player.reply(f"they answered {answer}")).text
         assert policy.seat("white")._line is white._line  # type: ignore[attr-defined]
         return {"white": {"won": 1.0, "fast": 0.5}, "black": Outcome(-1.0, info={"why": "lost"})}
 
-    white, black = play(engine, template, episode)
+    white, black = run_episode(engine, template, episode)
     assert (white.seat, white.reward, white.parts) == ("white", 1.5, {"won": 1.0, "fast": 0.5})
     assert (black.seat, black.reward, black.info) == ("black", -1.0, {"why": "lost"})
     assert white.fork is None and black.fork is None
     for sequence, calls in ((white, [0, 2]), (black, [1])):
         assert [turn.policy_versions[-1] for turn in sequence.turns] == calls
         last = calls[-1]
-        assert sequence.token_ids.tolist() == engine.seen[last] + engine.drawn[last].token_ids.tolist()
+        assert sequence.token_ids.tolist() == engine.seen[last] + engine.completions[last].token_ids.tolist()
     assert engine.seen[2][: white.turns[0].token_ids.size] == white.turns[0].token_ids.tolist()
 
 
-def test_one_reward_is_that_of_every_seat_and_a_mapping_without_seats_is_of_parts(template: ChatTemplate) -> None:
+def test_a_single_reward_applies_to_every_seat_and_a_mapping_without_seats_holds_parts(template: ChatTemplate) -> None:
     async def together(item: Any, policy: Policy) -> float:
         await policy.seat("a").reply("x")
         await policy.seat("b").reply("x")
-        policy.seat("c")  # never drew: no sequence
+        policy.seat("c")  # never generated: no sequence
         return 0.5
 
-    assert [(s.seat, s.reward) for s in play(Engine(), template, together)] == [("a", 0.5), ("b", 0.5)]
+    assert [(s.seat, s.reward) for s in run_episode(Engine(), template, together)] == [("a", 0.5), ("b", 0.5)]
 
     async def parts(item: Any, policy: Policy) -> dict[str, float]:
         await policy.reply("x")
         return {"white": 1.0, "black": -1.0}
 
-    (alone,) = play(Engine(), template, parts)
+    (alone,) = run_episode(Engine(), template, parts)
     assert (alone.seat, alone.reward, alone.parts) == ("", 0.0, {"white": 1.0, "black": -1.0})
 
 
-def test_the_policy_beside_its_seats_is_a_seat_without_a_name(template: ChatTemplate) -> None:
+def test_a_policy_that_replies_besides_its_seats_is_an_unnamed_seat(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
         await policy.seat("critic").reply("y")
         return {"": 1.0, "critic": 0.0}
 
-    assert [(s.seat, s.reward) for s in play(Engine(), template, episode)] == [("", 1.0), ("critic", 0.0)]
+    assert [(s.seat, s.reward) for s in run_episode(Engine(), template, episode)] == [("", 1.0), ("critic", 0.0)]
 
 
-def test_each_branch_has_its_value_and_begins_with_what_was_drawn_before_the_fork(template: ChatTemplate) -> None:
+def test_each_branch_has_its_own_value_and_starts_with_the_shared_tokens(template: ChatTemplate) -> None:
     engine = Engine()
 
     async def episode(item: Any, policy: Policy) -> Any:
@@ -140,22 +140,22 @@ def test_each_branch_has_its_value_and_begins_with_what_was_drawn_before_the_for
         await asyncio.gather(*(branch.reply("go on") for branch in branches))
         return [1.0, {"half": 0.5}, Outcome(0.0)]
 
-    first, second, third = play(engine, template, episode)
+    first, second, third = run_episode(engine, template, episode)
     assert [first.reward, second.reward, third.reward] == [1.0, 0.5, 0.0]
     assert first.fork is None and second.fork == third.fork == (0, 1)
     assert first.turns[0].trainable.any() and not second.turns[0].trainable.any()
     assert len({tuple(s.turns[0].token_ids) for s in (first, second, third)}) == 1
 
 
-def test_what_was_forked_is_a_branch_only_if_it_draws_on(template: ChatTemplate) -> None:
-    async def drawing_on(item: Any, policy: Policy) -> list[float]:
+def test_a_forked_policy_is_a_branch_only_if_it_generates_after_the_fork(template: ChatTemplate) -> None:
+    async def both_reply(item: Any, policy: Policy) -> list[float]:
         await policy.reply("start")
         fork = policy.fork()
         await fork.reply("a")
         await policy.reply("b")
         return [0.0, 1.0]
 
-    trunk, fork = play(Engine(), template, drawing_on)
+    trunk, fork = run_episode(Engine(), template, both_reply)
     assert (trunk.reward, fork.reward) == (0.0, 1.0)
     assert [turn.policy_versions[-1] for turn in trunk.turns] == [0, 2] and fork.fork is not None
 
@@ -167,10 +167,10 @@ def test_what_was_forked_is_a_branch_only_if_it_draws_on(template: ChatTemplate)
         await asyncio.gather(*(twig.reply("b") for twig in twigs))
         return {twigs[1]: 3.0, twigs[0]: 2.0, left: 1.0}
 
-    assert [sequence.reward for sequence in play(Engine(), template, by_policy)] == [1.0, 2.0, 3.0]
+    assert [sequence.reward for sequence in run_episode(Engine(), template, by_policy)] == [1.0, 2.0, 3.0]
 
 
-def test_a_fork_takes_all_seats_along(template: ChatTemplate) -> None:
+def test_a_fork_copies_all_seats(template: ChatTemplate) -> None:
     engine = Engine()
 
     async def episode(item: Any, policy: Policy) -> Any:
@@ -182,19 +182,19 @@ def test_a_fork_takes_all_seats_along(template: ChatTemplate) -> None:
             await fork.reply("Nf3?")
         return [{"white": 1.0, "black": -1.0}, {"white": -1.0, "black": 1.0}]
 
-    played = play(engine, template, episode)
-    assert [(s.seat, s.reward) for s in played] == [("white", 1), ("black", -1), ("white", -1), ("black", 1)]
-    assert [s.fork and s.fork.sequence for s in played] == [None, None, 0, 1]
-    assert not played[3].trainable.any()  # it drew nothing since; its value counts in the mean
-    assert played[3].token_ids.tolist() == played[1].token_ids.tolist()
+    rollout = run_episode(engine, template, episode)
+    assert [(s.seat, s.reward) for s in rollout] == [("white", 1), ("black", -1), ("white", -1), ("black", 1)]
+    assert [s.fork and s.fork.sequence for s in rollout] == [None, None, 0, 1]
+    assert not rollout[3].trainable.any()  # no tokens sampled after the fork; its value counts in the mean
+    assert rollout[3].token_ids.tolist() == rollout[1].token_ids.tolist()
 
 
-def test_a_fork_at_an_earlier_turn(template: ChatTemplate) -> None:
+def test_a_policy_can_be_forked_at_an_earlier_turn(template: ChatTemplate) -> None:
     engine = Engine()
 
     async def episode(item: Any, policy: Policy) -> Any:
-        for said in ("a", "b", "c"):
-            await policy.reply(said)
+        for message in ("a", "b", "c"):
+            await policy.reply(message)
         policy.read("left out")
         again = policy.fork(turns=1)
         await again.reply("d")
@@ -203,16 +203,16 @@ def test_a_fork_at_an_earlier_turn(template: ChatTemplate) -> None:
                 policy.fork(turns=wrong)
         return [0.0, 1.0]
 
-    whole, again = play(engine, template, episode)
+    whole, again = run_episode(engine, template, episode)
     first = whole.turns[0].token_ids.tolist()
     assert again.fork == (0, 1) and [len(s.turns) for s in (whole, again)] == [3, 2]
     assert template.plain(again.token_ids.tolist()) == template.plain(first) + "d" + template.plain(
-        engine.drawn[3].token_ids.tolist()
+        engine.completions[3].token_ids.tolist()
     )
 
 
-def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it(template: ChatTemplate) -> None:
-    """It is given what the turn was given, or nothing; its reply is the whole turn's."""
+def test_a_fork_in_the_middle_of_a_turn_continues_it(template: ChatTemplate) -> None:
+    """It is given the turn's message, or nothing; its reply is the whole turn."""
     engine, replies = Engine(random.Random(5)), list[Any]()
 
     async def episode(item: Any, policy: Policy) -> Any:
@@ -236,11 +236,11 @@ def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it(template: ChatTemplate) 
         await twig.reply("d")
         return [0.0, 1.0, 2.0]
 
-    played = play(engine, template, episode)
-    whole, fork, twig = played
-    assert [s.fork for s in played] == [None, (0, 1), (0, 2)] and [s.reward for s in played] == [0.0, 1.0, 2.0]
+    rollout = run_episode(engine, template, episode)
+    whole, fork, twig = rollout
+    assert [s.fork for s in rollout] == [None, (0, 1), (0, 2)] and [s.reward for s in rollout] == [0.0, 1.0, 2.0]
     assert [len(turn.token_ids) for turn in whole.turns] == [4, 1, len(replies[0].token_ids) - 3]
-    for sequence, reply, shared in zip(played, replies, (0, 2, 3), strict=True):
+    for sequence, reply, shared in zip(rollout, replies, (0, 2, 3), strict=True):
         ids = reply.token_ids
         assert sequence.token_ids[2 : 2 + len(ids)].tolist() == ids and reply.text == template.plain(ids)
         assert len(reply.logprobs) == len(ids) and ids[:shared] == replies[0].token_ids[:shared]
@@ -251,7 +251,7 @@ def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it(template: ChatTemplate) 
 
 @pytest.mark.parametrize("forks", [0, 1])
 @pytest.mark.parametrize("returned", [lambda p: 1.0, lambda p: [1.0], lambda p: {p: 1.0}, lambda p: {"won": 1.0}])
-def test_a_single_branch_has_its_value_alone_in_a_list_or_by_policy(
+def test_the_value_of_a_single_branch_may_be_alone_in_a_list_or_by_policy(
     template: ChatTemplate, returned: Callable[[Policy], Any], forks: int
 ) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
@@ -260,11 +260,11 @@ def test_a_single_branch_has_its_value_alone_in_a_list_or_by_policy(
         await policy.reply("x")
         return returned(policy)
 
-    (played,) = play(Engine(), template, episode)
-    assert played.reward == 1.0 and set(played.parts) <= {"won"}
+    (rollout,) = run_episode(Engine(), template, episode)
+    assert rollout.reward == 1.0 and set(rollout.parts) <= {"won"}
 
 
-def test_policies_of_one_branch_are_not_taken_for_branches(template: ChatTemplate) -> None:
+def test_seats_of_one_branch_are_not_mistaken_for_branches(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         white, black = policy.seat("white"), policy.seat("black")
         for player in (white, black):
@@ -275,7 +275,7 @@ def test_policies_of_one_branch_are_not_taken_for_branches(template: ChatTemplat
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (1.0, "one value was returned for 2 branches"),
         ({"won": 1.0}, "one value was returned for 2 branches"),
@@ -285,14 +285,14 @@ def test_policies_of_one_branch_are_not_taken_for_branches(template: ChatTemplat
         ([1.0, float("nan")], "not a finite number"),
     ],
 )
-def test_values_that_do_not_fit_the_branches_are_refused(template: ChatTemplate, returned: Any, said: str) -> None:
+def test_values_that_do_not_fit_the_branches_are_refused(template: ChatTemplate, returned: Any, message: str) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
         for fork in (policy.fork(), policy.fork()):
             await fork.reply("y")
         return returned
 
-    assert said in failure(Engine(), template, episode).report
+    assert message in failure(Engine(), template, episode).report
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_rewards_that_do_not_fit_the_seats_are_refused(template: ChatTemplate, r
 # ---- limits, clocks, seeds -----------------------------------------------------------------------------------
 
 
-def test_a_seat_or_a_branch_beyond_the_share_is_refused_with_a_sentence(template: ChatTemplate) -> None:
+def test_a_seat_or_branch_beyond_the_share_is_refused_with_a_message(template: ChatTemplate) -> None:
     refused = list[str]()
 
     async def branching(item: Any, policy: Policy) -> Any:
@@ -329,17 +329,17 @@ def test_a_seat_or_a_branch_beyond_the_share_is_refused_with_a_sentence(template
             await policy.reply("z")
         return [0.0] * len(branches)
 
-    assert len(play(Engine(), template, branching, share=GroupBound(4))) == 4
-    (said,) = refused
-    assert "another branch" in said and "5 sequences, but may have at most 4" in said
-    assert "RolloutSettings.max_sequences" in said
+    assert len(run_episode(Engine(), template, branching, share=GroupBound(4))) == 4
+    (message,) = refused
+    assert "another branch" in message and "5 sequences, but may have at most 4" in message
+    assert "RolloutSettings.max_sequences" in message
 
     async def sitting(item: Any, policy: Policy) -> Any:
         for name in ("a", "b", "c"):
             await policy.seat(name).reply("x")
         return 0.0
 
-    assert len(play(Engine(), template, sitting, share=GroupBound(3))) == 3
+    assert len(run_episode(Engine(), template, sitting, share=GroupBound(3))) == 3
     failed = failure(Engine(), template, sitting, share=GroupBound(2))
     assert failed.reason == "episode raised GroupFull" and "no room for seat 'c'" in failed.report
 
@@ -355,7 +355,7 @@ def test_a_seat_or_a_branch_beyond_the_share_is_refused_with_a_sentence(template
 def test_the_sequences_of_an_episode_stay_within_its_share(
     template: ChatTemplate, most: int, sequences: int, seed: int, seats: int, forks: int
 ) -> None:
-    """All of them draw at once, what was forked beside its forks, and until there is no room."""
+    """All generate at once, a forked policy beside its forks, until there is no room."""
 
     async def until_full(policy: Policy) -> None:
         while True:
@@ -379,18 +379,18 @@ def test_the_sequences_of_an_episode_stay_within_its_share(
 
     share = GroupBound(sequences, most)
     try:
-        played = play(Engine(random.Random(seed)), template, episode, share=share)
+        rollout = run_episode(Engine(random.Random(seed)), template, episode, share=share)
     except EpisodeFailed as failed:
         assert failed.reason in ("episode raised GroupFull", "episode ended without a reply") or (
             "leaves no room" in failed.reason and most < 20
         )
         return
-    assert share.excess(len(played), sum(sequence.num_tokens for sequence in played)) is None
+    assert share.excess(len(rollout), sum(sequence.num_tokens for sequence in rollout)) is None
 
 
 @given(most=st.integers(20, 150), long=st.integers(1, 3), seed=st.integers(0, 999), seats=st.booleans())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_what_did_not_fit_takes_no_room_of_others(
+def test_a_prompt_that_did_not_fit_takes_no_room_from_others(
     template: ChatTemplate, most: int, long: int, seed: int, seats: bool
 ) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
@@ -400,15 +400,15 @@ def test_what_did_not_fit_takes_no_room_of_others(
             await full.reply("y" * most * long)
         with suppress(ContextFull):
             while True:
-                await other.reply("go on")
+                await other.reply("next")
         return 0.0 if seats else [0.0, 1.0]
 
-    played = play(Engine(random.Random(seed)), template, episode, share=GroupBound(None, most))
-    tokens = sum(sequence.num_tokens for sequence in played)
-    assert len(played) == 2 and most - len("go on") <= tokens <= most  # no other turn has room
+    rollout = run_episode(Engine(random.Random(seed)), template, episode, share=GroupBound(None, most))
+    tokens = sum(sequence.num_tokens for sequence in rollout)
+    assert len(rollout) == 2 and most - len("next") <= tokens <= most  # no other turn has room
 
 
-def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(template: ChatTemplate) -> None:
+def test_a_forked_policy_counts_from_its_first_turn_after_the_fork(template: ChatTemplate) -> None:
     async def tokens(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
         branches = [policy, policy.fork()]
@@ -418,11 +418,11 @@ def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(
     for most in range(15, 60):
         share = GroupBound(None, most)
         try:
-            played = play(Engine(), template, tokens, share=share)
+            rollout = run_episode(Engine(), template, tokens, share=share)
         except EpisodeFailed as failed:
             assert failed.reason == "episode raised GroupFull"
         else:
-            assert share.excess(len(played), sum(sequence.num_tokens for sequence in played)) is None
+            assert share.excess(len(rollout), sum(sequence.num_tokens for sequence in rollout)) is None
 
     async def branches(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
@@ -435,10 +435,10 @@ def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(
         await asyncio.gather(turn, twig.reply("z"))
         return [0.0, 1.0]
 
-    assert len(play(Engine(), template, branches, share=GroupBound(2))) == 2
+    assert len(run_episode(Engine(), template, branches, share=GroupBound(2))) == 2
 
 
-def test_the_policys_own_turn_beside_its_seats_is_one_sequence_more(template: ChatTemplate) -> None:
+def test_a_turn_of_the_policy_itself_besides_its_seats_is_one_more_sequence(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         white = policy.seat("white")
         await white.reply("x")
@@ -447,11 +447,11 @@ def test_the_policys_own_turn_beside_its_seats_is_one_sequence_more(template: Ch
         await white.reply("z")
         return 1.0
 
-    assert [len(sequence.turns) for sequence in play(Engine(), template, episode, share=GroupBound(1))] == [2]
+    assert [len(sequence.turns) for sequence in run_episode(Engine(), template, episode, share=GroupBound(1))] == [2]
 
 
 def test_an_episode_beyond_its_share_fails_alone(template: ChatTemplate) -> None:
-    """Which takes an engine that draws more than it is asked for."""
+    """The engine generates more tokens than requested."""
 
     class Generous(Engine):
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
@@ -476,17 +476,17 @@ def test_an_uncaught_full_context_leaves_each_branch_and_seat_its_reward_so_far(
         while True:
             await left.seat("white").reply("go on")
 
-    played = play(Engine(), template, episode, limit=30)
-    assert [(s.seat, s.reward) for s in played] == [("white", 0.25), ("black", 0.5), ("white", 1.0), ("black", 0.5)]
-    assert [s.finish_reason == "context" for s in played] == [True, False, False, False]
+    rollout = run_episode(Engine(), template, episode, limit=30)
+    assert [(s.seat, s.reward) for s in rollout] == [("white", 0.25), ("black", 0.5), ("white", 1.0), ("black", 0.5)]
+    assert [s.finish_reason == "context" for s in rollout] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("limit", [30, 60])
 @pytest.mark.parametrize("tokens", [None, 1])
-def test_an_uncaught_full_context_takes_forks_that_were_not_played_back(
+def test_an_uncaught_full_context_discards_forks_without_turns(
     template: ChatTemplate, limit: int, tokens: int | None
 ) -> None:
-    """Unless they were given a reward; at last what they were forked from is a sequence again."""
+    """Except forks that were given a reward. Without any fork left, the forked policy is a sequence again."""
 
     async def episode(item: Any, policy: Policy) -> Any:
         while len((await policy.reply("x")).token_ids) < 2:
@@ -499,29 +499,29 @@ def test_an_uncaught_full_context_takes_forks_that_were_not_played_back(
         while True:
             await branches[0].reply("go on")
 
-    played = play(Engine(), template, episode, limit=limit)
+    rollout = run_episode(Engine(), template, episode, limit=limit)
     whole = [] if tokens is None else [(0.0, False)]  # the turn in the middle of which there are forks
-    assert [(s.reward, s.finish_reason == "context") for s in played] == [
+    assert [(s.reward, s.finish_reason == "context") for s in rollout] == [
         *whole,
         (0.0, True),
         (0.0, False),
         (2.0, False),
     ]
-    assert not any(s.trainable.any() for s in played[-2:])
+    assert not any(s.trainable.any() for s in rollout[-2:])
 
-    async def unplayed(item: Any, policy: Policy) -> Any:
+    async def without_turns(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
         policy.reward_so_far = 0.5
         policy.fork()
         policy.fork().fork()
         await policy.reply("go on" * limit)
 
-    (alone,) = play(Engine(), template, unplayed, limit=limit)
+    (alone,) = run_episode(Engine(), template, without_turns, limit=limit)
     assert (alone.reward, alone.finish_reason, len(alone.turns), alone.fork) == (0.5, "context", 1, None)
     assert alone.trainable.any()
 
 
-def test_no_turn_is_lost_to_a_fork_in_the_middle_of_it(template: ChatTemplate) -> None:
+def test_a_fork_during_generation_is_refused_and_loses_no_turn(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         turn = asyncio.ensure_future(policy.reply("x"))
         await asyncio.sleep(0)
@@ -530,12 +530,12 @@ def test_no_turn_is_lost_to_a_fork_in_the_middle_of_it(template: ChatTemplate) -
         await turn
         return 1.0
 
-    (played,) = play(Engine(), template, episode)
-    assert played.reward == 1.0
+    (rollout,) = run_episode(Engine(), template, episode)
+    assert rollout.reward == 1.0
 
 
-def test_the_clock_of_own_code_stands_still_while_any_branch_draws(template: ChatTemplate) -> None:
-    """In virtual time: a branch waits for another one's turn, which takes longer than own code may."""
+def test_the_episode_clock_stops_while_any_branch_generates(template: ChatTemplate) -> None:
+    """In virtual time: a branch waits for a turn of another one, which takes longer than the episode's own code may."""
 
     class Slow(Engine):
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
@@ -556,21 +556,21 @@ def test_the_clock_of_own_code_stands_still_while_any_branch_draws(template: Cha
         await asyncio.sleep(0.1)
         return [1.0, 1.0]
 
-    assert len(play(Slow(), template, episode)) == 2
+    assert len(run_episode(Slow(), template, episode)) == 2
 
 
-def test_branches_draw_by_seeds_of_their_own(template: ChatTemplate) -> None:
+def test_branches_sample_with_their_own_seeds(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
         await asyncio.gather(*(branch.reply("y") for branch in (policy.fork(), policy.fork())))
         return [0.0, 1.0]
 
     engine = Engine()
-    play(engine, template, episode, sampling=Sampling(6, seed=3))
+    run_episode(engine, template, episode, sampling=Sampling(6, seed=3))
     seeds = [sampling.seed for sampling in engine.asked]
     assert seeds[0] == 3 and len(set(seeds)) == 3
     again = Engine()
-    play(again, template, episode, sampling=Sampling(6, seed=3))
+    run_episode(again, template, episode, sampling=Sampling(6, seed=3))
     assert [sampling.seed for sampling in again.asked] == seeds
 
 
@@ -588,19 +588,19 @@ def test_a_groups_limits_are_shared_among_its_episodes() -> None:
 
 @dataclass
 class Course:
-    """Plays a random course of turns, seats and forks, also in the middle of turns."""
+    """Runs a random course of turns, seats and forks, including forks in the middle of turns."""
 
-    draws: random.Random
+    rng: random.Random
     seats: int
     policies: list[Any] = field(default_factory=list)
 
     async def episode(self, item: Any, policy: Policy) -> Any:
         self.policies = [policy]
-        for _ in range(self.draws.randint(1, 12)):
-            one = self.draws.choice(self.policies)
-            match self.draws.choice(["draw", "draw", "draw", "read", "fork", "together"]):
-                case "draw":
-                    await self.draw(one)
+        for _ in range(self.rng.randint(1, 12)):
+            one = self.rng.choice(self.policies)
+            match self.rng.choice(["reply", "reply", "reply", "read", "fork", "together"]):
+                case "reply":
+                    await self.reply(one)
                 case "read" if not one._line.begun:
                     one.read("read ")
                 case "fork":
@@ -608,41 +608,41 @@ class Course:
                         self.policies.append(one.fork(*self.place(one)))
                 case "together":
                     branches = list({id(p.branch): p for p in self.policies}.values())
-                    await asyncio.gather(*map(self.draw, branches))
+                    await asyncio.gather(*map(self.reply, branches))
         leaves = [p for p in self.policies if p.branch.is_leaf]
         values = {p: float(place) for place, p in enumerate(leaves)}
         return values if len(self.policies) > 1 else 0.0
 
-    async def draw(self, policy: Any) -> None:
+    async def reply(self, policy: Any) -> None:
         with suppress(ContextFull, GroupFull):
-            if self.seats > 1 and self.draws.random() < 0.8:
-                policy = policy.seat(f"seat {self.draws.randrange(self.seats)}")
-            await policy.reply("said ", temperature=self.draws.choice([None, None, None, 0.0]))
+            if self.seats > 1 and self.rng.random() < 0.8:
+                policy = policy.seat(f"seat {self.rng.randrange(self.seats)}")
+            await policy.reply("hear ", temperature=self.rng.choice([None, None, None, 0.0]))
 
     def place(self, policy: Any) -> tuple[int | None, int | None]:
-        """After all, after an earlier turn or in the middle of one, where there is one seat."""
+        """After all turns; with one seat also after an earlier turn or in the middle of one."""
         turns = policy.branch.turns
-        if self.seats > 1 or not turns or self.draws.random() < 0.4:
+        if self.seats > 1 or not turns or self.rng.random() < 0.4:
             return None, None
-        turn = self.draws.randint(1, turns)
-        drawn = policy.turn_lengths[turn - 1]
-        return turn, self.draws.randint(1, drawn - 1) if drawn > 1 and self.draws.random() < 0.6 else None
+        turn = self.rng.randint(1, turns)
+        length = policy.turn_lengths[turn - 1]
+        return turn, self.rng.randint(1, length - 1) if length > 1 and self.rng.random() < 0.6 else None
 
 
 @given(
-    draws=st.randoms(use_true_random=False),
+    rng=st.randoms(use_true_random=False),
     seats=st.integers(1, 3),
     routes=st.booleans(),
     share=st.builds(GroupBound, st.none() | st.integers(1, 8), st.none() | st.integers(10, 200)),
 )
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_any_tree_is_trained_as_the_engine_saw_it_each_token_once(
-    template: ChatTemplate, draws: random.Random, seats: int, routes: bool, share: GroupBound
+def test_any_tree_is_trained_as_the_engine_saw_it_with_each_token_once(
+    template: ChatTemplate, rng: random.Random, seats: int, routes: bool, share: GroupBound
 ) -> None:
-    engine, course = Engine(draws), Course(draws, seats)
+    engine, course = Engine(rng), Course(rng, seats)
     sampling = Sampling(6, expert_routes_from=0 if routes else None)
     try:
-        played = play(engine, template, course.episode, sampling, share=share)
+        rollout = run_episode(engine, template, course.episode, sampling, share=share)
     except EpisodeFailed as failed:
         assert failed.reason in (
             "no turn of the episode can be trained",
@@ -650,30 +650,30 @@ def test_any_tree_is_trained_as_the_engine_saw_it_each_token_once(
             f"prompt leaves no room within {share.max_tokens} tokens",
         )
         return
-    assert share.excess(len(played), sum(sequence.num_tokens for sequence in played)) is None
+    assert share.excess(len(rollout), sum(sequence.num_tokens for sequence in rollout)) is None
     trained = list[tuple[int, int]]()
-    for place, sequence in enumerate(played):
+    for place, sequence in enumerate(rollout):
         ids = sequence.token_ids.tolist()
         if sequence.fork is not None:
-            origin = played[sequence.fork.sequence]
+            origin = rollout[sequence.fork.sequence]
             shared = sum(len(turn.token_ids) for turn in sequence.turns[: sequence.fork.turns])
             assert sequence.fork.sequence < place and origin.seat == sequence.seat
             assert origin.token_ids[:shared].tolist() == ids[:shared]
             assert not sequence.trainable[:shared].any()
         for place in np.flatnonzero(sequence.trainable).tolist():
             call = int(sequence.policy_versions[place])
-            seen, drawn = engine.seen[call], sampled_ids(engine, call)
-            # The engine saw exactly what stands before the token, and drew it there with this log-prob.
-            assert place >= len(seen) and (seen + drawn)[: place + 1] == ids[: place + 1]
-            token = place - len(seen)
-            assert sequence.logprobs[place] == engine.drawn[call].logprobs[token]
+            prompt, generated = engine.seen[call], sampled_ids(engine, call)
+            # The engine saw exactly the ids before the token, and sampled it there with this log-prob.
+            assert place >= len(prompt) and (prompt + generated)[: place + 1] == ids[: place + 1]
+            token = place - len(prompt)
+            assert sequence.logprobs[place] == engine.completions[call].logprobs[token]
             trained.append((call, token))
         if routes:
             assert sequence.expert_routes is not None and len(sequence.expert_routes) == len(ids) - 1
     sampled = [call for call, sampling in enumerate(engine.asked) if sampling.temperature > 0]
-    # All that was drawn, each once.
+    # Every sampled token once.
     assert sorted(trained) == [(call, token) for call in sampled for token in range(len(sampled_ids(engine, call)))]
 
 
 def sampled_ids(engine: Engine, call: int) -> list[int]:
-    return [int(token) for token in engine.drawn[call].token_ids]
+    return [int(token) for token in engine.completions[call].token_ids]

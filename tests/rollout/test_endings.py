@@ -1,4 +1,4 @@
-"""However an episode's code ends: what it opened is closed, and what it raises costs no other episode."""
+"""However episode code ends, its resources are closed, and its errors fail no other episode."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Policy
-from tests.rollout.test_play import SETTINGS, Echo, Silent, line_of, play, task
+from tests.rollout.test_play import SETTINGS, Echo, Silent, line_of, run_episode, task
 
 
 class Opened:
-    """What an episode opens; closing it takes turns of the event loop."""
+    """A resource of an episode; closing it takes several turns of the event loop."""
 
     def __init__(self) -> None:
         self.opened = self.closed = 0
@@ -40,9 +40,9 @@ def template(model: str) -> ChatTemplate:
     return ChatTemplate(model)
 
 
-def test_what_an_episode_opened_is_closed_when_it_is_cancelled(template: ChatTemplate) -> None:
-    """Late by its own fault; cancelled with its group while it plays and while it runs code of its own; and all of it
-    before the worker ends."""
+def test_a_cancelled_episode_closes_its_resources(template: ChatTemplate) -> None:
+    """An episode that is late, or is cancelled with its group during a turn or in its own code; all are closed before
+    the worker ends."""
     opened = Opened()
 
     async def late(item: Any, policy: Policy) -> float:
@@ -56,26 +56,26 @@ def test_what_an_episode_opened_is_closed_when_it_is_cancelled(template: ChatTem
         return 1.0
 
     async def test() -> None:
-        player = EpisodeRunner(Silent(), template, SETTINGS)
+        runner = EpisodeRunner(Silent(), template, SETTINGS)
         with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
-            await player.play(task(late), 0, "", Sampling(), 0)
-        await player.leave()
+            await runner.play(task(late), 0, "", Sampling(), 0)
+        await runner.leave()
         assert (opened.opened, opened.closed) == (1, 1)
-        playing = [player.play(task(episode), 0, "", Sampling(), 0) for episode in (late, at_its_turn) * 3]
-        group = asyncio.ensure_future(all_or_none(playing))
+        rollouts = [runner.play(task(episode), 0, "", Sampling(), 0) for episode in (late, at_its_turn) * 3]
+        group = asyncio.ensure_future(all_or_none(rollouts))
         while opened.opened < 7:
             await asyncio.sleep(0)
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
         assert opened.closed < 7
-        await player.leave()
+        await runner.leave()
         assert opened.closed == 7
 
     run_virtual(test())
 
 
-def test_one_that_does_not_close_holds_up_the_end_for_a_bounded_time(
+def test_an_episode_that_does_not_close_delays_the_end_for_a_bounded_time(
     template: ChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def stubborn(item: Any, policy: Policy) -> float:
@@ -86,10 +86,10 @@ def test_one_that_does_not_close_holds_up_the_end_for_a_bounded_time(
         return 1.0
 
     async def test() -> None:
-        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
+        runner = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
         with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
-            await player.play(task(stubborn), 0, "", Sampling(), 0)
-        await player.leave()
+            await runner.play(task(stubborn), 0, "", Sampling(), 0)
+        await runner.leave()
 
     run_virtual(test())
     assert "within 5 s" in caplog.text
@@ -113,7 +113,7 @@ async def interrupts(item: Any, policy: Policy) -> float:
 
 
 class Ends(BaseException):
-    """Of a library that ends what it runs by an exception of its own."""
+    """Raised by a library that ends its work by an exception of its own."""
 
 
 async def raises_no_exception(item: Any, policy: Policy) -> float:
@@ -136,11 +136,11 @@ async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
         (in_too_many_parts, "episode returned what cannot be used", "1000", None),
     ],
 )
-def test_what_would_end_the_event_loop_or_fill_the_metrics_costs_its_episode(
+def test_an_error_that_would_end_the_event_loop_or_fill_the_metrics_fails_only_its_episode(
     template: ChatTemplate, episode: Any, reason: str, report: str, line: tuple[Any, str] | None
 ) -> None:
     with pytest.raises(EpisodeFailed) as failed:
-        play(Echo(template, "8"), template, episode)
+        run_episode(Echo(template, "8"), template, episode)
     assert failed.value.reason == reason and report in failed.value.report
     assert len(failed.value.report) < 10_000
     assert failed.value.place == ("" if line is None else f"{__file__}:{line_of(*line)}")

@@ -1,4 +1,4 @@
-"""Results of evaluations: what is joined, what is counted, how it is drawn."""
+"""Results of evaluations: how they are joined, counted and sampled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationP
 from monarch_rl.tasks.task import Task
 from tests import patience
 from tests.rollout.test_statistics import failed
-from tests.rollout.test_statistics import played as sequence
+from tests.rollout.test_statistics import sampled as sequence
 
 
-def played(reward: float) -> list[Episode]:
+def rollout(reward: float) -> list[Episode]:
     return [sequence(reward)]
 
 
@@ -38,10 +38,10 @@ async def rewarded(item: Any, policy: Any) -> float:
 
 def test_failed_items_of_an_evaluation_count_as_0() -> None:
     episodes: list[list[EpisodeResult]] = [
-        [played(1.0)],
+        [rollout(1.0)],
         [failed("score hung", 2)],
-        [played(0.5)],
-        [played(1.0)],
+        [rollout(0.5)],
+        [rollout(1.0)],
     ]
     evaluation = Evaluation.of(EvaluationPlan(), range(4), named(episodes))
     np.testing.assert_array_equal(evaluation.rewards, np.asarray([[1], [0], [0.5], [1]], np.float32))
@@ -64,7 +64,7 @@ def test_failed_items_of_an_evaluation_count_as_0() -> None:
 def test_several_episodes_of_an_item_give_pass_at_k() -> None:
     plan = EvaluationPlan("hard", 4, 1.0)
     right = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
-    episodes = named([[played(float(x)) for x in of_item] for of_item in right])
+    episodes = named([[rollout(float(x)) for x in of_item] for of_item in right])
     evaluation = Evaluation.of(plan, range(3), episodes)
     values = evaluation.metrics()
     assert values["held_out/hard/accuracy"] == pytest.approx(5 / 12)
@@ -74,12 +74,12 @@ def test_several_episodes_of_an_item_give_pass_at_k() -> None:
     assert other.metrics()["held_out/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
 
 
-def test_the_results_of_several_workers_are_told_by_task() -> None:
+def test_results_of_several_workers_are_reported_per_task() -> None:
     plan = EvaluationPlan("easy")
     first = Evaluation.of(
-        plan, [0, 2, 4], [("sums", [played(1.0)]), ("words", [failed("score hung", 2)]), ("sums", [played(0.5)])]
+        plan, [0, 2, 4], [("sums", [rollout(1.0)]), ("words", [failed("score hung", 2)]), ("sums", [rollout(0.5)])]
     )
-    second = Evaluation.of(plan, [3, 1], [("words", [failed("score raised KeyError", 2)]), ("words", [played(0.25)])])
+    second = Evaluation.of(plan, [3, 1], [("words", [failed("score raised KeyError", 2)]), ("words", [rollout(0.25)])])
     values = Evaluation.joined([first, second]).metrics()
     expected = {
         "held_out/easy/accuracy": 0.2,
@@ -99,7 +99,7 @@ def test_the_results_of_several_workers_are_told_by_task() -> None:
     assert all(name.endswith(("_low", "_high", "_version")) for name in rest) and "held_out/easy/score" not in values
 
 
-def test_seats_are_told_by_themselves_and_their_mean_is_the_episodes() -> None:
+def test_seats_are_reported_separately_and_their_mean_is_the_episodes_reward() -> None:
     def game(white: float, black: float) -> list[Episode]:
         return [replace(sequence(white), seat="white"), replace(sequence(black), seat="black")]
 
@@ -112,14 +112,14 @@ def test_seats_are_told_by_themselves_and_their_mean_is_the_episodes() -> None:
     assert (values["held_out/score"], values["held_out/failed"]) == (0.1875, 1.0)
 
 
-def test_seats_of_one_name_are_told_by_task() -> None:
+def test_seats_with_the_same_name_are_reported_per_task() -> None:
     def game(first: float, second: float) -> list[Episode]:
         return [replace(sequence(first), seat="first"), replace(sequence(second), seat="second")]
 
     plan = EvaluationPlan("even")
     halves = [
         Evaluation.of(plan, [0, 1], [("nim", [game(1, -1)]), ("chess", [game(0, 0)])]),
-        Evaluation.of(plan, [2, 3], [("chess", [game(-0.5, 0.5)]), ("sums", [played(1.0)])]),
+        Evaluation.of(plan, [2, 3], [("chess", [game(-0.5, 0.5)]), ("sums", [rollout(1.0)])]),
     ]
     values = Evaluation.joined(halves).metrics()
     check_names(list(values))
@@ -136,36 +136,36 @@ def test_seats_of_one_name_are_told_by_task() -> None:
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
-def test_a_result_is_the_same_whoever_played_its_items(order: list[int], cut: int) -> None:
-    """Whichever items a worker played, in whatever order."""
+def test_results_do_not_depend_on_which_worker_ran_which_items(order: list[int], split: int) -> None:
+    """Whichever items a worker ran, in whatever order."""
     plan = EvaluationPlan("", 2, 1.0)
 
     def result(indices: list[int]) -> Evaluation:
-        return Evaluation.of(plan, indices, named([[played(i / 10), played(i / 20)] for i in indices]))
+        return Evaluation.of(plan, indices, named([[rollout(i / 10), rollout(i / 20)] for i in indices]))
 
-    joined, whole = Evaluation.joined([result(order[:cut]), result(order[cut:])]), result(list(range(6)))
+    joined, whole = Evaluation.joined([result(order[:split]), result(order[split:])]), result(list(range(6)))
     np.testing.assert_array_equal(joined.indices, whole.indices)
     np.testing.assert_array_equal(joined.rewards, whole.rewards)
     assert joined.metrics() == whole.metrics() and joined.versions == (5, 6)
 
 
 def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
-    drawn: list[tuple[int, Sampling]] = []
+    requested: list[tuple[int, Sampling]] = []
     task = Task(int, rewarded, {"held_out": [0, 10, 20]})
 
-    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+    async def run_episode(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         assert item == 10 * index and group == -1 - index
-        drawn.append((index, sampling))
-        return played(1.0)
+        requested.append((index, sampling))
+        return rollout(1.0)
 
     def seeds(plan: EvaluationPlan) -> list[tuple[int, int | None]]:
-        drawn.clear()
-        playing = run_held_out(
-            plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, max_concurrent=2
+        requested.clear()
+        evaluating = run_held_out(
+            plan, task, [2, 0], run_episode, max_new_tokens=8, stops=(1,), item_deadline_s=60, max_concurrent=2
         )
-        assert asyncio.run(playing).indices.tolist() == [0, 2]
-        assert {sampling.temperature for _, sampling in drawn} == {plan.temperature}
-        return sorted((index, sampling.seed) for index, sampling in drawn if sampling.seed is not None)
+        assert asyncio.run(evaluating).indices.tolist() == [0, 2]
+        assert {sampling.temperature for _, sampling in requested} == {plan.temperature}
+        return sorted((index, sampling.seed) for index, sampling in requested if sampling.seed is not None)
 
     first = seeds(EvaluationPlan("", 3, 0.7, seed=4))
     assert len({seed for _, seed in first}) == 6 and seeds(EvaluationPlan("", 3, 0.7, seed=4)) == first
@@ -173,32 +173,32 @@ def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
     assert seeds(EvaluationPlan()) == []
 
 
-def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> None:
+def test_items_that_raise_or_are_late_fail_only_their_episodes() -> None:
     let_go = threading.Event()
 
     class Items(list[int]):
         def __getitem__(self, index: int) -> int:  # type: ignore[override]
             if index == 1:
-                patience.happened(let_go, "the last item to be played")
+                patience.happened(let_go, "the episode of the last item")
             return [0, 10, 20, 30][index]
 
-    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+    async def run_episode(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         if index == 3:
             let_go.set()
-        return played(1.0)
+        return rollout(1.0)
 
     task = Task(int, rewarded, {"held_out": Items(range(5))})
-    playing = run_held_out(
+    evaluating = run_held_out(
         EvaluationPlan(),
         task,
         [0, 1, 2, 3, 4],
-        play,
+        run_episode,
         max_new_tokens=8,
         stops=(1,),
         item_deadline_s=1.0,
         max_concurrent=1,
     )
-    result = asyncio.run(playing)
+    result = asyncio.run(evaluating)
     assert result.rewards.tolist() == [[1], [0], [1], [1], [0]]
     assert result.failed == {"item took over 1 s to be made": 1, "item raised IndexError when it was made": 1}
     report = result.first["item took over 1 s to be made"].report

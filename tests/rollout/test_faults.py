@@ -1,4 +1,4 @@
-"""Faults of episodes' code that would harm the process that plays them: each is said, and bounded."""
+"""Faults of episode code that would harm its worker: each is reported and bounded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests import patience
 from tests.rollout import faulty
 from tests.rollout.test_play import line_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]  # one program has all faults
+pytestmark = [pytest.mark.slow, pytest.mark.core]  # one program runs all faults
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Faulty:
-    """What workers in a process of their own did, by the fault, and what was written on both streams."""
+    """Results of workers in a process of their own, by fault, and the output of that process."""
 
     results: dict[str, dict[str, Any]]
     output: str
@@ -42,49 +42,49 @@ def faults(model: str) -> Faulty:
     return Faulty(json.loads(line), "\n".join(output), done.stderr)
 
 
-def test_a_copy_of_the_worker_ends_where_it_leaves_the_episode_that_forked(faults: Faulty) -> None:
+def test_a_forked_copy_of_the_worker_ends_when_it_leaves_the_episode(faults: Faulty) -> None:
     result, errors = faults.results["forks"], faults.errors
-    assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
+    assert (result["submitted"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
     place = f"{faulty.__file__}:{line_of(faulty.forks, 'os.fork')}"
     assert errors.count("os.fork()") == errors.count(f"called os.fork() at {place}") == 1
 
 
-def test_what_episodes_print_is_shown_up_to_a_bound_that_is_said(faults: Faulty) -> None:
+def test_output_of_episodes_is_bounded_and_truncation_is_reported(faults: Faulty) -> None:
     result, output = faults.results["prints"], faults.output
-    assert (result["put"], result["failed"]) == (faulty.GROUPS, {})
+    assert (result["submitted"], result["failed"]) == (faulty.GROUPS, {})
     assert 2**15 < len(output) < 2**19
     assert "rollout worker 0 has printed more than 64 KiB" in output
 
 
-def test_files_that_are_left_open_cost_the_worker_before_it_can_open_no_more(faults: Faulty) -> None:
+def test_leaked_files_end_the_worker_before_it_runs_out_of_descriptors(faults: Faulty) -> None:
     result = faults.results["leaks"]
-    assert 10 < result["put"] < faulty.GROUPS and not result["failed"]
+    assert 10 < result["submitted"] < faulty.GROUPS and not result["failed"]
     assert result["ended"].startswith("FilesLeaked: ") and " of 256 files" in result["ended"]
     assert f"most often {faulty.OPENED} (" in result["ended"]
 
 
-def test_tools_that_do_not_return_cost_the_worker_and_are_named(faults: Faulty) -> None:
+def test_tools_that_never_return_end_the_worker_and_are_named(faults: Faulty) -> None:
     result = faults.results["calls_tools_that_hang"]
-    assert HUNG_THREADS // faulty.SIZE - 2 <= result["put"] < faulty.GROUPS and not result["failed"]
+    assert HUNG_THREADS // faulty.SIZE - 2 <= result["submitted"] < faulty.GROUPS and not result["failed"]
     assert result["ended"].startswith("ToolsHang: ") and "search (" in result["ended"]
 
 
-def test_an_episode_that_can_open_no_file_is_lost_and_shown_and_the_worker_after_it(faults: Faulty) -> None:
+def test_an_episode_without_descriptors_is_reported_before_its_worker_ends(faults: Faulty) -> None:
     result = faults.results["leaks_at_once"]
     assert result["failed"] and set(result["failed"]) == {"episode raised OSError"}
-    (told,) = result["told"]
+    (failure,) = result["failures"]
     line = line_of(faulty.leaks_at_once, "LEFT_OPEN")
-    assert told["place"] == f"{faulty.__file__}:{line}" and "Too many open files" in told["report"]
+    assert failure["place"] == f"{faulty.__file__}:{line}" and "Too many open files" in failure["report"]
     assert result["ended"].startswith("FilesLeaked: ")
 
 
-def test_episodes_that_the_end_of_the_run_cancels_close_what_they_opened(faults: Faulty) -> None:
+def test_episodes_cancelled_at_the_end_of_the_run_close_their_resources(faults: Faulty) -> None:
     result = faults.results["stays"]
-    assert (result["put"], result["ended"]) == (faulty.GROUPS - 1, "")
+    assert (result["submitted"], result["ended"]) == (faulty.GROUPS - 1, "")
     assert result["closed"] == faulty.SIZE
 
 
 def test_an_episode_that_blocks_the_workers_loop_is_named_with_its_line(faults: Faulty) -> None:
     result = faults.results["blocks"]
     assert result["blocked_at"] == [f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}"]
-    assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
+    assert (result["submitted"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")

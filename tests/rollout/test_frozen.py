@@ -1,4 +1,4 @@
-"""Episodes that ask a frozen model or a remote judge beside their policy. The engines are made for the test."""
+"""Episodes that ask a frozen model or a remote judge besides their policy. The engines are stand-ins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.rollout.test_play import SETTINGS, Echo, task
 
 
 class Engines:
-    """Answers ``text`` after ``seconds``, or raises; keeps what it was asked."""
+    """Answers ``text`` after ``seconds``, or raises; records its requests."""
 
     def __init__(self, template: ChatTemplate, text: str = "yes", seconds: float = 0.0) -> None:
         ids = [*template.tokenizer.encode(text), template.tokenizer.eos_token_id]
@@ -69,26 +69,26 @@ def template(model: str) -> ChatTemplate:
 
 @pytest.fixture
 def judge(tmp_path: Path) -> FrozenModel:
-    """With another tokenizer and template than the policy's."""
+    """Its tokenizer and template differ from the policy's."""
     return FrozenModel("judge", write_model(tmp_path / "judge", "qwen3"), "judge-1", 64, request_deadline_s=100.0)
 
 
-async def played(generator: Any, template: ChatTemplate, episode: Any, group: int = 3) -> Episode:
-    player = EpisodeRunner(generator, template, SETTINGS)
-    (sequence,) = await player.play(task(episode), 7, "", Sampling(), group)
+async def run_episode(generator: Any, template: ChatTemplate, episode: Any, group: int = 3) -> Episode:
+    runner = EpisodeRunner(generator, template, SETTINGS)
+    (sequence,) = await runner.play(task(episode), 7, "", Sampling(), group)
     return sequence
 
 
-def test_what_a_judge_is_asked_never_enters_the_episode(template: ChatTemplate, judge: FrozenModel) -> None:
-    """Token for token it is the episode without a judge; the judge reads its own template."""
+def test_requests_to_a_judge_never_enter_the_episode(template: ChatTemplate, judge: FrozenModel) -> None:
+    """Token for token, the episode equals the one without a judge; the judge uses its own template."""
 
     def episode(asks: bool) -> Any:
         async def turns(item: Any, policy: Policy) -> float:
-            for said in ("guess", "again"):
+            for message in ("guess", "again"):
                 if asks:
                     verdict = await judge.reply([{"role": "user", "content": "right?"}], stop="no")
                     assert verdict.text == "yes"
-                await policy.reply(said)
+                await policy.reply(message)
                 if asks:
                     talk = judge.conversation()
                     await asyncio.gather(judge.reply("a"), judge.reply("b", temperature=0.5), talk.reply("c"))
@@ -102,7 +102,7 @@ def test_what_a_judge_is_asked_never_enters_the_episode(template: ChatTemplate, 
         engines = Engines(own)
         await connect_frozen_models([(judge, engines)])
         echo = Echo(template, "8")
-        asking, plain = [await played(echo, template, episode(asks)) for asks in (True, False)]
+        asking, plain = [await run_episode(echo, template, episode(asks)) for asks in (True, False)]
         for name in ("token_ids", "trainable", "policy_versions"):
             assert np.array_equal(getattr(asking, name), getattr(plain, name)), name
         assert len(asking.turns) == len(plain.turns) == 2
@@ -117,8 +117,8 @@ def test_what_a_judge_is_asked_never_enters_the_episode(template: ChatTemplate, 
     asyncio.run(test())
 
 
-def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judge: FrozenModel) -> None:
-    """In virtual time. Its own code may take 0.2 s: 50 s of judges, also of two at once, are not counted; the time
+def test_the_episode_clock_stops_while_judges_answer(template: ChatTemplate, judge: FrozenModel) -> None:
+    """In virtual time. Its own code may take 0.2 s: 50 s of judges, including two at once, are not counted; the time
     after them is."""
 
     async def patient(item: Any, policy: Policy) -> float:
@@ -140,9 +140,9 @@ def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judg
 
     async def test() -> None:
         await connect_frozen_models([(judge, Engines(ChatTemplate(judge.model), seconds=50.0))])
-        assert (await played(Echo(template, "8"), template, patient)).reward == 1.0
+        assert (await run_episode(Echo(template, "8"), template, patient)).reward == 1.0
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
-            await played(Echo(template, "8"), template, slow)
+            await run_episode(Echo(template, "8"), template, slow)
 
     waits = len(wait_registry.waits())
     run_virtual(test())
@@ -157,7 +157,7 @@ def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judg
         (None, "frozen model judge did not answer in time"),
     ],
 )
-def test_a_judge_that_fails_costs_the_episode_unless_its_code_decides_otherwise(
+def test_a_failed_judge_fails_the_episode_unless_its_code_handles_it(
     template: ChatTemplate, judge: FrozenModel, error: Exception | None, reason: str
 ) -> None:
     async def asking(item: Any, policy: Policy) -> float:
@@ -176,10 +176,10 @@ def test_a_judge_that_fails_costs_the_episode_unless_its_code_decides_otherwise(
         engines.error = error
         await connect_frozen_models([(judge, engines)])
         with pytest.raises(EpisodeFailed) as failed:
-            await played(Echo(template, "8"), template, asking)
+            await run_episode(Echo(template, "8"), template, asking)
         assert failed.value.reason == reason
-        assert failed.value.tokens > 0, "what was drawn for it is counted"
-        assert (await played(Echo(template, "8"), template, doing_without)).reward == 0.25
+        assert failed.value.tokens > 0, "its sampled tokens are counted"
+        assert (await run_episode(Echo(template, "8"), template, doing_without)).reward == 0.25
 
     run_virtual(test())
 
@@ -201,7 +201,7 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
         await connect_frozen_models([(rm, Heads(own))])
         conversation = [user("2 + 3 ="), assistant("5")]
         assert await rm.reward(conversation) == 0.5
-        text = own.decode(rated[0])  # Qwen3's template writes the thoughts that there are not
+        text = own.decode(rated[0])  # Qwen3's template adds empty thoughts
         assert text.startswith("<|im_start|>user\n2 + 3 =<|im_end|>\n<|im_start|>assistant\n")
         assert text.endswith("5<|im_end|>\n"), "no prompt for another turn"
         with pytest.raises(ValueError, match="judge returns 2 "):
@@ -217,7 +217,7 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
 
 
 def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
-    """Where its template does not tell it, there is no other way to give it tools."""
+    """Required for tools if its template does not reveal the format."""
     judge = FrozenModel("judge", write_model(tmp_path, "tagged", WITH_TOOLS), "judge-1", 10_000)
 
     async def test() -> None:
@@ -232,7 +232,7 @@ def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_prompt_without_room_for_an_answer_is_no_request(template: ChatTemplate, judge: FrozenModel) -> None:
+def test_a_prompt_without_room_for_an_answer_is_never_sent(template: ChatTemplate, judge: FrozenModel) -> None:
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model))
         await connect_frozen_models([(judge, engines)])
@@ -246,16 +246,16 @@ def test_a_prompt_without_room_for_an_answer_is_no_request(template: ChatTemplat
     asyncio.run(test())
 
 
-def test_code_of_an_episode_that_is_over_asks_nobody(template: ChatTemplate, judge: FrozenModel) -> None:
+def test_code_of_a_finished_episode_cannot_ask_a_judge(template: ChatTemplate, judge: FrozenModel) -> None:
     left: list[asyncio.Task[None]] = []
-    said = list[str]()
+    messages = list[str]()
 
     async def later() -> None:
         await asyncio.sleep(1.0)
         try:
             await judge.reply("x")
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     async def episode(item: Any, policy: Policy) -> float:
         left.append(asyncio.ensure_future(later()))
@@ -265,14 +265,14 @@ def test_code_of_an_episode_that_is_over_asks_nobody(template: ChatTemplate, jud
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model))
         await connect_frozen_models([(judge, engines)])
-        await played(Echo(template, "8"), template, episode)
+        await run_episode(Echo(template, "8"), template, episode)
         await left[0]
-        assert said == ["the episode is over"] and not engines.asked
+        assert messages == ["the episode is over"] and not engines.asked
 
     run_virtual(test())
 
 
-def test_a_model_is_a_name_and_says_where_it_cannot_be_asked(judge: FrozenModel) -> None:
+def test_a_frozen_model_pickles_and_reports_why_it_cannot_be_asked(judge: FrozenModel) -> None:
     assert pickle.loads(pickle.dumps(judge)) == judge
 
     async def test() -> None:

@@ -26,7 +26,7 @@ from tests.rollout.cores import AMPLE_S, with_cores
 LOST = EpisodeFailed("score hung")
 
 
-async def _unplayed(item: Any, policy: Any) -> float:
+async def _never_run(item: Any, policy: Any) -> float:
     raise AssertionError
 
 
@@ -39,19 +39,19 @@ def group(*answers: str) -> list[list[Episode] | EpisodeFailed]:
 
 
 def rewarded(function: Any, *answers: str, scorer: Any = None, deadline_s: float = 10.0) -> list[Any]:
-    """In virtual time, but for scoring processes."""
-    task = Task(lambda cursor: cursor, _unplayed, group_rewards=function)
-    played = group(*answers)
+    """In virtual time, except with scoring processes."""
+    task = Task(lambda cursor: cursor, _never_run, group_rewards=function)
+    rollouts = group(*answers)
 
     async def rewards() -> list[Any]:
-        adding = GroupRewarder(scorer, deadline_s).added(task, "item", 7, played)
-        return [play if isinstance(play, EpisodeFailed) else play[0] for play in await adding]
+        adding = GroupRewarder(scorer, deadline_s).added(task, "item", 7, rollouts)
+        return [rollout if isinstance(rollout, EpisodeFailed) else rollout[0] for rollout in await adding]
 
     return run_virtual(rewards()) if scorer is None else asyncio.run(patiently(rewards(), "the rewards"))
 
 
 def majority(item: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """1 for the answer that most episodes gave (TTRL, arXiv:2504.16084)."""
+    """1 for the most frequent answer (TTRL, arXiv:2504.16084)."""
     counts = Counter(outcome.answer for outcome in outcomes)
     votes = [counts[outcome.answer] for outcome in outcomes]
     return [Outcome(float(vote == max(votes)), {"votes": vote}, {"item": item}) for vote in votes]
@@ -126,7 +126,7 @@ def test_a_function_compares_the_group_in_a_scoring_process(scorer: Scorer) -> N
         (too_few, "group rewards are not one for each episode", "2 episodes"),
     ],
 )
-def test_a_function_that_fails_costs_its_group(
+def test_a_failed_function_fails_its_group(
     scorer: Scorer, function: Any, reason: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_cores(monkeypatch)
@@ -152,12 +152,12 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
         (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),
     ],
 )
-def test_a_coroutine_that_fails_costs_its_group(function: Any, reason: str, report: str) -> None:
+def test_a_failed_coroutine_fails_its_group(function: Any, reason: str, report: str) -> None:
     first, lost, second = rewarded(function, "a", "b", deadline_s=0.2)
     assert lost is LOST and first.reason == second.reason == reason and report in first.report
 
 
-def test_what_a_judge_takes_does_not_count_as_the_time_of_a_groups_rewards() -> None:
+def test_time_of_a_judge_does_not_count_against_the_deadline_of_group_rewards() -> None:
     """In virtual time."""
 
     async def judged(item: str, outcomes: Sequence[Outcome]) -> list[float]:
@@ -173,7 +173,7 @@ def test_what_a_judge_takes_does_not_count_as_the_time_of_a_groups_rewards() -> 
     no_scorer: Any = None
 
     def rewards(function: Any) -> list[Any]:
-        of_group = Task(lambda cursor: cursor, _unplayed, group_rewards=function)
+        of_group = Task(lambda cursor: cursor, _never_run, group_rewards=function)
         return run_virtual(GroupRewarder(no_scorer, 10.0).added(of_group, "item", 7, group("a", "b")))
 
     first, _, second = rewards(judged)
@@ -184,7 +184,7 @@ def test_what_a_judge_takes_does_not_count_as_the_time_of_a_groups_rewards() -> 
 def test_each_seat_and_branch_has_its_own_outcome() -> None:
     (white,), _, (black,) = group("a", "b")  # type: ignore[misc]
     white.seat, black.seat = "white", "black"
-    task = Task(lambda cursor: cursor, _unplayed, group_rewards=placed)
+    task = Task(lambda cursor: cursor, _never_run, group_rewards=placed)
 
     async def rewards() -> None:
         scorer: Any = None
@@ -199,5 +199,5 @@ async def placed(item: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [Outcome(place + 1.0, {}, {"was": [of.seat, of.answer, of.rollout]}) for place, of in enumerate(outcomes)]
 
 
-def test_a_group_of_which_nothing_is_left_is_not_compared() -> None:
+def test_a_group_without_episodes_is_not_compared() -> None:
     assert rewarded(raising) == [LOST]

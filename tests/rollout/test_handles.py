@@ -1,4 +1,4 @@
-"""A worker's protocols against the actors that it calls."""
+"""A worker's protocols match the actors that it calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDPOINTS = [name for name in vars(BufferHandle) if hasattr(vars(BufferHandle)[n
 
 
 def as_handle(buffer: Buffer) -> BufferHandle:
-    """For mypy: the buffer has what a worker calls."""
+    """For mypy: the buffer has the endpoints that a worker calls."""
     return buffer
 
 

@@ -1,4 +1,4 @@
-"""The submit queue of a worker, with a buffer made for the test."""
+"""The submit queue of a worker, with a stand-in for the buffer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Unsendable:
         raise OSError("nothing can be sent")
 
 
-def test_an_error_of_sending_reaches_all_who_wait() -> None:
-    """It is raised before there is anything to await. Groups that are submitted later are accepted."""
+def test_a_send_error_reaches_all_waiters() -> None:
+    """The error is raised before there is anything to await. Groups that are submitted later are accepted."""
 
     async def submit() -> None:
         buffer: Any = Buffer()

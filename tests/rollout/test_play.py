@@ -1,4 +1,4 @@
-"""Episodes without actors: a generator and environments made for the test."""
+"""Episodes without actors: generators and environments are stand-ins."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS = RolloutSettings(episode_deadline_s=0.2)
 
 
 class Echo:
-    """Draws ``text`` and, if it ends, the stop token; keeps the prompts it was given."""
+    """Generates ``text`` and, if it ends, the stop token; records its prompts."""
 
     def __init__(self, template: ChatTemplate, text: str, ends: bool = True) -> None:
         self.prompts: list[list[int]] = []
@@ -53,7 +53,7 @@ class Echo:
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         self.prompts.append(list(prompt_ids))
-        await asyncio.sleep(0)  # as one that asks a replica
+        await asyncio.sleep(0)  # as a generator that asks a replica
         return self.completion
 
 
@@ -82,11 +82,11 @@ async def hanging(item: Any, policy: Policy) -> float:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """In virtual time: a deadline passes on what hangs, and on nothing else."""
+    """In virtual time: a deadline passes only on a coroutine that hangs."""
     return run_virtual(coroutine)
 
 
-def play(
+def run_episode(
     generator: Any,
     template: ChatTemplate,
     episode: Any,
@@ -97,9 +97,9 @@ def play(
     scorer: Any = None,
     **more: Any,
 ) -> Episode:
-    player = EpisodeRunner(generator, template, SETTINGS, scorer, limit)
-    (played,) = run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
-    return played
+    runner = EpisodeRunner(generator, template, SETTINGS, scorer, limit)
+    (result,) = run(runner.play(task(episode, **more), 7, item, sampling or Sampling(), group))
+    return result
 
 
 @pytest.fixture
@@ -107,12 +107,12 @@ def template(model: str) -> ChatTemplate:
     return ChatTemplate(model)
 
 
-def test_single_turn_keeps_the_drawn_ids(template: ChatTemplate) -> None:
+def test_a_single_turn_keeps_the_sampled_ids(template: ChatTemplate) -> None:
     async def episode(item: str, policy: Policy) -> float:
         return float((await policy.reply(item)).text == "12")
 
     echo = Echo(template, "12")
-    episode_: Episode = play(echo, template, episode, item="3 * 4 =")
+    episode_: Episode = run_episode(echo, template, episode, item="3 * 4 =")
     assert (episode_.reward, episode_.finish_reason, len(episode_.turns)) == (1.0, "stop", 1)
     prompt = template.opening([user("3 * 4 =")])
     assert episode_.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
@@ -122,7 +122,7 @@ def test_single_turn_keeps_the_drawn_ids(template: ChatTemplate) -> None:
 
 def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
     echo = Echo(template, "8", ends=False)
-    episode = play(echo, template, guessing)
+    episode = run_episode(echo, template, guessing)
     assert (episode.reward, episode.info) == (1.0, {"guesses": 2, "heard": ["8", "8"]})
     assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}
     assert template.plain(episode.token_ids.tolist()) == "guess8again8"
@@ -132,7 +132,7 @@ def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
 
 
 @pytest.mark.parametrize("read_first", [False, True])
-def test_a_message_that_is_refused_leaves_the_policy_as_it_was(template: ChatTemplate, read_first: bool) -> None:
+def test_a_refused_message_leaves_the_policy_unchanged(template: ChatTemplate, read_first: bool) -> None:
     async def episode(item: Any, policy: Policy) -> float:
         await policy.reply("one ")
         if read_first:
@@ -143,25 +143,25 @@ def test_a_message_that_is_refused_leaves_the_policy_as_it_was(template: ChatTem
         await policy.reply("three ")
         return 1.0
 
-    played = play(Echo(template, "8", ends=False), template, episode)
-    assert template.plain(played.token_ids.tolist()) == f"one 8{'two ' * read_first}three 8"
+    result = run_episode(Echo(template, "8", ends=False), template, episode)
+    assert template.plain(result.token_ids.tolist()) == f"one 8{'two ' * read_first}three 8"
 
 
 def test_a_failure_shows_the_last_question_before_the_first_turn(template: ChatTemplate) -> None:
-    def failing(*said: Message, again: str = "") -> Any:
+    def failing(*messages: Message, again: str = "") -> Any:
         async def episode(item: Any, policy: Policy) -> float:
-            for message in said[:-1]:
+            for message in messages[:-1]:
                 policy.read(message)
-            await policy.reply(said[-1])
+            await policy.reply(messages[-1])
             if again:
                 await policy.reply(again)
             raise KeyError
 
         return episode
 
-    def prompt(*said: Message, again: str = "") -> str | None:
+    def prompt(*messages: Message, again: str = "") -> str | None:
         with pytest.raises(EpisodeFailed) as failed:
-            play(Echo(template, "8", ends=False), template, failing(*said, again=again))
+            run_episode(Echo(template, "8", ends=False), template, failing(*messages, again=again))
         return failed.value.prompt
 
     rules, hint, question = Message("system", "Be brief."), Message("user", "Hint."), Message("user", "2 + 2?")
@@ -180,15 +180,15 @@ def add(a: int, b: int) -> int:
 
 
 def test_a_chat_template_with_a_tool(tmp_path: Path) -> None:
-    """The ids are those of a conversation by itself; calls are read, and answers handed back."""
+    """The ids equal those of a standalone conversation; calls are parsed, and answers passed back."""
     template = ChatTemplate(write_model(tmp_path, "qwen3"))
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-    drawn = [template.tokenizer.encode(text + "<|im_end|>") for text in (call, "7")]
+    sampled = [template.tokenizer.encode(text + "<|im_end|>") for text in (call, "7")]
 
     class Scripted:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             assert prompt_ids == alone.ids[: len(prompt_ids)]
-            ids = drawn[len(prompt_ids) > opening]
+            ids = sampled[len(prompt_ids) > opening]
             return Completion(np.asarray(ids), np.full(len(ids), -0.5), np.full(len(ids), 4), "stop")
 
     async def episode(item: Any, policy: Policy) -> float:
@@ -199,16 +199,16 @@ def test_a_chat_template_with_a_tool(tmp_path: Path) -> None:
 
     alone = Conversation(template)
     opening = len(alone.add("3 + 4?", [add]))
-    (asked,) = alone.replied(drawn[0], "stop").tool_calls
+    (asked,) = alone.replied(sampled[0], "stop").tool_calls
     alone.add([asked.answer("7")])
-    alone.replied(drawn[1], "stop")
-    played = play(Scripted(), template, episode, item="3 + 4?", sampling=Sampling(100))
-    assert played.reward == 1.0
-    assert played.token_ids.tolist() == alone.ids
+    alone.replied(sampled[1], "stop")
+    result = run_episode(Scripted(), template, episode, item="3 + 4?", sampling=Sampling(100))
+    assert result.reward == 1.0
+    assert result.token_ids.tolist() == alone.ids
 
 
-def test_a_turn_that_does_not_come_about_leaves_what_it_was_given_to_the_next_one(template: ChatTemplate) -> None:
-    """Whatever ends it: the trainer gets what the engine sees."""
+def test_the_prompt_of_a_failed_turn_moves_to_the_next_turn(template: ChatTemplate) -> None:
+    """Whatever ends the turn, the trainer gets the ids that the engine sees."""
     echo = Echo(template, "8", ends=False)
 
     class Hanging:
@@ -226,10 +226,10 @@ def test_a_turn_that_does_not_come_about_leaves_what_it_was_given_to_the_next_on
         await policy.reply("def")
         return 1.0
 
-    played = play(Hanging(), template, episode)
+    result = run_episode(Hanging(), template, episode)
     (prompt,) = echo.prompts
     assert template.plain(prompt) == "abcdef"
-    assert played.token_ids.tolist() == [*prompt, *echo.completion.token_ids.tolist()]
+    assert result.token_ids.tolist() == [*prompt, *echo.completion.token_ids.tolist()]
 
 
 def test_a_loop_that_catches_everything_does_not_block_the_worker(template: ChatTemplate) -> None:
@@ -240,15 +240,15 @@ def test_a_loop_that_catches_everything_does_not_block_the_worker(template: Chat
         return 1.0
 
     async def beside() -> int:
-        turns, playing = 0, asyncio.ensure_future(player.play(task(episode), 7, "", Sampling(), 0))
-        while not playing.done():
+        turns, running = 0, asyncio.ensure_future(runner.play(task(episode), 7, "", Sampling(), 0))
+        while not running.done():
             await asyncio.sleep(0)
             turns += 1
-        (played,) = await playing
-        assert played.finish_reason == "context"
+        (result,) = await running
+        assert result.finish_reason == "context"
         return turns
 
-    player = EpisodeRunner(Echo(template, "8"), template, SETTINGS, None, 12)
+    runner = EpisodeRunner(Echo(template, "8"), template, SETTINGS, None, 12)
     assert run(beside()) > 900
 
 
@@ -273,7 +273,7 @@ def test_parts_and_infos_that_cannot_be_used_are_refused(outcome: Any) -> None:
 
 
 def test_the_size_of_infos_is_bounded() -> None:
-    """To the byte, as the header of an episode has them: the bound of a buffer's memory counts them."""
+    """To the byte, as in the header of an episode: the memory bound of the buffer counts them."""
     longest = {"trace": "é" * 10_920 + "xxx"}
     assert len(json.dumps(longest)) == MOST_INFO_BYTES and as_outcome(Outcome(1.0, info=longest)).info == longest
     with pytest.raises(ValueError, match="65,537 bytes .* 65,536"):
@@ -281,7 +281,7 @@ def test_the_size_of_infos_is_bounded() -> None:
 
 
 def test_no_part_has_the_name_of_another_metric() -> None:
-    """All names that an evaluation or a batch gives metrics beside those of parts."""
+    """The names of all metrics of an evaluation or a batch are reserved."""
     plan = EvaluationPlan(samples=2, temperature=1.0)
     evaluation = Evaluation(np.arange(1), np.ones((1, 2), np.float32), {}, parts=[[{}, {}]], versions=(0, 1), plan=plan)
     names = [name.removeprefix("held_out/") for name in evaluation.metrics()]
@@ -292,7 +292,7 @@ def test_no_part_has_the_name_of_another_metric() -> None:
     assert as_outcome({"accurate": 1.0, "rewarded": 0.5, "pass": 0.0}).reward == 1.5
 
 
-def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(template: ChatTemplate) -> None:
+def test_read_messages_precede_the_next_turn_and_trailing_ones_are_omitted(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> dict[str, float]:
         policy.read("a")
         policy.read([Message("user", "b"), {"role": "tool", "content": "c"}])
@@ -302,9 +302,9 @@ def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_
         policy.read("f")
         return {"right": 0.75, "short": 0.5}
 
-    played = play(Echo(template, "8", ends=False), template, episode)
-    assert template.plain(played.token_ids.tolist()) == "abc8de8"
-    assert (played.reward, played.parts) == (1.25, {"right": 0.75, "short": 0.5})  # named parts add up
+    result = run_episode(Echo(template, "8", ends=False), template, episode)
+    assert template.plain(result.token_ids.tolist()) == "abc8de8"
+    assert (result.reward, result.parts) == (1.25, {"right": 0.75, "short": 0.5})  # the sum of named parts
 
 
 TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
@@ -314,58 +314,59 @@ TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
     ("name", "thinking"), [("", None), ("qwen3", True), ("qwen3", False), ("llama3", None), ("smollm2", None)]
 )
 @given(
-    said=st.lists(st.tuples(st.lists(TEXTS, max_size=2), TEXTS, st.booleans(), st.booleans()), min_size=1, max_size=6),
+    script=st.lists(
+        st.tuples(st.lists(TEXTS, max_size=2), TEXTS, st.booleans(), st.booleans()), min_size=1, max_size=6
+    ),
     limit=st.none() | st.integers(10, 100),
-    draws=st.randoms(use_true_random=False),
+    rng=st.randoms(use_true_random=False),
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
+def test_the_trainer_gets_the_engines_prompts_and_samples_bit_for_bit(
     template: ChatTemplate,
     name: str,
     thinking: bool | None,
-    said: list[tuple[list[str], str, bool, bool]],
+    script: list[tuple[list[str], str, bool, bool]],
     limit: int | None,
-    draws: random.Random,
+    rng: random.Random,
 ) -> None:
-    """Random conversations: read, of users and tools, asked with and without text, ended by stop, by length and by the
-    context."""
-    seen, drawn = list[list[int]](), list[Completion]()
+    """Random conversations of users and tools, with and without prompts, ended by stop, length and context."""
+    seen, completions = list[list[int]](), list[Completion]()
     chat = chat_template(name, thinking) if name else template
     ends = list(chat.stop_token_ids) if name else []
     others = [index for index in range(len(chat.tokenizer) if name else len(CHARACTERS)) if index not in ends]
 
     class Random:
-        """Draws any ids, as a policy may that writes text in other tokens than the template."""
+        """Generates random ids, as a policy may that tokenises text differently from the template."""
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             seen.append(list(prompt_ids))
-            n = draws.randint(1, sampling.max_new_tokens)
-            ids = [draws.choice(others) for _ in range(n)]
+            n = rng.randint(1, sampling.max_new_tokens)
+            ids = [rng.choice(others) for _ in range(n)]
             stops = n < sampling.max_new_tokens
-            if stops and ends and draws.random() < 0.7:  # else a stop string has ended it
-                ids[-1] = draws.choice(ends)
-            logprobs, versions = [-draws.random() for _ in ids], [draws.randrange(4) for _ in ids]
+            if stops and ends and rng.random() < 0.7:  # else a stop string has ended it
+                ids[-1] = rng.choice(ends)
+            logprobs, versions = [-rng.random() for _ in ids], [rng.randrange(4) for _ in ids]
             arrays = np.asarray(ids), np.asarray(logprobs, np.float32), np.asarray(versions)
-            drawn.append(Completion(*arrays, "stop" if stops else "length"))
-            return drawn[-1]
+            completions.append(Completion(*arrays, "stop" if stops else "length"))
+            return completions[-1]
 
     async def episode(item: Any, policy: Policy) -> float:
-        for read, asked, short, greedy in said:
+        for read, asked, short, greedy in script:
             for text in read:
-                policy.read(Message("tool" if name and seen and draws.random() < 0.5 else "user", text))
+                policy.read(Message("tool" if name and seen and rng.random() < 0.5 else "user", text))
             await policy.reply(asked, max_new_tokens=2 if short else None, temperature=0.0 if greedy else None)
         return 1.0
 
     try:
-        played = play(Random(), chat, episode, sampling=Sampling(6), limit=limit)
+        result = run_episode(Random(), chat, episode, sampling=Sampling(6), limit=limit)
     except EpisodeFailed as failed:
         assert failed.reason == "no turn of the episode can be trained" or not seen
         return
-    ids = played.token_ids.tolist()
+    ids = result.token_ids.tolist()
     assert limit is None or len(ids) <= limit
-    assert len(played.turns) == len(seen) and (len(seen) == len(said) or played.finish_reason == "context")
+    assert len(result.turns) == len(seen) and (len(seen) == len(script) or result.finish_reason == "context")
     end = 0
-    for turn, prompt, completion, (_, _, _, greedy) in zip(played.turns, seen, drawn, said, strict=False):
+    for turn, prompt, completion, (_, _, _, greedy) in zip(result.turns, seen, completions, script, strict=False):
         assert ids[: len(prompt)] == prompt and prompt[:end] == ids[:end]
         end = len(prompt) + len(completion.token_ids)
         assert ids[len(prompt) : end] == completion.token_ids.tolist()
@@ -385,14 +386,14 @@ def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
         (hanging, "the episode's own code took over 0.2 s"),
     ],
 )
-def test_the_episodes_code_costs_its_episode(template: ChatTemplate, episode: Any, reason: str) -> None:
+def test_an_error_in_episode_code_fails_only_its_episode(template: ChatTemplate, episode: Any, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        play(Echo(template, "8"), template, episode)
+        run_episode(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason
 
 
-def says(opening: Any, result: Any = 1.0) -> Any:
-    """An episode as the author of a first one might write it."""
+def replies(opening: Any, result: Any = 1.0) -> Any:
+    """An episode as a newcomer might write it."""
 
     async def episode(item: Any, policy: Policy) -> Any:
         await policy.reply(opening)
@@ -428,37 +429,37 @@ UNUSABLE = "episode returned what cannot be used"
 @pytest.mark.parametrize(
     ("episode", "reason", "advice"),
     [
-        (says([{"role": "user"}]), "episode raised ChatError", "which is not text"),
-        (says(None), "episode raised ChatError", "None is not a message"),
-        (says(""), "episode raised ValueError", "the first turn has no prompt"),
-        (says(7), "episode raised ChatError", "7 is not a message"),
-        (says("guess", None), UNUSABLE, "return a number"),
-        (says("guess", float("nan")), UNUSABLE, "is nan"),
-        (says("guess", "1"), UNUSABLE, "is text"),
-        (says("guess", Outcome("1")), UNUSABLE, "is text"),  # type: ignore[arg-type]
-        (says("guess", {"right": None}), UNUSABLE, "return a number"),
-        (says("guess", {}), UNUSABLE, "an empty dictionary"),
-        (says("guess", Outcome(1.0, info={"file": asyncio})), UNUSABLE, "JSON serializable"),
+        (replies([{"role": "user"}]), "episode raised ChatError", "which is not text"),
+        (replies(None), "episode raised ChatError", "None is not a message"),
+        (replies(""), "episode raised ValueError", "the first turn has no prompt"),
+        (replies(7), "episode raised ChatError", "7 is not a message"),
+        (replies("guess", None), UNUSABLE, "return a number"),
+        (replies("guess", float("nan")), UNUSABLE, "is nan"),
+        (replies("guess", "1"), UNUSABLE, "is text"),
+        (replies("guess", Outcome("1")), UNUSABLE, "is text"),  # type: ignore[arg-type]
+        (replies("guess", {"right": None}), UNUSABLE, "return a number"),
+        (replies("guess", {}), UNUSABLE, "an empty dictionary"),
+        (replies("guess", Outcome(1.0, info={"file": asyncio})), UNUSABLE, "JSON serializable"),
         (exits, "episode raised SystemExit", "SystemExit: 3"),
         (cancels, "episode was cancelled by its own code", ""),
         (silent, "episode ended without a reply", "await policy.reply"),
         (twice_at_once, "episode raised RuntimeError", "the policy is generating a turn"),
     ],
 )
-def test_what_an_episode_does_costs_it_if_it_cannot_be_used(
+def test_an_unusable_episode_fails_with_a_reason_and_advice(
     template: ChatTemplate, episode: Any, reason: str, advice: str
 ) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        play(Echo(template, "8"), template, episode)
+        run_episode(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason and advice in failure.value.report
 
 
-def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_made() -> None:
+def test_an_episode_that_is_not_a_coroutine_function_is_refused_by_its_task() -> None:
     class Episode:
         async def __call__(self, item: Any, policy: Policy) -> float:
             return 1.0
 
-        async def play(self, item: Any, policy: Policy) -> float:
+        async def method(self, item: Any, policy: Policy) -> float:
             return 1.0
 
     def forgotten(item: Any, policy: Policy) -> float:
@@ -467,7 +468,7 @@ def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_m
     async def yielding(item: Any, policy: Policy) -> Any:
         yield 1.0
 
-    for episode in (silent, Episode(), Episode().play, functools.partial(silent), functools.partial(Episode())):
+    for episode in (silent, Episode(), Episode().method, functools.partial(silent), functools.partial(Episode())):
         assert task(task(episode).episode).episode is episode
     wrong: Any
     for wrong in (forgotten, yielding, functools.partial(forgotten), None, Episode):
@@ -478,10 +479,8 @@ def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_m
 
 @pytest.mark.parametrize("queue", ["", "7 calls wait for the 2 scoring processes of the worker"])
 @pytest.mark.parametrize("of_turn", [False, True])
-def test_scores_that_wait_in_a_queue_are_not_said_to_be_the_episodes_own_fault(
-    template: ChatTemplate, queue: str, of_turn: bool
-) -> None:
-    """Unless most of the time went elsewhere."""
+def test_queued_scores_are_not_blamed_on_the_episode(template: ChatTemplate, queue: str, of_turn: bool) -> None:
+    """Unless the episode spent most of the time elsewhere."""
 
     class Scorer:
         async def score(self, *_: Any) -> Outcome:
@@ -503,9 +502,9 @@ def test_scores_that_wait_in_a_queue_are_not_said_to_be_the_episodes_own_fault(
     def failure(episode: Any) -> EpisodeFailed:
         scorer: Any = Scorer()
         scorer.queue = queue
-        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS, scorer)
+        runner = EpisodeRunner(Echo(template, "8"), template, SETTINGS, scorer)
         with pytest.raises(EpisodeFailed) as failed:
-            run(player.play(task(episode), 7, "", Sampling(), 0))
+            run(runner.play(task(episode), 7, "", Sampling(), 0))
         return failed.value
 
     own = "the episode's own code took over 0.2 s"
@@ -520,13 +519,13 @@ def line_of(function: Any, text: str) -> int:
     return found
 
 
-def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(template: ChatTemplate) -> None:
+def test_a_failure_reports_its_line_item_and_answer(template: ChatTemplate) -> None:
     async def typo(item: Any, policy: Policy) -> float:
         await policy.reply(item)
         return {"x": 1.0}["y"]
 
     with pytest.raises(EpisodeFailed) as raised:
-        play(Echo(template, "8"), template, typo, item="p" * 1000)
+        run_episode(Echo(template, "8"), template, typo, item="p" * 1000)
     failure, line = raised.value.failure, line_of(typo, "return")
     assert failure.kind == ("episode raised KeyError", f"{__file__}:{line}")
     traceback, item, answer = failure.report.rsplit("\n", 2)
@@ -539,7 +538,7 @@ def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(te
     assert answer == "Answer: '8'"
 
     with pytest.raises(EpisodeFailed) as late:
-        play(Echo(template, "8"), template, hanging)
+        run_episode(Echo(template, "8"), template, hanging)
     line = line_of(hanging, "await")
     assert late.value.place == f"{__file__}:{line}"
     assert f'  File "{__file__}", line {line}, in hanging' in late.value.report
@@ -555,7 +554,7 @@ class Silent:
 
 
 class SilentReplica:
-    """Takes requests and never answers one."""
+    """Accepts requests and never answers one."""
 
     def __init__(self) -> None:
         self.answer = self.generate = self
@@ -572,7 +571,7 @@ class BrokenScorer:
 
 
 async def stubborn(item: Any, policy: Policy) -> float:
-    """Makes light of every error."""
+    """Suppresses every error."""
     with suppress(Exception):
         await policy.reply("guess")
     with suppress(Exception):
@@ -580,21 +579,21 @@ async def stubborn(item: Any, policy: Policy) -> float:
     return 1.0
 
 
-def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_makes_of_it(
+def test_an_infrastructure_error_is_raised_unchanged_even_if_episode_code_catches_it(
     template: ChatTemplate,
 ) -> None:
     settings = replace(SETTINGS, generate_deadline_s=0.2)
     replica: Any = SilentReplica()
     for episode in (guessing, stubborn):
-        player = EpisodeRunner(Dispatcher([replica], settings.generate_limit_s), template, settings)
+        runner = EpisodeRunner(Dispatcher([replica], settings.generate_limit_s), template, settings)
         with pytest.raises(DeadlineExceeded, match=r"generator 0 .* group 5 .*--patience"):
-            run(player.play(task(episode), 7, "", Sampling(), 5))
+            run(runner.play(task(episode), 7, "", Sampling(), 5))
     with pytest.raises(ScorerBroken):
-        play(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())
+        run_episode(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())
 
 
-def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterwards(template: ChatTemplate) -> None:
-    """Turns take longer than its code may, and it ignores its cancellation."""
+def test_only_its_own_time_stops_an_episode_and_it_generates_nothing_afterwards(template: ChatTemplate) -> None:
+    """Its turns take longer than its own code may, and it ignores its cancellation."""
     after = list[str]()
 
     class Slow(Echo):
@@ -621,8 +620,8 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
 
     async def test() -> None:
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
-            player = EpisodeRunner(slow, template, SETTINGS)
-            await player.play(task(episode), 0, "", Sampling(), 0)
+            runner = EpisodeRunner(slow, template, SETTINGS)
+            await runner.play(task(episode), 0, "", Sampling(), 0)
         while not after:
             await asyncio.sleep(0)
 
@@ -631,29 +630,29 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
     assert len(wait_registry.waits()) == waits  # none is left behind
 
 
-def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(template: ChatTemplate) -> None:
-    echo = Echo(template, "8")  # it draws two tokens
+def test_a_full_context_ends_an_episode_with_its_reward_so_far(template: ChatTemplate) -> None:
+    echo = Echo(template, "8")  # generates two tokens
     limit = len("guess") + 2 + len("again")  # no room for a token of the second turn
     sampling = Sampling(max_new_tokens=2)
 
     async def counting(item: Any, policy: Policy) -> float:
-        for said in ("guess", "again", "again"):
-            await policy.reply(said)
+        for message in ("guess", "again", "again"):
+            await policy.reply(message)
             policy.reward_so_far += 0.25
         return 1.0
 
-    episode = play(echo, template, counting, sampling=sampling, limit=limit)
+    episode = run_episode(echo, template, counting, sampling=sampling, limit=limit)
     assert (episode.finish_reason, episode.reward, len(episode.turns)) == ("context", 0.25, 1)
     assert episode.num_tokens == len("guess") + 2
-    guessed = play(echo, template, guessing, sampling=sampling, limit=limit, full_context_reward=-1.0)
+    guessed = run_episode(echo, template, guessing, sampling=sampling, limit=limit, full_context_reward=-1.0)
     assert (guessed.finish_reason, guessed.reward) == ("context", -1.0)
-    whole = play(echo, template, guessing, sampling=sampling, limit=limit + 2)
+    whole = run_episode(echo, template, guessing, sampling=sampling, limit=limit + 2)
     assert (whole.finish_reason, whole.reward, whole.num_tokens) == ("stop", 1.0, limit + 2)
 
 
-def test_a_turn_has_the_tokens_that_there_is_room_for(template: ChatTemplate) -> None:
-    class Cut:
-        """Draws as many tokens as it may."""
+def test_a_turn_is_limited_to_the_remaining_context(template: ChatTemplate) -> None:
+    class Longest:
+        """Generates as many tokens as it may."""
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             n = sampling.max_new_tokens
@@ -669,19 +668,19 @@ def test_a_turn_has_the_tokens_that_there_is_room_for(template: ChatTemplate) ->
             await policy.reply("x")
         return len(reply.token_ids)
 
-    played = play(Cut(), template, episode, sampling=Sampling(max_new_tokens=3), limit=7)
-    assert reasons == ["length", "context"] and (played.reward, played.num_tokens) == (2.0, 7)
-    assert played.finish_reason == "context"
+    result = run_episode(Longest(), template, episode, sampling=Sampling(max_new_tokens=3), limit=7)
+    assert reasons == ["length", "context"] and (result.reward, result.num_tokens) == (2.0, 7)
+    assert result.finish_reason == "context"
 
 
-def test_a_first_prompt_without_room_fails(template: ChatTemplate) -> None:
+def test_a_first_prompt_without_room_fails_the_episode(template: ChatTemplate) -> None:
     echo = Echo(template, "8")
     with pytest.raises(EpisodeFailed, match=" 5 tokens") as failure:
-        play(echo, template, guessing, limit=5)
+        run_episode(echo, template, guessing, limit=5)
     assert failure.value.tokens == 0 and failure.value.prompt == "guess"
 
 
-def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temperature(template: ChatTemplate) -> None:
+def test_a_turn_may_have_its_own_sampling_and_is_not_trained_at_another_temperature(template: ChatTemplate) -> None:
     asked = list[Sampling]()
 
     class Asked(Echo):
@@ -694,54 +693,54 @@ def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temper
         await policy.reply("b", max_new_tokens=5)
         return 1.0
 
-    played = play(Asked(template, "8"), template, episode, sampling=Sampling(9, 1.0))
+    result = run_episode(Asked(template, "8"), template, episode, sampling=Sampling(9, 1.0))
     assert [(sampling.temperature, sampling.max_new_tokens) for sampling in asked] == [(0.0, 9), (1.0, 5)]
-    assert [turn.trainable.tolist() for turn in played.turns] == [[False] * 3, [False, True, True]]
-    assert played.turns[0].policy_versions.tolist() == [-1] * 3 and not played.turns[0].logprobs.any()
+    assert [turn.trainable.tolist() for turn in result.turns] == [[False] * 3, [False, True, True]]
+    assert result.turns[0].policy_versions.tolist() == [-1] * 3 and not result.turns[0].logprobs.any()
 
     async def greedy(item: Any, policy: Policy) -> float:
         await policy.reply("a", temperature=0.0)
         return 1.0
 
     with pytest.raises(EpisodeFailed, match="no turn"):
-        play(Echo(template, "8"), template, greedy)
-    assert play(Echo(template, "8"), template, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
+        run_episode(Echo(template, "8"), template, greedy)
+    assert run_episode(Echo(template, "8"), template, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
 
 
 @pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"stop": [""]}])
-def test_a_turn_that_cannot_be_drawn_so_is_refused(template: ChatTemplate, wrong: dict[str, Any]) -> None:
+def test_invalid_sampling_of_a_turn_is_refused(template: ChatTemplate, wrong: dict[str, Any]) -> None:
     async def episode(item: Any, policy: Policy) -> float:
         await policy.reply("a", **wrong)
         return 1.0
 
     with pytest.raises(EpisodeFailed, match="ValueError"):
-        play(Echo(template, "8"), template, episode)
+        run_episode(Echo(template, "8"), template, episode)
 
 
 @given(
-    drawn=st.text(st.sampled_from("ab<>"), min_size=1, max_size=12),
+    sampled=st.text(st.sampled_from("ab<>"), min_size=1, max_size=12),
     stop=st.lists(st.text(st.sampled_from("ab<>"), min_size=1, max_size=3), min_size=1, max_size=2),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it(
-    template: ChatTemplate, drawn: str, stop: list[str]
+    template: ChatTemplate, sampled: str, stop: list[str]
 ) -> None:
-    """One that comes in several tokens, too; what is kept is what was drawn, up to there."""
+    """Also a stop string of several tokens. All sampled tokens up to its end are trained."""
     replies = list[Reply]()
 
     async def episode(item: Any, policy: Policy) -> float:
         replies.append(await policy.reply("q", stop=stop))
         return 1.0
 
-    echo = Echo(template, drawn, ends=False)
-    echo.completion.logprobs[:] = np.arange(len(drawn))
-    played, (reply,) = play(echo, template, episode), replies
-    ends = [drawn.find(text) + len(text) for text in stop if text in drawn]
-    kept = min(ends) if ends else len(drawn)
-    assert reply.token_ids == echo.completion.token_ids[:kept].tolist()
-    assert played.logprobs.tolist() == [0, *range(kept)]
-    starts = [drawn[:kept].find(text) for text in stop if text in drawn[:kept]]
-    assert reply.text == (drawn[: min(starts)] if starts else drawn)
+    echo = Echo(template, sampled, ends=False)
+    echo.completion.logprobs[:] = np.arange(len(sampled))
+    result, (reply,) = run_episode(echo, template, episode), replies
+    ends = [sampled.find(text) + len(text) for text in stop if text in sampled]
+    length = min(ends) if ends else len(sampled)
+    assert reply.token_ids == echo.completion.token_ids[:length].tolist()
+    assert result.logprobs.tolist() == [0, *range(length)]
+    starts = [sampled[:length].find(text) for text in stop if text in sampled[:length]]
+    assert reply.text == (sampled[: min(starts)] if starts else sampled)
     assert reply.finish_reason == ("stop" if ends else "length")
 
 
@@ -773,8 +772,8 @@ def test_all_or_none_cancels_the_others() -> None:
     assert len(cancelled) == 2
 
 
-def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: ChatTemplate) -> None:
-    """Each turn asks from the token on that was not read before, and a turn with too few of them is refused."""
+def test_routes_of_all_turns_are_requested_once_and_are_contiguous(template: ChatTemplate) -> None:
+    """Each turn requests routes from the first token that had none, and a turn with too few routes is refused."""
 
     class Routing:
         def __init__(self, lost: int) -> None:
@@ -783,29 +782,29 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: 
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             self.asked.append((len(prompt_ids), sampling.expert_routes_from))
-            drawn, start = 3, sampling.expert_routes_from
-            assert start is not None and len(prompt_ids) >= drawn
-            positions = np.arange(start, len(prompt_ids) + drawn - 1 - self.lost, dtype=np.uint8)
+            n, start = 3, sampling.expert_routes_from
+            assert start is not None and len(prompt_ids) >= n
+            positions = np.arange(start, len(prompt_ids) + n - 1 - self.lost, dtype=np.uint8)
             expert_routes = np.broadcast_to(positions[:, None, None], (len(positions), 2, 4))
-            ids = np.asarray(prompt_ids[:drawn], np.int32)
+            ids = np.asarray(prompt_ids[:n], np.int32)
             return Completion(
-                ids, np.zeros(drawn, np.float32), np.zeros(drawn, np.int32), "length", expert_routes=expert_routes
+                ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "length", expert_routes=expert_routes
             )
 
     generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
-    episode = play(generator, template, guessing, sampling=sampling)
+    episode = run_episode(generator, template, guessing, sampling=sampling)
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="routes .* turn 0 "):
-        play(Routing(lost=1), template, guessing, sampling=sampling)
+        run_episode(Routing(lost=1), template, guessing, sampling=sampling)
 
 
-def test_a_lost_kept_set_costs_its_episode(template: ChatTemplate) -> None:
+def test_a_lost_sampling_mask_fails_its_episode(template: ChatTemplate) -> None:
     class Losing:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             raise SamplingMaskMissing("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="kept set"):
-        play(Losing(), template, guessing)
+        run_episode(Losing(), template, guessing)

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint: a server of the test, which also misbehaves."""
+"""A judge behind an OpenAI-compatible endpoint: a test server, which also misbehaves."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ KEY = "sk-very-secret"
 Answer = tuple[int, str, str]
 """Status, headers, body."""
 HANG: Answer = (0, "", "")
-CUT: Answer = (-1, "", "")
+TRUNCATED: Answer = (-1, "", "")
 """The connection ends in the middle of the answer."""
 
 
 def ends(answer: Answer) -> dict[str, float]:
-    """Settings under which an attempt that is answered so ends. One that hangs has a short deadline, which on a machine
-    that stands still may pass on any attempt."""
+    """Settings under which an attempt with this answer ends. One that hangs has a short deadline, which may pass on any
+    attempt if the machine stalls."""
     return {"attempt_deadline_s": 0.3} if answer is HANG else {}
 
 
-def said(text: str, **more: Any) -> Answer:
+def answer(text: str, **more: Any) -> Answer:
     message = {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}], **more}
     return 200, "", json.dumps(message)
 
 
 @dataclass
 class Server:
-    """Answers requests with ``answers``, the last one again and again; keeps what was asked."""
+    """Answers requests with ``answers``, repeating the last one; records the requests."""
 
     answers: list[Answer]
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Head and body of each request."""
     open: int = 0
     most_open: int = 0
-    """Requests that were there at one time."""
+    """Maximum number of simultaneous requests."""
     gate: asyncio.Event | None = None
     """If set, answers wait for it."""
     url: str = ""
@@ -102,9 +102,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(patiently(test(), "the test"))
 
 
-def test_an_answer_and_what_was_asked_for_it() -> None:
+def test_a_judge_answers_an_openai_request() -> None:
     async def test() -> None:
-        good = said("yes", usage={"prompt_tokens": 7, "completion_tokens": 1})
+        good = answer("yes", usage={"prompt_tokens": 7, "completion_tokens": 1})
         async with serving(good) as (server, judge):
             judge = pickle.loads(pickle.dumps(judge))
             messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "right?"}]
@@ -123,9 +123,9 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
     run(test)
 
 
-def test_calls_of_tools_and_their_answers_are_asked_as_openais_servers_read_them() -> None:
+def test_tool_calls_and_answers_are_sent_in_openais_format() -> None:
     async def test() -> None:
-        async with serving(said("yes")) as (server, judge):
+        async with serving(answer("yes")) as (server, judge):
             call = ToolCall("add", {"a": 1, "how": "é"}, "call00000")
             await judge.reply([user("1+2?"), Message("assistant", "", (call,)), call.answer("3")])
             as_rows: list[dict[str, Any]] = [
@@ -144,7 +144,7 @@ def test_calls_of_tools_and_their_answers_are_asked_as_openais_servers_read_them
                 {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00000"},
             ]
             assert server.asked[0][1]["messages"] == as_rows
-            await judge.reply(as_rows)  # as they come from a data set
+            await judge.reply(as_rows)  # as in a data set
             assert server.asked[1][1]["messages"] == as_rows
 
     run(test)
@@ -160,12 +160,12 @@ def test_calls_of_tools_and_their_answers_are_asked_as_openais_servers_read_them
         (200, "", '{"choices": []}'),
         (200, "", '{"choices": [{"message": {"content": null}}]}'),
         HANG,
-        CUT,
+        TRUNCATED,
     ],
 )
-def test_what_may_pass_is_asked_again(bad: Answer) -> None:
+def test_transient_errors_are_retried(bad: Answer) -> None:
     async def test() -> None:
-        async with serving(bad, bad, said("yes"), **ends(bad)) as (server, judge):
+        async with serving(bad, bad, answer("yes"), **ends(bad)) as (server, judge):
             assert (await judge.reply("right?")).text == "yes"
             assert len(server.asked) == 3 or bad is HANG
 
@@ -212,7 +212,7 @@ def test_a_refusal_is_final_and_the_key_is_never_shown(caplog: pytest.LogCapture
 @pytest.mark.parametrize("key", ["sk-secret\r\nX-Other: 1", "sk-secret\N{EURO SIGN}"])
 def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     async def test() -> None:
-        async with serving(said("yes")) as (server, judge):
+        async with serving(answer("yes")) as (server, judge):
             monkeypatch.setenv("JUDGE_KEY", key)
             with pytest.raises(JudgeFailed, match="JUDGE_KEY") as failed:
                 await judge.reply("right?")
@@ -221,11 +221,11 @@ def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch,
     run(test)
 
 
-def test_text_that_cannot_be_sent_is_shown_and_nothing_is_said_of_the_key() -> None:
-    """Half of a character, as rows of JSON may hold it."""
+def test_text_that_cannot_be_sent_is_reported_without_naming_the_key() -> None:
+    """A lone surrogate, as rows of JSON may have."""
 
     async def test() -> None:
-        async with serving(said("yes")) as (server, judge):
+        async with serving(answer("yes")) as (server, judge):
             with pytest.raises(JudgeFailed) as failed:
                 await judge.reply("right? \ud83d no")
             assert r"right? \ud83d no" in failed.value.report and "JUDGE_KEY" not in failed.value.report
@@ -234,9 +234,9 @@ def test_text_that_cannot_be_sent_is_shown_and_nothing_is_said_of_the_key() -> N
     run(test)
 
 
-def test_the_line_break_of_a_keys_file_is_none_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newline_of_a_key_file_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with serving(said("yes")) as (server, judge):
+        async with serving(answer("yes")) as (server, judge):
             monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
             await judge.reply("right?")
             assert f"Bearer {KEY}" in str(server.asked)
@@ -244,9 +244,9 @@ def test_the_line_break_of_a_keys_file_is_none_of_the_key(monkeypatch: pytest.Mo
     run(test)
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_reported() -> None:
     async def test() -> None:
-        async with serving(said("")) as (server, judge):
+        async with serving(answer("")) as (server, judge):
             gone = RemoteJudge(server.url, "m", retries=1)
         with pytest.raises(JudgeFailed, match="ConnectError"):
             await gone.reply("right?")
@@ -255,7 +255,7 @@ def test_nobody_listens() -> None:
     run(test)
 
 
-def test_a_deadline_bounds_all_attempts_and_pauses() -> None:
+def test_one_deadline_bounds_all_attempts_and_pauses() -> None:
     async def test() -> None:
         slow = (429, "Retry-After: 1000\r\n", "later")
         async with serving(slow, deadline_s=3.0, retries=100) as (server, judge):
@@ -266,9 +266,9 @@ def test_a_deadline_bounds_all_attempts_and_pauses() -> None:
     run(test)
 
 
-def test_so_many_requests_at_once_and_no_more() -> None:
+def test_concurrent_requests_are_bounded() -> None:
     async def test() -> None:
-        async with serving(said("yes"), concurrency=3) as (server, judge):
+        async with serving(answer("yes"), concurrency=3) as (server, judge):
             server.gate = asyncio.Event()
             asking = [asyncio.ensure_future(judge.reply(str(i))) for i in range(10)]
             await until(lambda: len(server.asked) == 3, "requests")
@@ -279,18 +279,18 @@ def test_so_many_requests_at_once_and_no_more() -> None:
     run(test)
 
 
-def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_judge, "MOST_BYTES", 1000)
 
     async def test() -> None:
-        async with serving(said("x" * 5000), retries=0) as (_, judge):
+        async with serving(answer("x" * 5000), retries=0) as (_, judge):
             with pytest.raises(JudgeFailed, match="1,000 bytes"):
                 await judge.reply("right?")
 
     run(test)
 
 
-def test_settings_that_cannot_work() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"judge\.url 'judges'"):
         RemoteJudge("judges", "m")
     with pytest.raises(ValueError, match=r"judge\.concurrency"):

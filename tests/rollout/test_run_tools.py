@@ -1,4 +1,4 @@
-"""A call that raises, hangs or ends itself costs that call; its author sees where, and the policy reads it."""
+"""A tool that raises, hangs or ends itself fails only that call; its author sees where, and the policy reads it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def leave_too() -> None:
 
 
 async def await_a_cancelled_task() -> None:
-    """Await what somebody has cancelled."""
+    """Await a cancelled task."""
     other = asyncio.ensure_future(asyncio.Event().wait())
     other.cancel()
     await other
@@ -77,12 +77,12 @@ async def cancel_itself() -> None:
 
 
 def hang() -> None:
-    """Wait for what never comes, until the test is over."""
+    """Wait until the test is over."""
     RELEASE.wait(600)
 
 
 async def hang_too() -> None:
-    """Wait for what never comes."""
+    """Wait forever."""
     await asyncio.Event().wait()
 
 
@@ -124,7 +124,7 @@ def call(name: str, error: str = "", **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments, f"call-{name}", error)
 
 
-def test_calls_are_answered_in_their_order() -> None:
+def test_calls_are_answered_in_order() -> None:
     SEED.set(7)
     answers, failures = run(
         call("multiply", a=17, b=23), call("look_up", word="é"), call("", "not readable"), call("seed")
@@ -153,7 +153,7 @@ def test_calls_are_answered_in_their_order() -> None:
         (call("cancel_itself"), "tool cancel_itself raised CancelledError", "CancelledError", "asyncio.sleep(0)"),
     ],
 )
-def test_a_tool_that_raises_costs_its_call(bad: ToolCall, reason: str, answer: str, line: str) -> None:
+def test_a_tool_that_raises_fails_only_its_call(bad: ToolCall, reason: str, answer: str, line: str) -> None:
     answers, (failure,) = run(bad, call("multiply", a=2, b=3))
     assert answers == [f"The tool {bad.name} failed: {answer}", "6"]
     assert failure.reason == reason
@@ -162,14 +162,14 @@ def test_a_tool_that_raises_costs_its_call(bad: ToolCall, reason: str, answer: s
 
 
 def test_calls_end_with_their_episode() -> None:
-    """Its cancellation is no failure of a tool."""
+    """Cancellation of the episode is not a failure of the tool."""
     failures: list[Failure] = []
 
     async def cancelled() -> None:
         started = asyncio.Event()
 
         async def wait() -> None:
-            """Wait for what never comes."""
+            """Wait forever."""
             started.set()
             await asyncio.Event().wait()
 
@@ -198,8 +198,8 @@ def test_a_tool_that_hangs_is_named_with_its_line(name: str, line: str) -> None:
     assert line in failure.report
 
 
-def test_a_process_has_few_threads_of_tools_that_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the call was late or its episode ended; one that returns at last counts no more."""
+def test_threads_of_tools_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the call was late or its episode ended. A thread that returns late no longer counts."""
     monkeypatch.setattr(module, "HUNG_THREADS", 3)
     monkeypatch.setattr(module, "_left", [])
 
@@ -240,7 +240,7 @@ def test_the_first_failure_of_a_kind_is_shown(
     assert "return a / b" in record.getMessage()
 
 
-def test_a_tool_that_is_a_schema_is_not_ours_to_run() -> None:
+def test_a_tool_given_as_a_schema_cannot_be_run() -> None:
     schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
     with pytest.raises(LookupError, match="schema"):
         asyncio.run(run_tools([call("search")], [schema]))

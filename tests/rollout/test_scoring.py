@@ -33,20 +33,19 @@ from tests.rollout import scores
 from tests.rollout.cores import AMPLE_S, with_cores
 
 HANGING_S = 2.0
-"""Deadline, at most, of what hangs."""
+"""Maximum deadline of calls that hang."""
 
 
 @dataclass
 class Calls:
-    """The calls of all pools: the deadlines that the scorer gives them."""
+    """The deadlines that the scorer gives to the calls of all pools."""
 
     deadlines: list[float] = field(default_factory=list)
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """A deadline passes on what hangs, and on nothing else, however slow the machine is or however long it stands
-    still."""
+    """Deadlines pass only on calls that hang, however slow the machine is or however long it stalls."""
     with_cores(monkeypatch)
     noted, schedule = Calls(), ProcessPool.schedule
 
@@ -67,7 +66,7 @@ async def reason(scorer: Scorer, text: str) -> str:
 
 
 def state(pid: int) -> str:
-    """Of a process, as Linux has it: "T" is stopped, "Z" has ended; "" is gone."""
+    """State of a process in Linux: "T" is stopped, "Z" has ended; "" is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -82,7 +81,7 @@ def wait_until_dead(pid: int) -> None:
     patience.wait_until(lambda: not alive(pid), f"the end of process {pid}")
 
 
-def test_failures_cost_one_score_each_and_have_a_reason() -> None:
+def test_each_failure_affects_one_score_and_has_a_reason() -> None:
     async def test() -> None:
         scorer = Scorer(2, deadline_s=1.0)
         try:
@@ -113,7 +112,7 @@ def test_a_score_that_forks_answers_once() -> None:
     async def test() -> None:
         scorer = Scorer(1, AMPLE_S)
         try:
-            for value in range(20):  # a copy that lived on would take some of these, and answer others twice
+            for value in range(20):  # a surviving copy would take some of these, and answer others twice
                 assert await scorer.score(scores.forks, value) == Outcome(float(value))
                 assert await scorer.score(scores.answer, value + 0.5) == Outcome(value + 0.5)
             for function, given, reason in (
@@ -145,7 +144,7 @@ class Counting:
         return self.value + added
 
 
-def test_what_a_function_holds_is_that_of_the_time_of_the_call() -> None:
+def test_a_function_is_sent_with_its_state_at_the_time_of_the_call() -> None:
     board, counting = {"moves": 1.0}, Counting(1.0)
 
     def closure(added: float) -> float:
@@ -154,7 +153,7 @@ def test_what_a_function_holds_is_that_of_the_time_of_the_call() -> None:
     def default(added: float, board: dict[str, float] = board) -> float:
         return board["moves"] + added
 
-    recipe: dict[str, Any] = {"__name__": "__main__"}  # whose functions are sent by value
+    recipe: dict[str, Any] = {"__name__": "__main__"}  # its functions are sent by value
     exec("def attribute(added): return attribute.board['moves'] + added", recipe)
     recipe["attribute"].board = board
 
@@ -170,7 +169,7 @@ def test_what_a_function_holds_is_that_of_the_time_of_the_call() -> None:
                 assert rewards == [moves + 0.5] * len(functions)
             for added in (0.0, 1.0):
                 assert (await scorer.score(scores.answer, added)).reward == added
-            assert len(scorer._functions) == 1  # a plain function's bytes are made once
+            assert len(scorer._functions) == 1  # a plain function is pickled once
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -184,7 +183,7 @@ def line_of(function: Any, text: str) -> str:
     return f"{scores.__file__}:{found}"
 
 
-def test_a_failure_says_in_which_file_and_line_also_if_the_process_was_ended() -> None:
+def test_a_failure_names_its_file_and_line_even_if_the_process_ended() -> None:
     async def test() -> None:
         scorer = Scorer(1, deadline_s=2.0)
         try:
@@ -226,7 +225,7 @@ def test_a_failure_says_in_which_file_and_line_also_if_the_process_was_ended() -
     asyncio.run(test())
 
 
-def test_what_scores_print_is_shown_up_to_a_bound_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_scores_is_bounded_and_truncation_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         scorer = Scorer(1, deadline_s=60.0)
         try:
@@ -237,7 +236,7 @@ def test_what_scores_print_is_shown_up_to_a_bound_that_is_said(capfd: pytest.Cap
 
     asyncio.run(test())
     shown = capfd.readouterr().err
-    for words in ("python says hello\n", "the descriptor says something\n", "a program says something\n"):
+    for words in ("python prints hello\n", "the descriptor prints something\n", "a program prints something\n"):
         assert words in shown
     assert len(shown) < SHOWN_BYTES + 1000
     assert "64 KiB" in shown
@@ -246,13 +245,13 @@ def test_what_scores_print_is_shown_up_to_a_bound_that_is_said(capfd: pytest.Cap
 
 
 def test_a_fork_server_that_is_stuck_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool asks it for processes when it is first used, and again when it is replaced."""
-    asked, go_on = threading.Event(), threading.Event()
+    """The pool asks it for processes at its first use, and again when it is replaced."""
+    asked, resumed = threading.Event(), threading.Event()
     fork = ForkedProcess._Popen
 
     def stuck(process: Any) -> Any:
         asked.set()
-        patience.happened(go_on, "the test to go on")
+        patience.happened(resumed, "the test to resume the fork server")
         return fork(process)
 
     monkeypatch.setattr(ForkedProcess, "_Popen", staticmethod(stuck))
@@ -266,17 +265,17 @@ def test_a_fork_server_that_is_stuck_does_not_hold_up_the_event_loop(monkeypatch
                 await asyncio.sleep(0)
             assert not scoring.done()
             assert any("fork server" in wait.what for wait in wait_registry.waits())
-            go_on.set()
+            resumed.set()
             assert await scoring == [Outcome(1.0)] * 50
         finally:
-            go_on.set()
+            resumed.set()
             await asyncio.to_thread(scorer.close)
 
     asyncio.run(test())
 
 
-def test_event_loop_goes_on_while_a_score_hangs(tmp_path: Path) -> None:
-    """It hangs until the loop has gone on."""
+def test_the_event_loop_runs_while_a_score_hangs(tmp_path: Path) -> None:
+    """The score hangs until the loop has run."""
 
     async def test() -> None:
         scorer, file = Scorer(1, AMPLE_S), tmp_path / "end"
@@ -323,7 +322,7 @@ def test_calls_that_wait_for_a_process_are_counted(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_idle_process_holds_up_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         scorer = Scorer(1, deadline_s=1.0)
         make_pool = scorer._make_pool
@@ -379,7 +378,7 @@ def test_processes_that_cannot_start_end_the_run() -> None:
         try:
             with pytest.raises(ScorerBroken) as broken:
                 await patience.patiently(scorer.score(scores.answer, 1.0), "the processes to break")
-            assert "no data here" in str(broken.value)  # what the process printed
+            assert "no data here" in str(broken.value)  # printed by the process
             with pytest.raises(ScorerBroken):
                 await scorer.score(scores.answer, 1.0)
         finally:
@@ -441,8 +440,8 @@ if __name__ == "__main__":
 """
 
 
-def test_shared_memory_that_is_full_costs_the_scores_of_that_time(tmp_path: Path) -> None:
-    """In a mount namespace, which has another /dev/shm."""
+def test_full_shared_memory_fails_only_scores_started_meanwhile(tmp_path: Path) -> None:
+    """In a mount namespace with its own /dev/shm."""
     (script := tmp_path / "full.py").write_text(FULL)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
@@ -466,7 +465,7 @@ async def main():
     wait_registry.register("rollout worker 0")
     scorer = Scorer(1, deadline_s=3.0)
     try:
-        scorer.deadline_s = 600.0  # the process starts, for as long as that takes
+        scorer.deadline_s = 600.0  # however long the process takes to start
         await scorer.score(scores.answer, 1.0)
         scorer.deadline_s = 3.0
         print("warm", flush=True)
@@ -479,8 +478,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_stop_of_the_worker_is_not_the_scores_fault(tmp_path: Path) -> None:
-    """A stop that is longer than the deadline, at the end of which the score is late; it is computed once more."""
+def test_a_stop_of_the_worker_is_not_blamed_on_the_score(tmp_path: Path) -> None:
+    """The score is late after a stop longer than its deadline, and is computed again."""
     script, begun = tmp_path / "worker.py", tmp_path / "begun"
     script.write_text(STOPPED_WORKER)
     root = Path(__file__).parents[2]
@@ -499,7 +498,7 @@ def test_a_stop_of_the_worker_is_not_the_scores_fault(tmp_path: Path) -> None:
             assert worker.stdout.readline() == "warm\n"
             began = time.monotonic()
             patience.wait_until(stopped, "the score to stop its worker")
-            time.sleep(6.0 + 2 * (time.monotonic() - began))  # for more than the deadline, and most of its time
+            time.sleep(6.0 + 2 * (time.monotonic() - began))  # longer than the deadline, and most of the elapsed time
             os.killpg(worker.pid, signal.SIGCONT)
             assert worker.stdout.readline() == "5.0\n"
             assert begun.read_text().splitlines() == ["begun"] * 2
@@ -509,9 +508,7 @@ def test_a_stop_of_the_worker_is_not_the_scores_fault(tmp_path: Path) -> None:
                 os.killpg(worker.pid, signal.SIGKILL)
 
 
-def test_a_late_score_of_a_machine_without_cores_is_computed_once_more(
-    monkeypatch: pytest.MonkeyPatch, calls: Calls
-) -> None:
+def test_a_score_that_was_late_without_cores_is_computed_again(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     monkeypatch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, time.monotonic())}))
     monkeypatch.setattr(scoring, "STUCK_S", 30.0)
 

@@ -1,4 +1,4 @@
-"""Calls of pools whose processes may be stopped: which of them wait for nothing. In virtual time."""
+"""Calls of pools whose processes may be stopped: which calls wait in vain. In virtual time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def ends(calls: PendingCalls, pool: ProcessPool, future: asyncio.Future[An
     return "ended"
 
 
-def test_calls_behind_a_call_do_not_show_that_its_process_works() -> None:
+def test_later_calls_do_not_prove_that_a_process_works() -> None:
     async def test() -> None:
         loop, calls, pool = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1)
         futures = [loop.create_future() for _ in range(40)]
@@ -41,7 +41,7 @@ def test_calls_behind_a_call_do_not_show_that_its_process_works() -> None:
     run_virtual(test())
 
 
-def test_calls_before_a_call_show_that_its_pool_works() -> None:
+def test_earlier_calls_prove_that_the_pool_works() -> None:
     async def test() -> None:
         loop, calls, pool, other = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1), ProcessPool(1)
         before = [loop.create_future() for _ in range(3)]
@@ -60,21 +60,21 @@ def test_calls_before_a_call_show_that_its_pool_works() -> None:
     run_virtual(test())
 
 
-def test_the_calls_of_a_pool_that_is_given_up_end_at_once_and_those_of_another_go_on() -> None:
+def test_calls_of_an_abandoned_pool_end_at_once_and_calls_of_other_pools_continue() -> None:
     async def test() -> None:
-        loop, calls, given_up, kept = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1), ProcessPool(1)
-        lost, going_on = loop.create_future(), loop.create_future()
-        waiting = [asyncio.ensure_future(ends(calls, *of)) for of in ((given_up, lost), (kept, going_on))]
+        loop, calls, given_up, other = asyncio.get_running_loop(), PendingCalls(), ProcessPool(1), ProcessPool(1)
+        lost, surviving = loop.create_future(), loop.create_future()
+        waiting = [asyncio.ensure_future(ends(calls, *of)) for of in ((given_up, lost), (other, surviving))]
         await asyncio.sleep(0)
         calls.give_up(given_up)
         assert "given up" in await waiting[0] and not waiting[1].done()
-        going_on.set_result(None)
+        surviving.set_result(None)
         assert await waiting[1] == "ended"
 
     run_virtual(test())
 
 
-def test_what_a_call_raises_is_left_to_the_caller() -> None:
+def test_an_exception_of_a_call_is_left_to_the_caller() -> None:
     async def test() -> None:
         calls, future = PendingCalls(), asyncio.get_running_loop().create_future()
         future.set_exception(TimeoutError())

@@ -36,7 +36,7 @@ def test_settings_out_of_range_are_refused(field: str) -> None:
         ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "rollout.seed"),
     ],
 )
-def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_truncation_that_the_engine_lacks_or_without_a_mask_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutSettings(**settings)
 
@@ -61,7 +61,7 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
         ),
     ],
 )
-def test_rollouts_that_cannot_be_trained_on_are_refused(settings: RolloutSettings, message: str) -> None:
+def test_untrainable_rollouts_are_refused(settings: RolloutSettings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_rollout(settings, groups_per_step=5, data_ranks=2)
     check_rollout(RolloutSettings(group_size=4), groups_per_step=5, data_ranks=2)
@@ -75,13 +75,13 @@ def test_episodes_without_room_for_a_prompt_are_refused() -> None:
         check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
 
 
-def test_a_prompt_of_more_characters_than_there_is_room_for_is_refused() -> None:
+def test_a_prompt_of_too_many_characters_is_refused() -> None:
     check_characters(["a" * 21, "a" * 20], most=20)
     with pytest.raises(ValueError, match=r"21 characters, .* 20, .*task\.template"):
         check_characters(["a" * 21, "a" * 22], most=20)
 
 
-def test_prompts_without_room_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_without_room_are_refused_or_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     settings = RolloutSettings(max_new_tokens=10)
     check_prompts(settings, {"a": 20}, [10, 10, 11])
     assert not caplog.records

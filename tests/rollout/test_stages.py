@@ -1,4 +1,4 @@
-"""Stages on made-up groups: what they may do, and what they cost when they fail."""
+"""Stages on synthetic groups: their effects, and the consequences of their failures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def in_float32(item: Any, group: Group) -> None:
         episode.turns[1].reward = np.float32(0.25)  # type: ignore[assignment]
 
 
-def test_rewards_that_a_stage_computes_in_numpy_are_plain_numbers_when_they_are_handed_in() -> None:
+def test_numpy_rewards_of_a_stage_are_submitted_as_plain_numbers() -> None:
     group = made()
     (failed,), _ = run([Stage(in_float32)], group)
     assert failed is None
@@ -192,7 +192,7 @@ FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = 
 @pytest.mark.parametrize(
     ("function", "fills", "reason", "report"), FAILURES, ids=[case[0].__name__ for case in FAILURES]
 )
-def test_a_stage_that_fails_costs_its_group_and_shows_why(
+def test_a_failed_stage_drops_its_group_and_reports_why(
     function: Callable[[Any, Group], Awaitable[None]], fills: tuple[str, ...], reason: str, report: str
 ) -> None:
     async def only_the_first(item: Any, group: Group) -> None:
@@ -214,7 +214,7 @@ def test_a_stage_that_fails_costs_its_group_and_shows_why(
 
 
 def test_a_column_that_is_not_finite_in_one_episode_reaches_the_trainer() -> None:
-    """Which leaves out the episode, names and counts it."""
+    """The trainer leaves out the episode, and names and counts it."""
 
     async def one_wrong(item: Any, group: Group) -> None:
         await teacher(item, group)
@@ -229,7 +229,7 @@ def test_a_column_that_is_not_finite_in_one_episode_reaches_the_trainer() -> Non
     assert np.flatnonzero(np.isnan(wrong.column("teacher"))).tolist() == [2]
 
 
-def test_columns_that_are_not_finite_in_all_episodes_cost_the_group_whichever_they_are() -> None:
+def test_a_group_is_dropped_if_every_episode_has_a_column_that_is_not_finite() -> None:
     async def each_another(item: Any, group: Group) -> None:
         for number, episode in enumerate(group.episodes):
             for place, name in enumerate(("teacher", "student")):
@@ -240,7 +240,7 @@ def test_columns_that_are_not_finite_in_all_episodes_cost_the_group_whichever_th
     assert "episode 0 column teacher is inf at token 2" in failed.failure.report
 
 
-def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() -> None:
+def test_concurrency_of_a_stage_is_bounded_and_waiting_is_reported_separately() -> None:
     inside, most = 0, 0
 
     async def slow(item: Any, group: Group) -> None:
@@ -257,7 +257,7 @@ def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() ->
     assert [seconds for _, _, seconds in times] == pytest.approx([0.05] * 6)
 
 
-def test_waiting_for_a_turn_is_not_counted_against_the_deadline() -> None:
+def test_waiting_for_a_stage_does_not_count_against_its_deadline() -> None:
     async def slow(item: Any, group: Group) -> None:
         await asyncio.sleep(0.3)
 
@@ -265,7 +265,7 @@ def test_waiting_for_a_turn_is_not_counted_against_the_deadline() -> None:
     assert failed == [None] * 4 and max(waited_s for _, waited_s, _ in times) == pytest.approx(0.9)
 
 
-def test_ever_new_reasons_are_counted_together() -> None:
+def test_reasons_beyond_a_maximum_are_counted_together() -> None:
     async def fussy(item: Any, group: Group) -> None:
         raise DropGroup(f"score {item}" + "!" * 1000 * (item % 2))
 

@@ -8,7 +8,7 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.statistics import Statistics
 
 
-def played(reward: float) -> Episode:
+def sampled(reward: float) -> Episode:
     """One turn of three tokens, of versions 5 and 6."""
     completion = Completion(np.asarray([7, 8, 9]), np.full(3, -0.5), np.asarray([5, 6, 6]), "stop")
     return Episode([Turn.from_completion([1, 2], completion)], reward, "stop", parts={"score": reward})
@@ -24,7 +24,7 @@ def test_groups_and_episodes_are_counted() -> None:
     statistics = Statistics("rollout worker 3")
     with statistics.group_waiting(), statistics.group_running(), statistics.group_running():
         during = statistics.stats()
-    statistics.add_episodes([[played(1.0)], failed("score hung", 2), [played(0.0)], failed("score hung", 3)])
+    statistics.add_episodes([[sampled(1.0)], failed("score hung", 2), [sampled(0.0)], failed("score hung", 3)])
     statistics.add_submitted()
     statistics.add_dropped()
     after = statistics.stats()

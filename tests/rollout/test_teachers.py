@@ -1,4 +1,4 @@
-"""Stages over frozen models, on made-up groups: what the model is asked, and what stands in the columns then."""
+"""Stages over frozen models, on synthetic groups: the requests to the model, and the resulting columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rollout.test_stages import made, run
 
 
 class Engine:
-    """Its log-prob of a token is minus its place, over the temperature; keeps what it was asked."""
+    """Its log-prob of a token is minus its place, divided by the temperature; records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, float]] = []
@@ -59,7 +59,7 @@ def large(model: str) -> FrozenModel:
 
 
 def asked(large: FrozenModel, *stages: Stage) -> tuple[Any, list[tuple[list[int], int, float]], StageFailed | None]:
-    """A group that passed the stages, what the engine was asked, and why the group was dropped."""
+    """A group after the stages, the requests to the engine, and why the group was dropped."""
     engine, group = Engine(), made()
     asyncio.run(connect_frozen_models([(large, engine)]))  # type: ignore[list-item]
     (failed,), times = run(list(stages), group)
@@ -67,11 +67,11 @@ def asked(large: FrozenModel, *stages: Stage) -> tuple[Any, list[tuple[list[int]
     return group, engine.asked, failed
 
 
-def test_every_drawn_token_gets_its_log_prob_after_what_the_policy_read(large: FrozenModel) -> None:
-    """Of two episodes of two turns: one request each, from the first drawn token on, at the rollouts' temperature."""
+def test_every_sampled_token_gets_its_log_prob_given_the_policys_context(large: FrozenModel) -> None:
+    """Two episodes of two turns: one request each, from the first sampled token on, at the rollouts' temperature."""
     stages = [reference(large), teacher(large)]
     assert columns_filled(stages) == {"reference": "reference", "teacher": "teacher"}
-    assert all(stage.deadline_s > large.request_deadline_s for stage in stages), "the request's own message comes first"
+    assert all(stage.deadline_s > large.request_deadline_s for stage in stages), "the request's own error comes first"
     group, requests, failed = asked(large, *stages)
     assert failed is None
     for episode in group.episodes:
@@ -79,11 +79,11 @@ def test_every_drawn_token_gets_its_log_prob_after_what_the_policy_read(large: F
         assert requests.count((ids, first, 0.5)) == 2
         expected = np.where(episode.trainable, -2.0 * np.arange(len(ids)), 0.0)
         assert episode.column("teacher").tolist() == episode.column("reference").tolist() == expected.tolist()
-        assert not episode.trainable[first:].all(), "there is a second turn, whose prompt is left out"
+        assert not episode.trainable[first:].all(), "the prompt of the second turn is left out"
 
 
 def test_a_teacher_may_read_another_prompt_and_judges_the_same_tokens(large: FrozenModel, model: str) -> None:
-    """Privileged context: the item's solution, which the policy has not seen."""
+    """Privileged context: the solution of the item, which the policy has not seen."""
     template = ChatTemplate(model)
     group, requests, failed = asked(
         large, teacher(large, lambda item, episode: f"{item} is solved by {episode.reward:g}. ")
@@ -98,20 +98,20 @@ def test_a_teacher_may_read_another_prompt_and_judges_the_same_tokens(large: Fro
         assert episode.column("teacher").tolist() == np.where(episode.trainable, -2.0 * place, 0.0).tolist()
 
 
-def test_the_most_likely_tokens_stand_in_columns_of_their_own(large: FrozenModel) -> None:
-    """Ids exactly, whatever the vocabulary; the drawn token's log-prob comes in the same request."""
+def test_the_most_likely_tokens_fill_their_own_columns(large: FrozenModel) -> None:
+    """Ids are exact for any vocabulary; the sampled token's log-prob comes from the same request."""
     stage = teacher(large, top=2)
     assert stage.fills == ("teacher", "teacher_id_0", "teacher_id_1", "teacher_logprob_0", "teacher_logprob_1")
     group, requests, failed = asked(large, stage)
     assert failed is None and len(requests) == len(group.episodes)
     for episode in deserialize_group(serialize_group(group)).episodes:
-        drawn = episode.trainable
+        sampled = episode.trainable
         for i in range(2):
-            assert (episode.column(f"teacher_id_{i}")[drawn] == 2**24 - 1 - i).all()
-            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - i * drawn).all()
+            assert (episode.column(f"teacher_id_{i}")[sampled] == 2**24 - 1 - i).all()
+            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - i * sampled).all()
 
 
-def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_nothing(large: FrozenModel) -> None:
+def test_a_branch_has_no_other_prompt_and_a_sequence_without_samples_sends_no_request(large: FrozenModel) -> None:
     engine, group = Engine(), made()
     asyncio.run(connect_frozen_models([(large, engine)]))  # type: ignore[list-item]
     for turn in group.episodes[1].turns:
@@ -125,19 +125,19 @@ def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_noth
     assert "cannot be used for a forked branch" in failed.failure.report
 
 
-def test_of_a_teacher_with_more_embeddings_than_the_policy_only_ids_of_the_policy_are_taken(large: FrozenModel) -> None:
-    """The most likely ones of these, in their order, also where the engine must be asked for more."""
+def test_top_tokens_of_a_teacher_are_limited_to_the_policys_ids(large: FrozenModel) -> None:
+    """The most likely ids of the policy, in order, even if the engine must be asked for more."""
     group, requests, failed = asked(large, teacher(replace(large, policy_ids=2**24 - 3), top=2))
     assert failed is None and len(requests) == 3 * len(group.episodes), "for 2, 4 and 8"
     for episode in group.episodes:
-        drawn = episode.trainable
+        sampled = episode.trainable
         for i in range(2):
-            assert (episode.column(f"teacher_id_{i}")[drawn] == 2**24 - 4 - i).all()
-            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - (3 + i) * drawn).all()
+            assert (episode.column(f"teacher_id_{i}")[sampled] == 2**24 - 4 - i).all()
+            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - (3 + i) * sampled).all()
 
 
-def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(large: FrozenModel) -> None:
-    """Where the recipe makes the stage, and nothing is spawned."""
+def test_a_model_with_incomparable_log_probs_is_refused_before_the_start(large: FrozenModel) -> None:
+    """When the recipe makes the stage, before anything is spawned."""
     with pytest.raises(FrozenRefused, match="3 tokens differ"):
         teacher(replace(large, foreign="3 tokens differ"))
     with pytest.raises(FrozenRefused, match="reward head"):

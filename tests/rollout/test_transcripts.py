@@ -23,7 +23,7 @@ from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.task import Task
 
 ITEM = {"question": "1 + 2 =", "answer": "3", "scorer": len}
-SAID = as_rows([user("1 + 2 ="), assistant("3")])
+MESSAGES = as_rows([user("1 + 2 ="), assistant("3")])
 
 
 class Ids:
@@ -33,7 +33,7 @@ class Ids:
         return " ".join(map(str, token_ids))
 
 
-def played(reward: float = 1.0, messages: list[dict[str, Any]] = SAID) -> Episode:
+def sampled_episode(reward: float = 1.0, messages: list[dict[str, Any]] = MESSAGES) -> Episode:
     """Two turns of versions 5, 6 and 6, 7."""
     first = Completion(np.asarray([7, 8, 9]), np.full(3, -0.5), np.asarray([5, 6, 6]), "stop")
     second = Completion(np.asarray([4, 4]), np.full(2, -0.5), np.asarray([6, 7]), "stop")
@@ -41,12 +41,12 @@ def played(reward: float = 1.0, messages: list[dict[str, Any]] = SAID) -> Episod
     return Episode(turns, reward, "stop", {"note": "x"}, parts={"score": reward}, messages=messages)
 
 
-async def unplayed(item: Any, policy: Any) -> float:
-    raise AssertionError("not played")
+async def never_run(item: Any, policy: Any) -> float:
+    raise AssertionError("not run")
 
 
 def trained_of(group: Group) -> list[TrainedEpisode]:
-    """The episodes of a group as one rank got them in step 8."""
+    """The episodes of a group as one rank received them in step 8."""
     return [
         TrainedEpisode(
             8,
@@ -68,13 +68,13 @@ def trained_of(group: Group) -> list[TrainedEpisode]:
     ]
 
 
-def test_a_row_has_all_that_is_known_of_an_episode() -> None:
-    episode = played()
+def test_a_row_describes_an_episode_completely() -> None:
+    episode = sampled_episode()
     episode.turns[1].reward = 0.25
     (trained,) = trained_of(Group(3, 4, [episode], task="sums"))
     template: Any = Ids()
-    (told,) = rows([(trained, SAID)], Task(lambda cursor: ITEM, unplayed), template)
-    assert json.loads(json.dumps(told)) == {
+    (row,) = rows([(trained, MESSAGES)], Task(lambda cursor: ITEM, never_run), template)
+    assert json.loads(json.dumps(row)) == {
         "step": 8,
         "group": 3,
         "episode": 0,
@@ -97,13 +97,13 @@ def test_a_row_has_all_that_is_known_of_an_episode() -> None:
     }
 
 
-def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
-    """Two plays of a tree: the second sequence parts from the first after a turn, the third from the second after two,
-    the last from the first in the middle of its second turn."""
+def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
+    """Two rollouts of a tree: the second sequence forks from the first after a turn, the third from the second after
+    two, the last from the first in the middle of its second turn."""
 
-    def turn(context: list[int], drawn: list[int]) -> Turn:
-        n = len(drawn)
-        return Turn.from_completion(context, Completion(np.asarray(drawn), np.full(n, -0.5), np.zeros(n, int), "stop"))
+    def turn(context: list[int], ids: list[int]) -> Turn:
+        n = len(ids)
+        return Turn.from_completion(context, Completion(np.asarray(ids), np.full(n, -0.5), np.zeros(n, int), "stop"))
 
     def sequence(rollout: int, fork: Fork | None, *turns: Turn) -> Episode:
         shared = 0 if fork is None else fork.turns
@@ -117,34 +117,34 @@ def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
         (Fork(1, 2), [first, other, turn([6], [6])]),
         (Fork(0, 2), [first, begun, turn([], [5, 5])]),
     ]
-    group = Group(3, 4, [sequence(play, fork, *turns) for play in range(2) for fork, turns in tree])
-    asked: list[Any] = [(trained, SAID) for trained in trained_of(group)]
+    group = Group(3, 4, [sequence(rollout, fork, *turns) for rollout in range(2) for fork, turns in tree])
+    asked: list[Any] = [(trained, MESSAGES) for trained in trained_of(group)]
     template: Any = Ids()
-    told = rows(asked[::-1], Task(lambda cursor: ITEM, unplayed), template)[::-1]
-    for play in (told[:4], told[4:]):
-        assert [one["fork"] for one in play] == [
+    found = rows(asked[::-1], Task(lambda cursor: ITEM, never_run), template)[::-1]
+    for rollout in (found[:4], found[4:]):
+        assert [row["fork"] for row in rollout] == [
             None,
             {"sequence": 0, "turns": 1},
             {"sequence": 1, "turns": 2},
             {"sequence": 0, "turns": 2},
         ]
-        assert [[(said["read"], said["drawn"]) for said in one["turns"]] for one in play] == [
+        assert [[(turn["read"], turn["drawn"]) for turn in row["turns"]] for row in rollout] == [
             [("1 2", "7"), ("3", "8 8"), ("", "9")],
             [("1 2", "7"), ("4 4", "5")],
             [("1 2", "7"), ("4 4", "5"), ("6", "6")],
             [("1 2", "7"), ("3", "8 8"), ("", "5 5")],
         ]
-        assert {one["prompt"] for one in play} == {"1 2"} and [one["tokens"] for one in play] == [4, 1, 1, 2]
+        assert {row["prompt"] for row in rollout} == {"1 2"} and [row["tokens"] for row in rollout] == [4, 1, 1, 2]
 
 
-def test_a_row_of_a_mixture_has_the_item_of_its_own_task() -> None:
-    mixed = Mixture({Task(lambda cursor: {"number": cursor}, unplayed): 1})
+def test_a_row_of_a_mixture_has_the_item_of_its_task() -> None:
+    mixed = Mixture({Task(lambda cursor: {"number": cursor}, never_run): 1})
     template: Any = Ids()
-    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()]))]
+    asked = [(one, MESSAGES) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [sampled_episode()]))]
     assert [shown["item"] for shown in rows(asked, mixed, template)] == [{"number": 0}, {"number": 1}]
 
 
-def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() -> None:
+def test_an_item_is_made_once_per_group_and_its_error_does_not_end_the_run() -> None:
     made: list[int] = []
 
     def items(cursor: int) -> dict[str, int]:
@@ -154,15 +154,17 @@ def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() ->
         return {"number": cursor}
 
     template: Any = Ids()
-    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()] * 3))]
-    told = [one["item"] for one in rows(asked, Task(items, unplayed), template)]
+    asked = [
+        (one, MESSAGES) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [sampled_episode()] * 3))
+    ]
+    shown = [row["item"] for row in rows(asked, Task(items, never_run), template)]
     assert made == [0, 1]
-    assert told == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3
+    assert shown == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3
 
 
 @dataclass
 class Locked:
-    """As an item may be that opens something."""
+    """An item that holds a resource."""
 
     name: str
     lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -197,35 +199,35 @@ def test_messages_have_their_tool_calls() -> None:
     assert as_rows([tool("2", "add", "call00000")]) == [
         {"role": "tool", "content": "2", "name": "add", "tool_call_id": "call00000"}
     ]
-    (said,) = as_rows([type(assistant(""))("assistant", "", (call,))])
-    assert said["content"] == "" and said["tool_calls"][0]["arguments"] == {"a": 1}
+    (row,) = as_rows([type(assistant(""))("assistant", "", (call,))])
+    assert row["content"] == "" and row["tool_calls"][0]["arguments"] == {"a": 1}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400)), max_size=30), st.integers(0, 1500))
 def test_the_newest_messages_are_kept_within_the_bound(groups: list[tuple[int, int]], most: int) -> None:
-    """Whatever is put, also the same group again."""
+    """Whatever is added, including the same group again."""
     transcripts = Transcripts(most)
     expected: list[tuple[int, int]] = []
     for group_id, size in groups:
         messages = [{"role": "user", "content": "x" * size}]
-        transcripts.add(Group(group_id, 0, [played(messages=messages)]))
+        transcripts.add(Group(group_id, 0, [sampled_episode(messages=messages)]))
         expected = [one for one in expected if one[0] != group_id] + [(group_id, size)]
-        while sum(MESSAGE_CHARACTERS + kept for _, kept in expected) > most:
+        while sum(MESSAGE_CHARACTERS + size for _, size in expected) > most:
             expected.pop(0)
-        here = {known for known in range(10) if transcripts.of(known, 0, 0) is not None}
-        assert here == {known for known, _ in expected}
+        stored = {group_id for group_id in range(10) if transcripts.of(group_id, 0, 0) is not None}
+        assert stored == {group_id for group_id, _ in expected}
     assert all(transcripts.of(group_id, 1, 0) is None for group_id in range(10))
     transcripts.forget_before(5)
     assert all(transcripts.of(group_id, 0, 0) is None for group_id in range(5))
 
 
-def test_what_is_trained_again_is_known_again() -> None:
+def test_messages_survive_a_step_if_the_group_may_be_trained_again() -> None:
     """Group 0 is trained, then group 1, then group 0 once more."""
-    for again, known in ((True, SAID), (False, None)):
-        transcripts, said = Transcripts(), list[Any]()
+    for again, expected in ((True, MESSAGES), (False, None)):
+        transcripts, found = Transcripts(), list[Any]()
         for group_id in range(2):
-            transcripts.add(Group(group_id, 0, [played()]))
+            transcripts.add(Group(group_id, 0, [sampled_episode()]))
         for step, group_id in enumerate((0, 1, 0)):
             trained = TrainedEpisode(step, group_id, 0, 0, "sums", 0, 1.0, 0.0, b"", {})
-            said += transcripts.take([trained], again)
-        assert said == [SAID, SAID, known]
+            found += transcripts.take([trained], again)
+        assert found == [MESSAGES, MESSAGES, expected]

@@ -1,4 +1,4 @@
-"""Process rewards of turns: set at once, later, or by something that runs while the episode goes on."""
+"""Process rewards of turns: set at once, later, or by an awaitable that runs while the episode continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.tasks.task import Outcome, Policy, Reply
-from tests.rollout.test_play import SETTINGS, Echo, play, run, task
+from tests.rollout.test_play import SETTINGS, Echo, run, run_episode, task
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def turn_rewards(episode: Episode) -> list[float | None]:
     return [turn.reward for turn in episode.turns]
 
 
-def test_a_turn_keeps_the_reward_that_is_set_last_and_no_reward_is_none(template: ChatTemplate) -> None:
+def test_a_turn_has_the_last_reward_that_was_set_or_none(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> float:
         first = await policy.reply("a")
         second = await policy.reply("b")
@@ -39,15 +39,15 @@ def test_a_turn_keeps_the_reward_that_is_set_last_and_no_reward_is_none(template
         assert (first.reward, second.reward) == (-1.0, 0.75)
         return 1.0
 
-    played = play(Echo(template, "8"), template, episode)
-    assert turn_rewards(played) == [-1.0, 0.75, None] and played.reward == 1.0
+    result = run_episode(Echo(template, "8"), template, episode)
+    assert turn_rewards(result) == [-1.0, 0.75, None] and result.reward == 1.0
 
 
-def test_a_turns_reward_is_computed_while_the_episode_goes_on_and_waited_for(template: ChatTemplate) -> None:
-    gone_on = asyncio.Event()
+def test_a_turn_reward_is_computed_while_the_episode_continues_and_awaited_at_its_end(template: ChatTemplate) -> None:
+    continued = asyncio.Event()
 
     async def judge(reply: Reply) -> Outcome:
-        await gone_on.wait()
+        await continued.wait()
         return Outcome(float(reply.text))
 
     async def scored(*_: Any) -> Outcome:
@@ -61,15 +61,15 @@ def test_a_turns_reward_is_computed_while_the_episode_goes_on_and_waited_for(tem
         second.reward = policy.in_scorer(len, "")
         third = await policy.reply("c")
         third.reward = asyncio.ensure_future(judge(third))
-        gone_on.set()
-        raise ContextFull  # it ends in another way, and waits for them all the same
+        continued.set()
+        raise ContextFull  # ends by an exception, and still awaits the rewards
 
     scorer: Any = type("Scorer", (), {"score": scored})()
-    played = play(Echo(template, "8"), template, episode, scorer=scorer)
-    assert turn_rewards(played) == [8.0, 0.5, 8.0] and played.reward == 0.0
+    result = run_episode(Echo(template, "8"), template, episode, scorer=scorer)
+    assert turn_rewards(result) == [8.0, 0.5, 8.0] and result.reward == 0.0
 
 
-def test_what_an_overwritten_or_failed_episodes_rewards_wait_for_is_ended(template: ChatTemplate) -> None:
+def test_pending_rewards_of_failed_episodes_and_overwritten_ones_are_cancelled(template: ChatTemplate) -> None:
     ended: list[str] = []
 
     async def endless(name: str) -> float:
@@ -92,15 +92,13 @@ def test_what_an_overwritten_or_failed_episodes_rewards_wait_for_is_ended(templa
         await asyncio.sleep(0)
         raise KeyError("a")
 
-    assert turn_rewards(play(Echo(template, "8"), template, overwriting)) == [2.0]
+    assert turn_rewards(run_episode(Echo(template, "8"), template, overwriting)) == [2.0]
     with pytest.raises(EpisodeFailed, match="KeyError"):
-        play(Echo(template, "8"), template, failing)
+        run_episode(Echo(template, "8"), template, failing)
     assert ended == ["overwritten", "failed"]
 
 
-def test_what_a_reward_raised_that_nobody_waits_for_is_not_logged(
-    template: ChatTemplate, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_of_abandoned_rewards_are_not_logged(template: ChatTemplate, caplog: pytest.LogCaptureFixture) -> None:
     failed: list[str] = []
 
     async def judge(name: str) -> float:
@@ -127,10 +125,10 @@ def test_what_a_reward_raised_that_nobody_waits_for_is_not_logged(
         await asyncio.sleep(0)
         raise ValueError("a")
 
-    assert turn_rewards(play(Echo(template, "8"), template, overwriting)) == [2.0]
+    assert turn_rewards(run_episode(Echo(template, "8"), template, overwriting)) == [2.0]
     with pytest.raises(EpisodeFailed, match="ValueError"):
-        play(Echo(template, "8"), template, failing)
-    gc.collect()  # asyncio logs what nobody looked at when the task is collected
+        run_episode(Echo(template, "8"), template, failing)
+    gc.collect()  # asyncio logs errors that were never retrieved when it collects the task
     assert failed == ["overwritten", "cancelled", "of a failed episode"]
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -148,13 +146,13 @@ def test_turns_of_seats_and_branches_have_their_rewards(template: ChatTemplate) 
             (await fork.reply("b")).reward = reward
         return [1.0, 2.0]
 
-    def play_all(episode: Any) -> list[Episode]:
-        player = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
-        return run(player.play(task(episode), 7, "", Sampling(), 0))
+    def run_all(episode: Any) -> list[Episode]:
+        runner = EpisodeRunner(Echo(template, "8"), template, SETTINGS)
+        return run(runner.play(task(episode), 7, "", Sampling(), 0))
 
-    of_seats = play_all(seats)
+    of_seats = run_all(seats)
     assert [(of.seat, turn_rewards(of)) for of in of_seats] == [("white", [0.0]), ("black", [1.0])]
-    of_branches = play_all(branches)
+    of_branches = run_all(branches)
     assert [turn_rewards(of) for of in of_branches] == [[5.0, 0.0], [5.0, 1.0]]
 
 
@@ -230,16 +228,16 @@ async def becoming_text(item: Any, policy: Policy) -> float:
         (setting(math.nan), "episode raised ValueError", "not a finite number"),
     ],
 )
-def test_a_turns_reward_that_cannot_be_costs_its_episode(
+def test_an_invalid_turn_reward_fails_its_episode(
     template: ChatTemplate, episode: Any, reason: str, report: str
 ) -> None:
     with pytest.raises(EpisodeFailed) as raised:
-        play(Echo(template, "8"), template, episode)
+        run_episode(Echo(template, "8"), template, episode)
     assert raised.value.reason == reason and report in raised.value.report
     assert raised.value.tokens
 
 
-def test_a_scoring_process_that_fails_a_turn_costs_its_episode_and_a_broken_one_the_worker(
+def test_a_failed_turn_score_fails_its_episode_and_a_broken_scorer_the_worker(
     template: ChatTemplate,
 ) -> None:
     async def episode(item: Any, policy: Policy) -> float:
@@ -253,19 +251,19 @@ def test_a_scoring_process_that_fails_a_turn_costs_its_episode_and_a_broken_one_
         return type("Scorer", (), {"score": score})()
 
     with pytest.raises(EpisodeFailed, match="score took over 1 s"):
-        play(Echo(template, "8"), template, episode, scorer=scorer(ScoringFailed("score took over 1 s")))
+        run_episode(Echo(template, "8"), template, episode, scorer=scorer(ScoringFailed("score took over 1 s")))
     with pytest.raises(ScorerBroken):
-        play(Echo(template, "8"), template, episode, scorer=scorer(ScorerBroken("no processes")))
+        run_episode(Echo(template, "8"), template, episode, scorer=scorer(ScorerBroken("no processes")))
 
 
-def test_after_the_episode_no_reward_can_be_set(template: ChatTemplate) -> None:
-    kept: list[Reply] = []
+def test_no_reward_can_be_set_after_the_episode(template: ChatTemplate) -> None:
+    replies: list[Reply] = []
 
     async def episode(item: Any, policy: Policy) -> float:
-        kept.append(await policy.reply("a"))
+        replies.append(await policy.reply("a"))
         return 1.0
 
-    play(Echo(template, "8"), template, episode)
+    run_episode(Echo(template, "8"), template, episode)
     with pytest.raises(RuntimeError, match="over"):
-        kept[0].reward = 1.0
+        replies[0].reward = 1.0
     gc.collect()

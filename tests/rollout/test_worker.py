@@ -38,11 +38,11 @@ from tests.patience import LIMIT_S, exit_code, patiently
 from tests.rollout import helpers, scores
 from tests.rollout.helpers import (
     BRANCHING,
+    BROKEN,
     SUMS,
     SUMS_TASK,
     TOUCHY,
     UNCOMPARED,
-    UNPLAYABLE,
     WORDS,
     Handle,
     StandInGenerator,
@@ -68,7 +68,7 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
-    """As in a run, it forks the scoring processes, which else would import their data set each."""
+    """As in a run, it forks the scoring processes, which would otherwise each import their data set."""
     name = f"monarch_rl-tests-{uuid.uuid4().hex}"
     server = start_server(name, [Preload(PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"))])
     with pytest.MonkeyPatch.context() as patch:
@@ -133,10 +133,10 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
 
     async def test() -> None:
         async with system(processes, model, settings) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             shards = [await take(s, version) for version in range(4)]
             counts = await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the workers to hear of the end")
+            await within(WAIT_S, running, "the workers to hear of the end")
             assert counts.trained == 8 and not set(counts.dropped) - {"run ended"}
             source, template = TaskSource(SUMS), ChatTemplate(model)
             for version, shard in enumerate(shards):
@@ -146,11 +146,11 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
                     group_id = 2 * version + g
                     item = source.item(group_id)
                     text = template.plain(episode.token_ids.tolist())
-                    drawn = text.removeprefix(item.prompt)
+                    answer = text.removeprefix(item.prompt)
                     assert text.startswith(item.prompt)
-                    assert drawn == str((episode_seed(11, group_id, e) or 0) % 10)  # order kept, seeds used
-                    assert (episode.reward == 1.0) == (drawn == item.answer)
-                    assert (episode.parts["score"] == 1.0) == (drawn == item.answer)
+                    assert answer == str((episode_seed(11, group_id, e) or 0) % 10)  # in order, with these seeds
+                    assert (episode.reward == 1.0) == (answer == item.answer)
+                    assert (episode.parts["score"] == 1.0) == (answer == item.answer)
                     assert episode.policy_versions[episode.trainable].min() >= version - 1
             stats = list((await s.workers.stats.call()).values())
             assert {row.worker for row in stats} == {"rollout worker 0", "rollout worker 1"}
@@ -162,7 +162,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
 
 
 async def check_rollouts(system: System, shard: PackedShard, template: ChatTemplate) -> None:
-    """Each episode of a batch is told by the worker that played it, and without messages by any other."""
+    """The worker that ran an episode of a batch reports it; other workers report it without messages."""
     source, trained = TaskSource(SUMS), trained_episodes(shard, shard.rewards, 2, seed=0)
     assert len(trained) == 8
     answers = list((await system.workers.rollouts.call(trained)).values())
@@ -181,17 +181,17 @@ async def check_rollouts(system: System, shard: PackedShard, template: ChatTempl
         assert [(row["group"], row["episode"]) for row in of_worker] == [(one.group_id, one.place) for one in trained]
     earlier = trained_episodes(shard, shard.rewards, 2, seed=0)[:1]
     later = [replace(earlier[0], group_id=10**6)]
-    assert not any((await system.workers.rollouts.call(later)).values())  # and all before it are forgotten
+    assert not any((await system.workers.rollouts.call(later)).values())  # all groups before it are forgotten
     assert not any((await system.workers.rollouts.call(trained)).values())
 
 
 @pytest.mark.core
-def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: Processes, model: str) -> None:
+def test_scores_that_raise_or_hang_or_crash_fail_only_their_episode(processes: Processes, model: str) -> None:
     settings = RolloutSettings(concurrent_groups=1, group_size=10, score_deadline_s=3.0, scorer_processes=2)
 
     async def test() -> None:
         async with system(processes, model, settings, TOUCHY) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             shard = await take(s, 0)  # the stand-in's digits are 1, 2, ..., 9, 0 in each group
             assert [sorted(rewards.tolist()) for rewards in shard.rewards] == [[4, 5, 6, 7, 8, 9]] * 2
             stats = await s.workers.stats.call_one()
@@ -203,21 +203,21 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
             }
             assert stats.failed_tokens == 2 * sum(stats.failed.values())  # a digit and the end
             assert set(stats.failed) == every_group and sum(stats.failed.values()) >= 2 * len(every_group), stats.failed
-            told: list[Failure] = []
-            while {failure.reason for failure in told} != every_group:  # by the buffer, each kind once
-                told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
-            assert len({failure.kind for failure in told}) == len(told)
-            (raised,) = [failure for failure in told if failure.reason == "score raised KeyError"]
+            failures: list[Failure] = []
+            while {failure.reason for failure in failures} != every_group:  # the buffer reports each kind once
+                failures += (await s.buffer.failures.call_one(len(failures), WAIT_S)).failures
+            assert len({failure.kind for failure in failures}) == len(failures)
+            (raised,) = [failure for failure in failures if failure.reason == "score raised KeyError"]
             assert "Traceback (most recent call last):" in raised.report and scores.__file__ in raised.place
             assert "Item 0, prompt: " in raised.report and raised.report.endswith("Answer: '0'")
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
 
 async def _judge(item: Any, group: Group) -> None:
-    """Group 0 hangs, group 1 has a mistake, group 2 is dropped."""
+    """Group 0 hangs, group 1 raises, group 2 is dropped."""
     if group.group_id == 0:
         await asyncio.Event().wait()
     if group.group_id == 1:
@@ -230,20 +230,21 @@ async def _judge(item: Any, group: Group) -> None:
 
 
 @pytest.mark.core
-def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(processes: Processes, model: str) -> None:
-    """One group is played at a time, and the first one stays in the stage: the others are played, judged and trained.
-    Its slot stays taken until the stage's deadline."""
+def test_stages_run_beside_rollouts_and_drop_only_their_group(processes: Processes, model: str) -> None:
+    """One group runs at a time, and the first one stays in the stage: the others are rolled out, judged and trained.
+    Its slot stays taken until the deadline of the stage."""
     settings = RolloutSettings(concurrent_groups=1, group_size=2)
     stage = Stage(_judge, fills=("judge",), concurrency=2, deadline_s=3.0, name="judge")
 
     async def test() -> None:
         async with system(processes, model, settings, max_policy_lag=2, stages=[stage]) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
-            told: list[Failure] = []
-            while len(told) < 2:
-                told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
-            assert [failure.reason for failure in told] == ["stage judge raised KeyError", "stage judge took over 3 s"]
-            assert all("_judge" in failure.report and __file__ in failure.place for failure in told)
+            running = asyncio.ensure_future(s.workers.run.call())
+            failures: list[Failure] = []
+            while len(failures) < 2:
+                failures += (await s.buffer.failures.call_one(len(failures), WAIT_S)).failures
+            reasons = [failure.reason for failure in failures]
+            assert reasons == ["stage judge raised KeyError", "stage judge took over 3 s"]
+            assert all("_judge" in failure.report and __file__ in failure.place for failure in failures)
             shard = await take(s, 0)
             counts = await s.buffer.counts.call_one()
             assert counts.dropped == {
@@ -260,7 +261,7 @@ def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(proc
             spent = stats.stages["judge"]
             assert spent.groups >= 5 and spent.seconds >= 3.0
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
@@ -275,25 +276,25 @@ def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(process
 
     async def test() -> None:
         async with system(processes, model, settings, TOUCHY, max_policy_lag=0) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             shard = await s.buffer.take.call_one(0, 0, 1, 10_000, WAIT_S)
             assert [rewards.tolist() for rewards in shard.rewards] == [digits(seed, 1), digits(seed, 2)]
             counts = await s.buffer.counts.call_one()
             assert counts.dropped == {"score raised KeyError": 1}
             assert (await s.workers.stats.call_one()).groups_dropped == 1
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
 
 @pytest.mark.core
-def test_episodes_that_cannot_be_played_cost_their_group_and_are_told_at_once(processes: Processes, model: str) -> None:
+def test_broken_episodes_drop_their_group_and_are_reported_at_once(processes: Processes, model: str) -> None:
     settings = RolloutSettings(concurrent_groups=4, group_size=2)
 
     async def test() -> None:
-        async with system(processes, model, settings, UNPLAYABLE) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+        async with system(processes, model, settings, BROKEN) as s:
+            running = asyncio.ensure_future(s.workers.run.call())
             news = await within(WAIT_S, s.buffer.failures.call_one(0, WAIT_S), "the first failure")
             reason = "episode raised FileNotFoundError"
             assert [failure.reason for failure in news.failures] == [reason]
@@ -301,23 +302,23 @@ def test_episodes_that_cannot_be_played_cost_their_group_and_are_told_at_once(pr
             news = await within(WAIT_S, s.buffer.failures.call_one(1, WAIT_S), "the verdict")
             assert news.verdict is not None and news.verdict.reason.startswith(f"{reason}: ")
             assert news.verdict.place.startswith(f"{helpers.__file__}:")
-            assert not playing.done()
+            assert not running.done()
             evaluation = await s.workers.evaluate.call_one([0, 1])
             assert evaluation.failed == {reason: 2} and evaluation.first[reason].place == news.verdict.place
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
 
 @pytest.mark.core
-def test_each_task_of_a_mixture_plays_its_items_and_compares_its_groups(processes: Processes, model: str) -> None:
+def test_each_task_of_a_mixture_runs_its_items_and_compares_its_groups(processes: Processes, model: str) -> None:
     settings = RolloutSettings(concurrent_groups=2, group_size=4, seed=3)
     mixture = Mixture({WORDS: 1, SUMS_TASK: 1})
 
     async def test() -> None:
         async with system(processes, model, settings, mixture) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             shards = [await take(s, version) for version in range(4)]
             tasks = [task for shard in shards for task in shard.tasks]
             assert tasks == [mixture.owner_of(mixture.items(cursor))[0].name for cursor in range(8)]
@@ -325,37 +326,37 @@ def test_each_task_of_a_mixture_plays_its_items_and_compares_its_groups(processe
             rewards = [of_group.tolist() for shard in shards for of_group in shard.rewards]
             turns = [of_group for shard in shards for of_group in shard.turn_rewards]
             digits = [[parts.get("digit") for parts in of_group] for shard in shards for of_group in shard.parts]
-            for task, of_group, of_turns, drawn in zip(tasks, rewards, turns, digits, strict=True):
+            for task, of_group, of_turns, answered in zip(tasks, rewards, turns, digits, strict=True):
                 if task == "words":
-                    assert sorted(of_group) == [0.0, 1.0, 2.0, 3.0]  # each episode's place in its group
-                    assert of_turns == [[pytest.approx(digit / 10)] for digit in drawn if digit is not None]
+                    assert sorted(of_group) == [0.0, 1.0, 2.0, 3.0]  # the rank of each episode in its group
+                    assert of_turns == [[pytest.approx(digit / 10)] for digit in answered if digit is not None]
                 else:
                     assert of_turns == [[None]] * 4
             evaluation = await s.workers.evaluate.call_one(list(range(6)))
             assert set(evaluation.tasks) == {"words", SUMS.name}
             by_task = {name for name in evaluation.metrics() if name.startswith("held_out/words/")}
-            assert by_task >= {f"held_out/words/{figure}" for figure in ("accuracy", "reward", "failed", "digit")}
+            assert by_task >= {f"held_out/words/{metric}" for metric in ("accuracy", "reward", "failed", "digit")}
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
 
 @pytest.mark.core
-def test_groups_whose_rewards_fail_are_dropped_and_told_at_once(processes: Processes, model: str) -> None:
+def test_groups_whose_rewards_fail_are_dropped_and_reported_at_once(processes: Processes, model: str) -> None:
     async def test() -> None:
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2), UNCOMPARED) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             news = await within(WAIT_S, s.buffer.failures.call_one(0, WAIT_S), "the first failure")
             assert [failure.reason for failure in news.failures] == ["group rewards raised KeyError"]
-            report = news.failures[0].report  # of either of the two groups that are played at once
+            report = news.failures[0].report  # of one of the two concurrent groups
             assert "Traceback" in report and ("Item 0" in report or "Item 1" in report)
             news = await within(WAIT_S, s.buffer.failures.call_one(1, WAIT_S), "the verdict")
             assert news.verdict is not None and helpers.__file__ in news.verdict.place
             stats = await s.workers.stats.call_one()
             assert stats.failed["group rewards raised KeyError"] >= 2 and stats.groups_dropped >= 1
             await s.buffer.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
 
     run(test)
 
@@ -372,10 +373,10 @@ def test_a_broken_generator_ends_the_run(processes: Processes, model: str) -> No
 
 
 @pytest.mark.core
-def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: Processes, model: str) -> None:
+def test_evaluation_is_greedy_on_held_out_items_and_runs_during_training(processes: Processes, model: str) -> None:
     async def test() -> None:
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2, seed=5)) as s:
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             evaluation = await s.workers.evaluate.call_one(list(range(20)))
             held_out, template = TaskSource(SUMS, "held_out"), ChatTemplate(model)
             calls = [call for call in await s.generator.calls.call_one() if call[1].temperature == 0]
@@ -385,13 +386,13 @@ def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: P
             assert evaluation.rewards.shape == (20, 1) and not evaluation.failed
             assert evaluation.accuracy == (evaluation.rewards == 1).mean()
             await s.workers.close.call()
-            await within(WAIT_S, playing, "close to end the run")
+            await within(WAIT_S, running, "close to end the run")
 
     run(test)
 
 
 @pytest.mark.core
-def test_an_episode_of_a_held_out_item_has_the_share_of_one_of_a_group(processes: Processes, model: str) -> None:
+def test_a_held_out_episode_has_the_same_share_as_one_of_a_group(processes: Processes, model: str) -> None:
     settings = RolloutSettings(concurrent_groups=2, group_size=2, max_sequences=7)
 
     async def test() -> None:
@@ -403,53 +404,53 @@ def test_an_episode_of_a_held_out_item_has_the_share_of_one_of_a_group(processes
 
 
 @pytest.mark.core
-def test_a_worker_that_is_set_up_again_gives_up_what_it_plays_and_plays_for_the_other_buffer(
+def test_a_worker_that_is_set_up_again_abandons_its_episodes_and_serves_the_new_buffer(
     processes: Processes, model: str
 ) -> None:
     async def test() -> None:
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
             await s.generator.hold.call_one(True)
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             evaluating = asyncio.ensure_future(s.workers.evaluate.call_one([0, 1]))
             while len(await s.generator.calls.call_one()) < 6:
-                assert not playing.done() and not evaluating.done()
+                assert not running.done() and not evaluating.done()
             other = processes.shared.spawn("other_buffer", Buffer, 2, BufferSettings(1, window=0))
             workers: Any = s.workers
             again = workers.setup.call(other, Handle(s.generator))
             await within(WAIT_S, again, "the worker to be set up again")
-            await within(WAIT_S, playing, "what it played to end")
+            await within(WAIT_S, running, "its episodes to end")
             with pytest.raises(ActorError, match="CancelledError"):
                 await within(WAIT_S, evaluating, "the evaluation to end")
             await s.generator.hold.call_one(False)
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             assert [len(rewards) for rewards in (await take(System(other, s.generator, s.workers), 0)).rewards] == [
                 2,
                 2,
             ]
             assert (await s.buffer.counts.call_one()).complete == 0
             await other.close.call_one()
-            await within(WAIT_S, playing, "the worker to hear of the end")
+            await within(WAIT_S, running, "the worker to hear of the end")
             assert (await s.workers.stats.call_one()).groups_put > 0
             await within(WAIT_S, workers.setup.call(s.buffer, Handle(s.generator)), "the worker to be set up again")
             stats = await s.workers.stats.call_one()
-            assert stats.groups_put == stats.episodes == 0, "what it counted before is the checkpoint's to know"
+            assert stats.groups_put == stats.episodes == 0, "the checkpoint has the earlier counts"
 
     run(test)
 
 
 @pytest.mark.core
-def test_close_while_the_generators_are_silent(processes: Processes, model: str) -> None:
+def test_close_ends_the_run_while_the_generators_are_silent(processes: Processes, model: str) -> None:
     async def test() -> None:
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
             await s.generator.hold.call_one(True)
-            playing = asyncio.ensure_future(s.workers.run.call())
+            running = asyncio.ensure_future(s.workers.run.call())
             while len(await s.generator.calls.call_one()) < 4:
-                assert not playing.done()
+                assert not running.done()
             stats = await s.workers.stats.call_one()
             assert (stats.groups_playing, stats.groups_waiting) == (2, 0)
             await s.buffer.close.call_one()
             await within(WAIT_S, s.workers.close.call(), "close")
-            await within(WAIT_S, playing, "close to end the run")
+            await within(WAIT_S, running, "close to end the run")
 
     run(test)
 
@@ -457,7 +458,7 @@ def test_close_while_the_generators_are_silent(processes: Processes, model: str)
 def test_sigkill_of_a_worker_leaves_no_scorer(
     processes: Processes, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose children they are, where there is no fork server."""
+    """Without a fork server, scorers are children of the worker."""
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
 
     async def test() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-import monarch_rl.runtime  # noqa: F401  before monarch: it sets how often Monarch looks for dead processes
+import monarch_rl.runtime  # noqa: F401  before monarch: it sets how often Monarch polls for dead processes
 from monarch_rl.runtime import scratch
 from tests.runtime.launched import Start, launching
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start commands; whatever a failed test leaves of them is killed."""
+    """Start commands; processes that a failed test leaves behind are killed."""
     with launching(tmp_path) as begin:
         yield begin
 

@@ -1,6 +1,6 @@
-"""What a stage imports whose kernel has no descriptor left for the first process that it forks.
+"""Imported by a stage to simulate that the kernel has no descriptor left for its first forked process.
 
-A limit of the process cannot bring that about: the request that was just read has left room for one.
+A limit of the process cannot cause this: reading the request has just freed a descriptor.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""What tests have the fork server run: ``FORKED`` in the environment says what the process does."""
+"""Program that tests run in forked processes: ``FORKED`` in the environment selects what it does."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from monarch_rl.runtime.forking import fork_client
 
 
 def forked(fds: Sequence[int]) -> int:
-    """Write to the file named by OUT what the process sees, then do as FORKED says."""
+    """Write the state of the process to the file named by OUT, then do the action in FORKED."""
     seen = {
         "pid": os.getpid(),
         "folder": os.getcwd(),
         "preloaded": "tests.runtime.preloaded" in sys.modules,
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "draw": float(np.random.random()),
+        "random": float(np.random.random()),
         "given": [os.read(descriptor, 100).decode() for descriptor in fds],
         "open": len(os.listdir("/proc/self/fd")),
         "group": os.getpgrp(),
@@ -33,14 +33,14 @@ def forked(fds: Sequence[int]) -> int:
     out = Path(os.environ["OUT"])
     out.with_suffix(".part").write_text(json.dumps(seen))
     out.with_suffix(".part").rename(out)
-    what, _, number = os.environ["FORKED"].partition(" ")
-    if what == "raise":
+    action, _, number = os.environ["FORKED"].partition(" ")
+    if action == "raise":
         raise RuntimeError("this process fails")
-    if what == "exit":
+    if action == "exit":
         return int(number)
-    if what == "signal":
+    if action == "signal":
         os.kill(os.getpid(), int(number))
-    if what == "tidy":  # what SIGTERM is for
+    if action == "tidy":  # handle SIGTERM
         signal.signal(signal.SIGTERM, tidy)
     time.sleep(600)
     return 0

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def hogs(count: int, core: int | None = None) -> Iterator[None]:
-    """Run ``count`` of them at this process's own priority, on any core or on one.
+    """Run ``count`` of them at the priority of this process, on any core or on one.
 
-    Each has a session of its own, as hosts have: Linux may share cores between sessions first (autogroups).
+    Each has a session of its own, like hosts: Linux may share cores between sessions first (autogroups).
     """
     loop = ["sh", "-c", "while :; do :; done"]
     started = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
@@ -28,6 +28,6 @@ def hogs(count: int, core: int | None = None) -> Iterator[None]:
 
 
 def pin(pid: int, core: int) -> None:
-    """Have all threads of a process, and those that they start, run on one core."""
+    """Pin all threads of a process, and threads that they start, to one core."""
     for task in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(task), {core})

@@ -1,4 +1,4 @@
-"""Starting a script as a user would, and finding every process it brought up."""
+"""Starts a script as a user would, and finds every process that it started."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.patience import exit_code, wait_until
 SCRIPT = Path(__file__).with_name("script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 START_S = 300.0
-"""Shared cores: a start takes a few seconds when nothing else runs."""
+"""Generous because cores are shared: a start takes a few seconds on an idle machine."""
 LEAST_S = 60.0
-"""What any wait has at least, by the clock of ``tests/patience.py``."""
+"""Minimum limit of any wait, by the clock of ``tests/patience.py``."""
 LOOK_S = 0.25
-"""Between two looks at all processes of the machine."""
+"""Seconds between two scans of all processes of the machine."""
 
 
 class Launched:
@@ -36,8 +36,8 @@ class Launched:
         self._log = log
         self._scratch = ScratchFolder()
         """The command's temporary directory."""
-        self._known: dict[tuple[int, bytes], psutil.Process | None] = {}
-        """Processes that the last look found, by pid and start: itself if it carries the mark, else None."""
+        self._scanned: dict[tuple[int, bytes], psutil.Process | None] = {}
+        """Processes found by the last scan, by pid and start: the process if it carries the mark, else None."""
         self._text, self._read = "", 0
         self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
         environment = {**os.environ, "MONARCH_RL_TEST": self._mark, "OMP_NUM_THREADS": "1", **self._scratch.variables()}
@@ -47,30 +47,29 @@ class Launched:
             )
 
     def processes(self) -> dict[psutil.Process, str]:
-        """Those that still run, with their command lines: some live for a moment only, and can be asked for it once.
+        """Running processes with their command lines, which are read at once since some processes are short-lived.
 
-        The environment of a process is read once: to read it for all of a machine, several times a second, would take
-        a good part of a core from the command.
+        The environment of a process is read once: reading all of them several times a second would use much of a core.
         """
-        known, self._known = self._known, {}
+        scanned, self._scanned = self._scanned, {}
         running = {}
         for pid, start in _running():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if (pid, start) in known:
-                    process = known[pid, start]
+                if (pid, start) in scanned:
+                    process = scanned[pid, start]
                 else:
                     process = psutil.Process(pid)
                     if not (environment := process.environ()):  # it is about to run another program, or to end
                         continue
                     if environment.get("MONARCH_RL_TEST") != self._mark:
                         process = None
-                self._known[pid, start] = process
+                self._scanned[pid, start] = process
                 if process is not None:
                     running[process] = " ".join(process.cmdline())
         return running
 
     def left(self) -> list[str]:
-        """The processes that still run, for a message."""
+        """The running processes, for an error message."""
         return [f"{process.pid} {command}" for process, command in self.processes().items()]
 
     def wait(self, seconds: float = START_S) -> int:
@@ -78,7 +77,7 @@ class Launched:
         return exit_code(self.process, lambda: f"its end\n{self.output()}", max(seconds, LEAST_S))
 
     def wait_for(self, file: Path) -> str:
-        """The text of ``file`` once it is there."""
+        """The text of ``file`` once it exists."""
 
         def text() -> str:
             ended = self.process.poll() is not None
@@ -89,8 +88,8 @@ class Launched:
         return wait_until(text, lambda: f"{file.name}\n{self.output()}", START_S)
 
     def semaphores(self) -> set[int]:
-        """Inodes of the semaphores that its processes have now in /dev/shm, where they have other names than those by
-        which they were made and mapped."""
+        """Inodes of the semaphores of its processes in /dev/shm, whose names there differ from those at creation and
+        mapping."""
         found: set[int] = set()
         for process in self.processes():
             with suppress(OSError):  # it has ended meanwhile
@@ -99,7 +98,7 @@ class Launched:
         return found
 
     def assert_gone(self, seconds: float = START_S) -> None:
-        """All processes end, and leave no temporary file but torchrun's own folders of logs."""
+        """All processes end, and leave no temporary file except torchrun's log folders."""
         left: list[str] = []
 
         def gone() -> bool:
@@ -111,12 +110,12 @@ class Launched:
         files = [
             path.name
             for path in self._scratch.path.iterdir()
-            if not path.name.startswith("torchelastic_") and not path.is_symlink()  # to what is compiled, and stays
+            if not path.name.startswith("torchelastic_") and not path.is_symlink()  # to the compile cache
         ]
         assert not files, f"left in the temporary directory: {files}"
 
     def output(self) -> str:
-        """What the command wrote so far. Only what is new is read."""
+        """The output of the command so far. Only new output is read."""
         with self._log.open("rb") as log:
             log.seek(self._read)
             new = log.read()
@@ -125,7 +124,7 @@ class Launched:
         return self._text
 
     def kill(self) -> None:
-        """End whatever is left; for the end of a test."""
+        """Kill all remaining processes at the end of a test."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -134,7 +133,7 @@ class Launched:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, also if nobody has waited for it yet."""
+    """Whether the process has ended, even if nobody has waited for it yet."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -142,10 +141,10 @@ def gone(pid: int) -> bool:
 
 
 def _running() -> Iterator[tuple[int, bytes]]:
-    """Pid and time of the start of all processes of this machine that have not ended."""
+    """Pid and start time of all running processes of this machine."""
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended meanwhile
-            # After the command, which may have any characters: the state, and later the time of the start.
+            # The state and the start time follow the command, which may have any characters.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             if fields[0] not in (b"Z", b"X"):
                 yield pid, fields[19]
@@ -156,7 +155,7 @@ Start = Callable[[Sequence[str]], Launched]
 
 @contextmanager
 def launching(folder: Path) -> Iterator[Start]:
-    """Start commands that log into ``folder``; whatever a failed test leaves of them is killed."""
+    """Start commands that log into ``folder``; processes that a failed test leaves behind are killed."""
     started: list[Launched] = []
 
     def begin(command: Sequence[str]) -> Launched:

@@ -1,4 +1,4 @@
-"""The actor that tests of the runtime put on a mesh."""
+"""The actor that tests of the runtime spawn on a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 
 class Member(Actor):
-    """Returns what its process sees, computes with the others, starts a child process, or dies."""
+    """Returns the environment of its process, computes with the others, starts a child process, or dies."""
 
     @concurrent_endpoint
     async def see(self) -> dict[str, str]:

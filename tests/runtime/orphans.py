@@ -1,4 +1,4 @@
-"""A script: finds each time the process below one that ends meanwhile. It adopts orphans, as a host does."""
+"""A script that checks that the child of an ending process is always found. It adopts orphans, as a host does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from monarch_rl.runtime.host import running_descendants
 from monarch_rl.runtime.process import adopt_orphans
 
 TIMES = 200
-"""One look misses one process in 15."""
+"""A single scan misses one process in 15."""
 
 
 def is_found() -> bool:
-    """Whether a child of a process is found by every look until that has ended."""
+    """Whether every scan finds the child of a process until the process has ended."""
     command = ["sh", "-c", "sleep 600 > /dev/null & echo $!; read _"]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdout is not None

@@ -1,1 +1,1 @@
-"""A module that tests have the fork server import."""
+"""A module that the fork server imports in tests."""

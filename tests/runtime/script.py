@@ -1,9 +1,10 @@
 """A small run, started by the tests under python and torchrun: ``script.py MODE FOLDER``.
 
-``work`` all-reduces over a mesh of all devices (at most 2 a host) and writes what the processes saw to FOLDER/report.
+``work`` all-reduces over a mesh of all devices (at most 2 per host) and writes the environments of the processes to
+FOLDER/report.
 ``wait`` and ``raise`` start processes, and processes below those, write FOLDER/ready, and then sleep or raise.
-``stuck`` is ``wait``, but does not end when it is told to.
-With ``-forked`` after the mode the processes come from the hosts' fork servers.
+``stuck`` is ``wait``, but ignores its cancellation.
+With ``-forked`` after the mode, the hosts' fork servers start the processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from monarch_rl.runtime.forking.fork_server import Preload
 
 DEADLINE_S = 300.0
 PRELOAD = Preload("numbers", ("numpy",))
-"""Imported in a moment: on a crowded machine processes would not wait for more (``fork_client.STAND_IN_ANSWER_S``)."""
+"""Imported quickly: on a crowded machine processes would not wait for more (``fork_client.STAND_IN_ANSWER_S``)."""
 
 
 async def work(cluster: Cluster, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A module that no process can be forked with: it starts a thread when it is imported."""
+"""A module that prevents forking: it starts a thread when it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of a recipe, and of modules beside it, in processes that cannot import either."""
+"""Functions of a recipe, and of modules next to it, in processes that can import neither."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_recipe_and_the_modules_beside_it_travel_to_processes_that_cannot_import_them(tmp_path: Path) -> None:
-    """Also on to scoring processes; each step in a working directory of its own."""
+def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(tmp_path: Path) -> None:
+    """Also to scoring processes; each step has its own working directory."""
     folder, elsewhere, there = tmp_path / "recipe", tmp_path / "elsewhere", tmp_path / "there"
     (folder / "package").mkdir(parents=True)
     elsewhere.mkdir()
@@ -73,23 +73,23 @@ def test_a_recipe_and_the_modules_beside_it_travel_to_processes_that_cannot_impo
     assert done.stdout.split() == ["21", "3", "21.0"]
 
 
-def test_what_cannot_travel_is_named() -> None:
+def test_an_unpicklable_value_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="my task"):
         ByValue(lambda: lock, "my task")
-    with pytest.raises(TypeError, match="what f is given"):
-        to_bytes((lock,), "what f is given")
+    with pytest.raises(TypeError, match="the arguments of f"):
+        to_bytes((lock,), "the arguments of f")
 
 
-def test_installed_modules_and_this_package_travel_by_name() -> None:
+def test_installed_modules_and_this_package_are_sent_by_name() -> None:
     assert register_modules(Path(pytest.__file__)) == []
     assert len(pickle.dumps(ByValue(Outcome))) < 300 and ByValue(Outcome).load() is Outcome
 
 
-def test_what_a_scoring_process_cannot_read_costs_its_own_score_only() -> None:
+def test_an_unreadable_argument_fails_only_its_own_score() -> None:
     class Unreadable:
         def __reduce__(self) -> tuple[type[int], tuple[str]]:
-            return int, ("no number",)
+            return int, ("not a number",)
 
     async def test() -> None:
         scorer = Scorer(1, 300.0)

@@ -1,4 +1,4 @@
-"""A process does not take its interpreter apart before Monarch's threads have ended."""
+"""A process does not finalise its interpreter before Monarch's threads have ended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ sys.exit(3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("how", "said"), [("in the usual way", "1\nended\n"), ("quickly", "1\n")])
-def test_threads_of_monarch_end_before_the_interpreter(how: str, said: str) -> None:
-    """A process that ends quickly leaves the interpreter as it is, and waits for nobody."""
+@pytest.mark.parametrize(("how", "output"), [("normally", "1\nended\n"), ("quickly", "1\n")])
+def test_threads_of_monarch_end_before_the_interpreter(how: str, output: str) -> None:
+    """A process that ends quickly skips finalisation, and does not wait."""
     done = run([sys.executable, "-c", LINGERS, how])
-    assert (done.returncode, done.stdout) == (3, said), done.stderr
+    assert (done.returncode, done.stdout) == (3, output), done.stderr

@@ -36,8 +36,8 @@ def cluster() -> Iterator[Cluster]:
         yield launched
 
 
-def test_deadlines_of_attaching_and_ending_leave_out_what_the_controller_stood_still() -> None:
-    """A pause within the first half of the deadline, which nobody is late for: only a heartbeat shows it."""
+def test_deadlines_of_attaching_and_ending_exclude_pauses_of_the_controller() -> None:
+    """A pause within the first half of the deadline, which only a heartbeat reveals."""
 
     async def stand_still() -> None:
         asyncio.get_running_loop().call_later(0.2, time.sleep, 1.7)
@@ -57,7 +57,7 @@ def test_all_reduce_over_a_mesh(cluster: Cluster) -> None:
     assert asyncio.run(run()) == [3.0, 3.0]
 
 
-def test_what_a_process_sees(cluster: Cluster) -> None:
+def test_a_process_gets_its_environment(cluster: Cluster) -> None:
     async def run() -> dict[str, str]:
         members = cluster.spawn("buffer", 1, env={"MKL_NUM_THREADS": "3", "OWN": "value"}).spawn("members", Member)
         return await within(DEADLINE_S, members.see.call_one(), "the environment")
@@ -76,7 +76,7 @@ def test_what_a_process_sees(cluster: Cluster) -> None:
 def test_each_process_sees_its_own_gpus(
     cluster: Cluster, processes: int, first_device: int | None, devices_per_process: int, seen: list[str]
 ) -> None:
-    """The variables do not need a GPU: this says what a machine with GPUs 4 to 7 would set."""
+    """The variables need no GPU: these are the ones of a machine with GPUs 4 to 7."""
     gpus = Cluster(cluster.hosts, Devices("cuda", 1, 4), _device_names=(("4", "5", "6", "7"),))
 
     async def run() -> list[dict[str, str]]:
@@ -93,12 +93,12 @@ def test_each_process_sees_its_own_gpus(
     assert {environment["LOCAL_RANK"] for environment in environments} == {"0"}, "the only device it sees is number 0"
 
 
-def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that SGLang would set in its own processes alone, those of the user, but for a machine's own, and those
-    that fix the order of sums."""
+def test_all_gpu_meshes_have_the_same_nccl_variables(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that SGLang would set only in its own processes, those of the user except machine-specific ones, and
+    those that fix the order of sums."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_PROTO", "LL128")
-    monkeypatch.setenv("NCCL_ALGO", "")  # so that it is as before afterwards
+    monkeypatch.setenv("NCCL_ALGO", "")  # so that the original value is restored afterwards
     monkeypatch.delenv("NCCL_ALGO")
     fix_nccl_order()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
@@ -117,11 +117,11 @@ def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, mo
     seen = [{k: v for k, v in found.items() if k.startswith("NCCL_")} for found in environments]
     assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
     assert seen[0].items() >= {"NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
-    assert (seen[0]["NCCL_ALGO"], seen[0]["NCCL_PROTO"]) == ("Ring", "LL128"), "what the user says holds"
+    assert (seen[0]["NCCL_ALGO"], seen[0]["NCCL_PROTO"]) == ("Ring", "LL128"), "variables of the user take precedence"
     assert seen[0].get("NCCL_SOCKET_IFNAME") != "eth7", "each machine has its own"
 
 
-def test_what_the_user_says_of_nccl_holds() -> None:
+def test_nccl_variables_of_the_user_take_precedence() -> None:
     assert nccl_environment({"NCCL_CUMEM_ENABLE": "1", "PATH": "x"}) == {
         "NCCL_CUMEM_ENABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
@@ -139,7 +139,7 @@ def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
         two_hosts.spawn("trainer", 6, first_device=0)
 
 
-def test_a_mesh_that_is_not_there_is_refused_by_name(cluster: Cluster) -> None:
+def test_an_unknown_mesh_is_refused_by_name(cluster: Cluster) -> None:
     other = Cluster(cluster.hosts, cluster.devices)
     with pytest.raises(ValueError, match="no live mesh named 'critic'; live meshes: none"):
         other.named("critic")
@@ -148,7 +148,7 @@ def test_a_mesh_that_is_not_there_is_refused_by_name(cluster: Cluster) -> None:
             asyncio.run(use(cluster.hosts))  # type: ignore[arg-type]
 
 
-def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) -> None:
+def test_a_lost_process_is_a_fault_and_does_not_end_the_controller(cluster: Cluster) -> None:
     async def run() -> None:
         members = cluster.spawn("short", 1).spawn("members", Member)
         with pytest.raises(RuntimeError, match="code 3"):
@@ -161,7 +161,7 @@ def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) ->
 
 
 def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
-    """As when the machine is suspended, or a virtual machine moves: longer than Monarch's defaults would allow."""
+    """As when a machine is suspended, or a virtual machine migrates: longer than Monarch's defaults allow."""
 
     async def run() -> None:
         members = cluster.spawn("patient", 1).spawn("patient", Member)
@@ -171,13 +171,13 @@ def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
         host.suspend()
         try:
             asked = asyncio.ensure_future(members.see.call_one())
-            await asyncio.sleep(PAUSE_S)  # what is tested
+            await asyncio.sleep(PAUSE_S)  # the tested pause
         finally:
             host.resume()
         await within(DEADLINE_S, asked, "the answer to a call made during the pause")
 
     asyncio.run(run())
-    # Tests before this one have lost processes, which Monarch may report during the pause.
+    # Earlier tests have lost processes, which Monarch may report during the pause.
     assert not [fault.report() for fault in cluster.faults if fault.mesh_name.startswith("patient")]
 
 
@@ -199,7 +199,7 @@ print("seen", len(asyncio.run(see())))
 
 @pytest.mark.heavy
 def test_monarch_serves_a_process_whose_launch_has_ended(temporary: Path) -> None:
-    """Its client is made once in a process, and its folder of sockets must outlive the launch that began it."""
+    """Its client is created once per process, and its folder of sockets must outlive the launch that created it."""
     done = run_program([sys.executable, "-c", AFTERWARDS], seconds=DEADLINE_S)
     assert done.returncode == 0 and "seen" in done.stdout, done.stderr
     assert not list(temporary.glob("monarch_rl-*")), "no folder is left"

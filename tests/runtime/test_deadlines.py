@@ -29,13 +29,13 @@ async def fail() -> None:
     raise LookupError("no such group")
 
 
-def test_passes_on_the_result_and_the_error() -> None:
+def test_within_returns_the_result_or_raises_the_error() -> None:
     assert asyncio.run(within(60.0, answer(), "the answer")) == 42
     with pytest.raises(LookupError, match="no such group"):
         asyncio.run(within(60.0, fail(), "the answer"))
 
 
-def test_names_who_waits_for_what_since_when() -> None:
+def test_the_error_names_the_waiter_what_it_waits_for_and_since_when() -> None:
     async def trainer_step() -> None:
         await within(0.01, never(), "a batch for version 3 from the buffer")
 
@@ -47,19 +47,19 @@ def test_names_who_waits_for_what_since_when() -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_names_the_flag_that_sets_the_deadline() -> None:
+def test_the_error_names_the_flag_that_sets_the_deadline() -> None:
     with pytest.raises(DeadlineExceeded, match=r"--patience") as caught:
         asyncio.run(within(0.01, never(), "a version", flag="patience"))
     assert caught.value.what == "a version"
 
 
-def test_the_error_crosses_processes() -> None:
+def test_the_error_can_be_pickled() -> None:
     error = DeadlineExceeded("a waited 1 s for b", "b", 1.0)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.what, copy.seconds) == ("a waited 1 s for b", "b", 1.0)
 
 
-def test_a_lost_process_ends_the_waits_on_it_at_once_and_no_others() -> None:
+def test_a_lost_process_ends_only_the_waits_on_it_and_at_once() -> None:
     async def run() -> list[object]:
         stats = "the stats of generator 1"
         waits: list[Any] = [within(60.0, never(), stats, on="generator 1") for _ in range(2)]
@@ -76,12 +76,12 @@ def test_a_lost_process_ends_the_waits_on_it_at_once_and_no_others() -> None:
         assert isinstance(error, ProcessLost)
         assert str(error).endswith("for the stats of generator 1: generator 1 is lost, killed by signal 9")
         assert isinstance(pickle.loads(pickle.dumps(error)), ProcessLost)
-    assert answered == 42 or isinstance(answered, ProcessLost)  # it had begun to compute its answer, or not
+    assert answered == 42 or isinstance(answered, ProcessLost)  # depends on whether it had begun to compute its answer
     for error in (other, nameless, successor):
         assert type(error) is DeadlineExceeded
 
 
-def test_an_awaitable_that_ignores_its_cancellation_cannot_hold_the_waiter() -> None:
+def test_an_awaitable_that_ignores_its_cancellation_cannot_block_the_waiter() -> None:
     release = asyncio.Event()
 
     async def stubborn() -> None:
@@ -99,19 +99,19 @@ def test_an_awaitable_that_ignores_its_cancellation_cannot_hold_the_waiter() -> 
     asyncio.run(patiently(wait(), "the waiter"))
 
 
-def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
+def test_a_cancelled_waiter_cancels_its_awaitable() -> None:
     async def wait() -> bool:
         inner = asyncio.get_running_loop().create_task(never())
         waiter = asyncio.create_task(within(60, inner, "nothing"))
         await asyncio.sleep(0)
         waiter.cancel()
-        await until(inner.done, "the end of what it waits for")
+        await until(inner.done, "the end of the awaited task")
         return inner.cancelled()
 
     assert asyncio.run(wait())
 
 
-def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
+def test_a_wait_is_visible_from_other_threads_while_it_lasts() -> None:
     async def trainer_step() -> tuple[list[wait_registry.Wait], list[wait_registry.Wait]]:
         wait_registry.register("trainer rank 1")
         try:
@@ -137,7 +137,7 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
     assert after == []
 
 
-def test_the_error_names_the_actor_on_whose_loop_it_was() -> None:
+def test_the_error_names_the_actor_of_its_event_loop() -> None:
     async def trainer_step() -> None:
         wait_registry.register("trainer rank 1")
         try:
@@ -153,7 +153,7 @@ SECONDS = st.floats(0, 1e4)
 
 
 @given(st.lists(SECONDS, max_size=30), st.floats(0.1, 1e4), SECONDS, st.floats(1, 20), st.integers(1, 25))
-def test_patience_is_the_ceiling_first_and_then_a_multiple_of_the_longest_recent_step(
+def test_patience_starts_at_the_ceiling_and_becomes_a_multiple_of_the_longest_recent_step(
     steps: list[float], ceiling: float, floor: float, factor: float, memory: int
 ) -> None:
     patience = Patience(ceiling, floor_s=floor, factor=factor, memory=memory)
@@ -164,7 +164,7 @@ def test_patience_is_the_ceiling_first_and_then_a_multiple_of_the_longest_recent
         assert patience.limit_s == pytest.approx(sorted([wanted, floor, ceiling])[1] if floor <= ceiling else ceiling)
 
 
-def test_patience_remembers_steps_that_end_well_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_records_only_successful_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: clock.now))
     patience = Patience(100, floor_s=0, factor=2)
@@ -178,16 +178,16 @@ def test_patience_remembers_steps_that_end_well_only(monkeypatch: pytest.MonkeyP
     assert patience.limit_s == 6.0
 
 
-def test_patience_refuses_what_makes_no_sense() -> None:
+def test_patience_refuses_an_invalid_ceiling() -> None:
     with pytest.raises(ValueError, match="ceiling_s.* 0"):
         Patience(0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 2000), st.floats(1e-3, 1000)), min_size=1, max_size=30))
-def test_waits_that_share_timers_end_at_their_own_time_or_little_later(waits: list[tuple[float, float]]) -> None:
-    """In virtual time: waits that begin at any time, of any length."""
+def test_waits_that_share_timers_end_on_time_or_slightly_later(waits: list[tuple[float, float]]) -> None:
+    """In virtual time: waits of any start and length."""
 
-    async def play() -> None:
+    async def wait_all() -> None:
         async def wait(begins_s: float, seconds: float) -> None:
             await asyncio.sleep(begins_s)
             began = now()
@@ -198,4 +198,4 @@ def test_waits_that_share_timers_end_at_their_own_time_or_little_later(waits: li
 
         await asyncio.gather(*(wait(*each) for each in waits))
 
-    run_virtual(play())
+    run_virtual(wait_all())

@@ -1,4 +1,4 @@
-"""How long a piece of work on a device may take: against a plain reference, and what has a limit of its own."""
+"""Time limits of GPU operations: against a plain reference, and operations with a limit of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from monarch_rl.runtime.device_work import (
 from tests.patience import join, run
 
 Operations = list[tuple[str, int, float, bool]]
-"""Kind, tokens, seconds, and whether something was compiled in it."""
+"""Kind, tokens, seconds, and whether something was compiled during the operation."""
 operations = st.lists(
     st.tuples(
         st.sampled_from(["a micro-batch", "an optimiser step"]),
@@ -38,7 +38,7 @@ operations = st.lists(
 
 
 class Clock:
-    """Seconds as the test says."""
+    """A clock that the test sets."""
 
     now = 1.0
 
@@ -47,7 +47,7 @@ class Clock:
 
 
 @given(operations)
-def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_than_the_floor(
+def test_an_operation_may_take_three_times_the_longest_time_per_token_and_at_least_the_floor(
     done: Operations,
 ) -> None:
     clock, before = Clock(), list[tuple[str, float, bool]]()
@@ -56,7 +56,7 @@ def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_
         work.begin(kind, tokens)
         assert work.operation is not None
         own = [(a_token, special) for other, a_token, special in before if other == kind]
-        # The first one of a kind that compiled nothing loads kernels, and is compared with by none.
+        # The first operation of a kind without compilation loads kernels, and is not compared with.
         usual = [a_token for a_token, special in own if not special]
         counted = max(tokens, FEWEST_TOKENS)
         expected = max(FLOOR_S, FACTOR * max(usual[1:]) * counted) if usual[1:] else FIRST_S
@@ -70,11 +70,11 @@ def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_
         before.append((kind, seconds / counted, compiled))
 
 
-def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_so() -> None:
+def test_compilation_capture_and_saves_have_their_own_limits_and_names() -> None:
     changes: list[GpuOperation | None] = []
     clock = Clock()
     work = DeviceWork(changes.append, clock)
-    work.extend("compilation", COMPILATION_S)  # nothing is under way
+    work.extend("compilation", COMPILATION_S)  # no operation is in progress
     assert changes == []
     work.begin("a copy of the weights")
     clock.now = 5.0
@@ -93,7 +93,7 @@ def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_
 
 
 class Event:
-    """A mark on a device, which passes it when the test says so."""
+    """A mark on a device; the test sets when the device passes it."""
 
     passed = False
 
@@ -104,8 +104,8 @@ class Event:
         return self.passed
 
 
-def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
-    """From there on the longest time between two marks counts, not that of a piece."""
+def test_a_passed_mark_is_a_sign_of_life() -> None:
+    """Afterwards the longest time between two marks counts, not that of an operation."""
     events: list[Event] = []
 
     def make() -> Event:
@@ -127,7 +127,7 @@ def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
             assert work.operation is not None and work.operation.since == clock.now
         events.clear()
 
-    for _ in range(3):  # of 400 s each, 100 s a block
+    for _ in range(3):  # 400 s each, 100 s per block
         enqueue(4)
         run(100.0)
         work.end()
@@ -138,18 +138,18 @@ def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
     events[0].passed = True
     assert work.operation.limit_s == FACTOR * 100.0 and work.operation.since == clock.now
     clock.now += 250.0
-    events[2].passed = True  # not passed in order: the device is where it was
+    events[2].passed = True  # out of order: no progress of the device
     assert clock.now - work.operation.since == 250.0
     events[1].passed = True
     assert work.operation.since == clock.now and work.operation.limit_s == FACTOR * 250.0
-    # What was enqueued before another piece began is passed in that one.
+    # Marks enqueued before another operation began are passed during that operation.
     work.begin("an optimiser step")
     clock.now += 5.0
     events[3].passed = True
     assert work.operation is not None and (work.operation.since, work.operation.limit_s) == (clock.now, FIRST_S)
 
 
-def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
+def test_a_failed_operation_does_not_affect_later_limits() -> None:
     clock = Clock()
     work = DeviceWork(clock=clock)
     for _ in range(3):
@@ -176,19 +176,19 @@ def limit_of(work: DeviceWork) -> float:
     return work.operation.limit_s
 
 
-def test_a_compiler_that_the_thread_starts_lengthens_its_piece(device: DeviceWork) -> None:
+def test_a_compiler_started_by_the_thread_extends_the_limit_of_its_operation(device: DeviceWork) -> None:
     with device_work.operation("a micro-batch", 10):
         other = threading.Thread(target=lambda: subprocess.run(["true"], check=True))
         other.start()
         join(other)
-        assert limit_of(device) == FIRST_S, "what another thread starts compiles nothing for this piece"
+        assert limit_of(device) == FIRST_S, "processes of other threads compile nothing for this operation"
         subprocess.run(["true"], check=True)
         assert limit_of(device) == COMPILATION_S
     assert device_work.operation_in_progress() is None
 
 
-def test_what_torch_compiles_and_captures_lengthens_a_piece(device: DeviceWork) -> None:
-    """By the callbacks that torch has for it: they are there, and take what these give them."""
+def test_compilation_and_capture_by_torch_extend_the_limit(device: DeviceWork) -> None:
+    """By torch's callbacks: they exist, and accept our functions."""
     import torch._dynamo.callback as callback
 
     device_work.use_device("cuda")
@@ -201,13 +201,13 @@ def test_what_torch_compiles_and_captures_lengthens_a_piece(device: DeviceWork) 
     assert callback.callback_handler.start_callbacks.count(device_work._on_compile_start) == 1
 
 
-def test_a_piece_that_raises_is_over(device: DeviceWork) -> None:
+def test_an_operation_that_raises_ends(device: DeviceWork) -> None:
     with pytest.raises(ZeroDivisionError), device_work.operation("a micro-batch", 10):
         raise ZeroDivisionError
     assert device.operation is None
 
 
-def test_nothing_is_said_of_a_cpu() -> None:
+def test_operations_on_a_cpu_are_not_recorded() -> None:
     device_work.use_device("cpu")
     with device_work.operation("a micro-batch", 10):
         assert device_work.work() is None and device_work.operation_in_progress() is None

@@ -44,7 +44,7 @@ def test_torchrun_on_a_cpu(torchrun: None, no_gpu: None) -> None:
     assert devices() == Devices("cpu", 2, 2)
 
 
-def test_gpus_count_whatever_nproc_per_node_says(torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_whatever_nproc_per_node_is(torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "visible_devices", lambda: ["4", "5", "6", "7"])
     assert devices() == Devices("cuda", 2, 4)
 
@@ -60,7 +60,7 @@ def test_enough_devices_pass() -> None:
         (Devices("cpu", 1, 8), "torchrun --nproc-per-node=12"),
     ],
 )
-def test_too_few_devices_say_what_to_do(offered: Devices, advice: str) -> None:
+def test_too_few_devices_are_refused_with_advice(offered: Devices, advice: str) -> None:
     with pytest.raises(TooFewDevices) as caught:
         offered.check(12, "8 trainer ranks + 4 generator replicas")
     message = str(caught.value)
@@ -78,14 +78,14 @@ def test_the_rank_is_read_from_torchruns_variables(torchrun: None) -> None:
     assert (place.rank, place.local_rank, place.node, place.nodes) == (3, 1, 1, 2)
 
 
-def test_nothing_of_torchrun_reaches_a_mesh() -> None:
+def test_no_torchrun_variable_reaches_a_mesh() -> None:
     assert without_torchrun({**TORCHRUN, "HOME": "/home/someone", "RANKED": "1"}) == {
         "HOME": "/home/someone",
         "RANKED": "1",
     }
 
 
-def test_the_smallest_gpu_is_what_is_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_planned_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     assert smallest_memory() == devices().memory == 0 or torch.cuda.is_available()

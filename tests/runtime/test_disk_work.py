@@ -1,4 +1,4 @@
-"""Work on files that a stalled disk holds: its deadline, its name, and the end of the process."""
+"""File work on a stalled disk: its deadline, its name, and the end of the process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ asyncio.run(on_disk(0.1, "a file", threading.Event().wait))
 """
 
 
-def test_what_work_returns_and_raises() -> None:
+def test_disk_work_returns_its_result_or_raises_its_error() -> None:
     assert asyncio.run(on_disk(60, "a number", int, "ff", base=16)) == 255
-    with pytest.raises(ValueError, match="no number"):
-        asyncio.run(on_disk(60, "a number", int, "no number"))
+    with pytest.raises(ValueError, match="not a number"):
+        asyncio.run(on_disk(60, "a number", int, "not a number"))
 
 
-def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
+def test_late_disk_work_is_reported_as_a_wait_for_the_disk() -> None:
     disk = threading.Event()
 
     async def late() -> None:
@@ -40,16 +40,16 @@ def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
     asyncio.run(late())
 
 
-def test_a_thread_without_a_loop_waits_as_long() -> None:
+def test_a_thread_without_an_event_loop_has_the_same_deadline() -> None:
     assert on_disk_now(60, "a number", int, "ff", base=16) == 255
-    with pytest.raises(ValueError, match="no number"):
-        on_disk_now(60, "a number", int, "no number")
+    with pytest.raises(ValueError, match="not a number"):
+        on_disk_now(60, "a number", int, "not a number")
     disk = threading.Event()
     with pytest.raises(DeadlineExceeded, match="0.5 s.*a file"):
         on_disk_now(0.5, "a file", disk.wait)
     disk.set()
 
 
-def test_a_disk_that_stalls_for_good_keeps_no_process_from_ending() -> None:
+def test_a_permanently_stalled_disk_does_not_keep_a_process_from_ending() -> None:
     ended = run([sys.executable, "-c", STALLED])
     assert ended.returncode == 1 and "DeadlineExceeded" in ended.stderr

@@ -23,12 +23,12 @@ async def right(trainer: Trainer, generator: Generator, worker: RolloutWorker, b
     return sum(metrics["loss"] for metrics in answers.values())
 
 async def wrong(trainer: Trainer, generator: Generator, worker: RolloutWorker, buffer: Buffer) -> None:
-    await trainer.update.call("zero", 1.0)  # an argument of another type
-    await trainer.update.call(0)  # an argument too few
-    await buffer.trained.call_one(3, 4)  # an argument too many
-    await worker.evaluate.call_one(indexes=[0])  # a name that is none
-    metrics: list[float] = await trainer.update.call_one(0, 1.0)  # another answer
-    await generator.generates.call_one()  # an endpoint that is none
+    await trainer.update.call("zero", 1.0)  # a wrong argument type
+    await trainer.update.call(0)  # a missing argument
+    await buffer.trained.call_one(3, 4)  # an extra argument
+    await worker.evaluate.call_one(indexes=[0])  # an unknown name
+    metrics: list[float] = await trainer.update.call_one(0, 1.0)  # a wrong answer type
+    await generator.generates.call_one()  # an unknown endpoint
 """
 
 

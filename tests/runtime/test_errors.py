@@ -1,4 +1,4 @@
-"""The tree of errors: whatever this package raises under a name of its own is in it, and the page shows it whole."""
+"""The tree of errors has every exception class of the package, and is documented completely."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from monarch_rl import errors
 
 SOURCES = Path(__file__).parents[2] / "src/monarch_rl"
 NOT_ERRORS = {"DropGroup", "NoForkServer"}
-"""A stage's own decision, and what a program of the standard library alone answers to its caller in this package."""
+"""A decision of a stage, and an answer of a program that imports only the standard library."""
 
 
 def parents() -> dict[str, set[str]]:
-    """The names of the bases of each class of the package, by its name."""
+    """The base class names of each class of the package, by class name."""
     classes = [
         node
         for path in SOURCES.rglob("*.py")
@@ -32,11 +32,11 @@ def parents() -> dict[str, set[str]]:
     }
 
 
-def ancestors(name: str, known: dict[str, set[str]]) -> set[str]:
+def ancestors(name: str, bases: dict[str, set[str]]) -> set[str]:
     found: set[str] = set()
     left = {name}
     while left:
-        found |= (above := known.get(left.pop(), set()) - found)
+        found |= (above := bases.get(left.pop(), set()) - found)
         left |= above
     return found
 
@@ -47,10 +47,10 @@ def raisable(name: str) -> bool:
 
 
 def test_all_exceptions_are_in_the_tree() -> None:
-    known = parents()
-    exceptions = {name for name in known if any(map(raisable, ancestors(name, known)))}
+    bases = parents()
+    exceptions = {name for name in bases if any(map(raisable, ancestors(name, bases)))}
     assert {"Stalled", "ReplicaLost", "MonarchRLError"} <= exceptions
-    outside = {name for name in exceptions if "MonarchRLError" not in ancestors(name, known)}
+    outside = {name for name in exceptions if "MonarchRLError" not in ancestors(name, bases)}
     assert outside - {"MonarchRLError"} == NOT_ERRORS
     assert errors.__doc__ is not None
     tree = set(re.findall(r"\b[A-Z]\w+", errors.__doc__.split("\n\n")[1]))
@@ -58,7 +58,7 @@ def test_all_exceptions_are_in_the_tree() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, value in vars(errors).items() if isinstance(value, type)))
-def test_each_is_documented_and_crosses_processes(name: str) -> None:
+def test_each_exception_is_documented_and_can_be_pickled(name: str) -> None:
     kind = getattr(errors, name)
     assert kind.__doc__
     again = pickle.loads(pickle.dumps(kind("why")))

@@ -1,4 +1,4 @@
-"""The fork server: what a forked process gets, whom it ends with, and who learns how it ended."""
+"""The fork server: the environment of forked processes, their lifetime, and reports of their exit codes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Server:
         return [root, *root.children(recursive=True)]
 
     def stage(self, pid: int) -> psutil.Process:
-        """The stage that has forked process ``pid``."""
+        """The stage that forked process ``pid``."""
         parent = psutil.Process(pid).parent()
         assert parent is not None
         return parent
@@ -81,14 +81,16 @@ def seen(out: Path) -> Any:
     return json.loads(out.read_text())
 
 
-def begin(monkeypatch: pytest.MonkeyPatch, out: Path, what: str) -> None:
+def begin(monkeypatch: pytest.MonkeyPatch, out: Path, action: str) -> None:
     monkeypatch.setenv("OUT", str(out))
-    monkeypatch.setenv("FORKED", what)
+    monkeypatch.setenv("FORKED", action)
 
 
-def test_a_process_gets_what_its_owner_has(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_inherits_the_environment_of_its_owner(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    draws, counts = set(), set()
+    numbers, counts = set(), set()
     limits, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
     os.sched_setaffinity(0, {min(cores)})
@@ -104,18 +106,20 @@ def test_a_process_gets_what_its_owner_has(server: Server, monkeypatch: pytest.M
         report = seen(tmp_path / f"out{index}")
         assert report["pid"] == pid and report["preloaded"] and report["given"] == ["hello"]
         assert report["folder"] == str(tmp_path)
-        draws.add(report["draw"])
+        numbers.add(report["random"])
         counts.add(report["open"])
         assert report["files"] == limits[0] - 1 and report["cores"] == [min(cores)]
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     os.sched_setaffinity(0, cores)
-    assert len(draws) == 3, "numpy draws the same numbers in every forked process"
+    assert len(numbers) == 3, "numpy generates the same numbers in every forked process"
     assert len(counts) == 1, "descriptors leak from one forked process to the next"
 
 
-def test_the_owner_learns_how_a_process_ended(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for what, code in (("raise", 1), ("signal 15", -15), ("signal 9", -9)):
-        begin(monkeypatch, tmp_path / what, what)
+def test_the_owner_gets_the_exit_code_of_a_process(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for action, code in (("raise", 1), ("signal 15", -15), ("signal 9", -9)):
+        begin(monkeypatch, tmp_path / action, action)
         _, status = fork("small", PROGRAM)
         assert exit_code(status) == code
         os.close(status)
@@ -132,7 +136,7 @@ def test_a_process_dies_with_its_owner(server: Server, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("lost", ["stage", "root"])
-def test_a_process_dies_with_the_server_and_its_owner_is_told(
+def test_a_process_dies_with_the_server_and_its_owner_is_notified(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: str
 ) -> None:
     begin(monkeypatch, tmp_path / "out", "sleep")
@@ -149,7 +153,7 @@ def test_a_process_dies_with_the_server_and_its_owner_is_told(
         fork("small", PROGRAM)
 
 
-def test_the_server_waits_for_what_it_has_forked(
+def test_the_server_waits_for_its_forked_processes(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "imported").touch()
@@ -165,7 +169,7 @@ def test_the_server_waits_for_what_it_has_forked(
     assert patience.exit_code(server.process) == 0
 
 
-def test_libraries_that_are_loaded_cannot_be_set_up_again(
+def test_variables_that_loaded_libraries_have_read_cannot_change(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begin(monkeypatch, tmp_path / "out", "exit 0")
@@ -177,10 +181,8 @@ def test_libraries_that_are_loaded_cannot_be_set_up_again(
     assert differing_when_loaded({}, hub) == ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
 
 
-def test_what_nobody_waits_for_any_more_is_not_forked(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A server that imports for long must not start a second process beside the one that was started without it."""
+def test_an_abandoned_request_is_not_forked(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server with a slow import must not start a second process beside the one that was started without it."""
     begin(monkeypatch, tmp_path / "given up", "exit 0")
     with pytest.raises(NoForkServer, match="did not answer"):
         fork("slow", PROGRAM, answer_s=0.1)
@@ -189,20 +191,20 @@ def test_what_nobody_waits_for_any_more_is_not_forked(
     _, status = fork("slow", PROGRAM)
     assert exit_code(status) == 3
     os.close(status)
-    assert not (tmp_path / "given up").exists(), "requests are answered in turn: this one was before the next"
+    assert not (tmp_path / "given up").exists(), "requests are answered in order: this one came first"
 
 
-def test_without_descriptors_a_request_is_refused_and_later_ones_are_served(
+def test_a_request_without_descriptors_is_refused_and_later_ones_are_served(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that lacks some of the descriptors that it was to get would go wrong later."""
+    """A process without all of its descriptors would fail later."""
     begin(monkeypatch, tmp_path / "first", "exit 3")
     pid, status = fork("small", PROGRAM)
     stage = server.stage(pid).pid
     assert exit_code(status) == 3
     os.close(status)
     limits = resource.prlimit(stage, resource.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir(f"/proc/{stage}/fd")}  # also by what ends at this moment: a few
+    taken = {int(name) for name in os.listdir(f"/proc/{stage}/fd")}  # including a few of processes that are just ending
     free = (number for number in itertools.count() if number not in taken)
     lowest = next(itertools.islice(free, fork_client.FIXED_FDS + 5, None))
     resource.prlimit(stage, resource.RLIMIT_NOFILE, (lowest, limits[1]))
@@ -238,13 +240,13 @@ def test_a_claim_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("preload", ["threads", "broken"])
-def test_a_stage_that_cannot_fork_keeps_nobody_waiting(server: Server, preload: str) -> None:
+def test_a_stage_that_cannot_fork_refuses_at_once(server: Server, preload: str) -> None:
     with pytest.raises(NoForkServer):
         fork(preload, PROGRAM)
 
 
 def test_the_controller_waits_for_imports(server: Server, tmp_path: Path) -> None:
-    """Also of a server that cannot import, or of none: then processes are started without it."""
+    """Also if the server cannot import, or does not exist: then processes are started without it."""
     names = frozenset(preload.name for preload in PRELOADS)
     name = os.environ[fork_client.ADDRESS_VARIABLE]
     of_launch = ForkServer(name, names)
@@ -268,8 +270,8 @@ def stand_in(preload: str = "small") -> subprocess.Popen[bytes]:
 
 
 def test_a_stand_in_ends_as_its_process_does(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for what, code in (("exit 4", 4), ("signal 15", -15), ("signal 9", -9)):
-        begin(monkeypatch, tmp_path / what, what)
+    for action, code in (("exit 4", 4), ("signal 15", -15), ("signal 9", -9)):
+        begin(monkeypatch, tmp_path / action, action)
         assert patience.exit_code(stand_in()) == code
 
 
@@ -283,9 +285,7 @@ def test_a_stand_in_passes_signals_on(server: Server, monkeypatch: pytest.Monkey
     assert (tmp_path / "out.tidied").exists()
 
 
-def test_a_killed_stand_in_takes_its_process_along(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_killed_stand_in_ends_its_process(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begin(monkeypatch, tmp_path / "out", "sleep")
     process = stand_in()
     pid = seen(tmp_path / "out")["pid"]
@@ -301,7 +301,9 @@ def answer(connection: Connection, lock: Any) -> None:
 
 
 @pytest.mark.parametrize("forked", [True, False])
-def test_multiprocessing(server: Server, monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+def test_multiprocessing_works_with_and_without_a_fork_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
     if not forked:
         monkeypatch.delenv(fork_client.ADDRESS_VARIABLE)
     context = ForkContext("small")
@@ -315,7 +317,7 @@ def test_multiprocessing(server: Server, monkeypatch: pytest.MonkeyPatch, forked
     assert process.exitcode == 3
 
 
-def test_multiprocessing_kills_its_processes(server: Server) -> None:
+def test_multiprocessing_can_kill_its_processes(server: Server) -> None:
     process = ForkContext("small").Process(target=time.sleep, args=(600,))
     process.start()
     process.kill()

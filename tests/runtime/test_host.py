@@ -1,4 +1,4 @@
-"""What the rank that started a host process says of its end. The host is killed before it serves."""
+"""How a rank reports the end of its host process. The host is killed before it serves."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def test_every_signal_has_a_name() -> None:
     assert len(set(names)) == len(names) and all(names)
 
 
-def test_a_process_whose_parent_ends_during_a_look_is_found() -> None:
-    """Else a host ends without it, and it is left for good."""
+def test_a_process_whose_parent_ends_during_a_scan_is_found() -> None:
+    """Otherwise a host ends without it, and it runs forever."""
     done = run([sys.executable, Path(__file__).with_name("orphans.py")], seconds=400)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.core
-def test_a_host_that_a_real_time_signal_ends_is_named(host: HostProcess) -> None:
+def test_a_host_ended_by_a_real_time_signal_is_named(host: HostProcess) -> None:
     assert host.lost() is None
     kill(host, signal.SIGRTMIN + 6)
     assert f"signal {signal.SIGRTMIN + 6}." in str(host.lost())
 
 
 @pytest.mark.core
-def test_a_rank_on_another_machine_says_how_its_host_was_lost(
+def test_a_rank_on_another_machine_reports_how_its_host_was_lost(
     host: HostProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     controller, connection = socket.socketpair()
@@ -59,11 +59,11 @@ def test_a_rank_on_another_machine_says_how_its_host_was_lost(
     kill(host, signal.SIGKILL)
     with controller, connection, caplog.at_level(logging.ERROR, "monarch_rl"):
         assert not follower.wait()
-    (said,) = (message for message in caplog.messages if "rank 1 " in message)  # Monarch may put an actor before it
+    (message,) = (message for message in caplog.messages if "rank 1 " in message)  # Monarch may put an actor before it
     pid = host._process.pid
-    assert f"{pid} " in said and "SIGKILL" in said
+    assert f"{pid} " in message and "SIGKILL" in message
 
 
 class _Connected(Peer):
     def __post_init__(self) -> None:
-        """Not over TCP, which alone has these options."""
+        """Without the options of TCP, which this connection lacks."""

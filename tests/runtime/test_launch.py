@@ -1,4 +1,4 @@
-"""The same script under python, torchrun and two torchrun agents, and every way it can end."""
+"""The same script under python, torchrun and two torchrun agents, with all of its possible ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def torchrun(mode: str, folder: Path) -> list[str]:
 
 
 def agent(mode: str, folder: Path, port: int) -> list[str]:
-    """One of two agents that play two machines with one rank each."""
+    """One of two agents that simulate two machines with one rank each."""
     job = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     return [*TORCHRUN, *job, f"--rdzv-endpoint=127.0.0.1:{port}", str(SCRIPT), mode, str(folder)]
 
@@ -92,7 +92,7 @@ def test_a_signal_leaves_no_process(
 
 
 def test_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:
-    """Whatever still runs: after its time for a clean end, the run would end with the code of the first one."""
+    """Whatever still runs. After the grace period, the run would end with the code of the first signal."""
     run = start(python("stuck", tmp_path))
     controller = int(run.wait_for(tmp_path / "ready"))
     os.kill(controller, signal.SIGINT)
@@ -129,7 +129,7 @@ def test_a_signal_under_torchrun_leaves_no_process(
     [pytest.param(python, "wait", marks=pytest.mark.core), (torchrun, "wait"), (python, "wait-forked")],
 )
 def test_a_lost_host_is_named_and_leaves_no_process(start: Start, tmp_path: Path, command: Any, mode: str) -> None:
-    """Its processes have children that are tied to nobody; all of them were the host's to end."""
+    """Its processes have children that are tied to no parent; the host would have ended all of them."""
     run = start(command(mode, tmp_path))
     run.wait_for(tmp_path / "ready")
     (host,) = [process for process, command in run.processes().items() if "-m monarch_rl.runtime.host " in command]

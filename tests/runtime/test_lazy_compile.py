@@ -1,4 +1,4 @@
-"""Functions that are compiled when they are called, not when they are defined."""
+"""Functions are compiled when they are called, not when they are defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes that neither train nor generate import: each of these packages takes seconds of their start."""
+"""Imports of processes that neither train nor generate: each of these packages would delay their start by seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = {
     "buffer": ("monarch_rl.buffer.actor", []),
     "worker": ("monarch_rl.rollout.worker", []),
 }
-"""What each process imports first, and which of :data:`HEAVY` it may have."""
+"""The first import of each process, and the modules of :data:`HEAVY` that it may load."""
 
 
 @pytest.mark.parametrize("process", MODULES)

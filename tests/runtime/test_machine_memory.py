@@ -1,4 +1,4 @@
-"""What a container may have and has, from made-up files of both versions of cgroups."""
+"""Memory limit and use of a container, from synthetic files of both versions of cgroups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FILES = {
 
 @pytest.fixture(params=FILES)
 def container(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, ...]:
-    """A cgroup that may have 64 MiB and has 50, of which 40 are cached files and 6 shared memory; its root comes first,
-    then the files of limit, use and statistics."""
+    """A cgroup with a limit of 64 MiB that uses 50, of which 40 are cached files and 6 shared memory: its root, then
+    the files of limit, use and statistics."""
     limit, used, statistics, prefix = FILES[request.param]
     files = tuple(tmp_path / name for name in (limit, used, statistics))
     files[0].parent.mkdir(exist_ok=True)
@@ -41,7 +41,7 @@ def test_cached_files_of_a_container_count_as_free(container: tuple[Path, ...]) 
 
 
 @pytest.mark.parametrize("word", ["max", str(2**63 - 4096)], ids=["v2's", "v1's"])
-def test_a_container_without_a_limit_may_have_all_of_the_machine(container: tuple[Path, ...], word: str) -> None:
+def test_a_container_without_a_limit_may_use_the_whole_machine(container: tuple[Path, ...], word: str) -> None:
     root, limit, *_ = container
     limit.write_text(word)
     assert memory_limit(root) == memory_limit(root / "nowhere") == psutil.virtual_memory().total

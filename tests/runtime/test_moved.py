@@ -1,4 +1,4 @@
-"""Modules and flags that have moved: what refuses an old one names the new one."""
+"""Modules and flags that have moved: the error for an old one names the new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monarch_rl.moved import MOVED, MOVED_FLAGS
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_import_of_a_module_that_has_moved_names_the_new_one() -> None:
+def test_importing_a_moved_module_names_the_new_one() -> None:
     for old, new in MOVED.items():
         with pytest.raises(ImportError, match=rf" {re.escape(new)}$"):
             importlib.import_module(old)

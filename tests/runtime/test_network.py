@@ -10,7 +10,7 @@ import pytest
 from monarch_rl.runtime.network import BELOW_EPHEMERAL, held_port
 
 
-def test_a_held_port_is_given_once_and_comes_back() -> None:
+def test_a_held_port_is_exclusive_and_released() -> None:
     with held_port() as first:
         pass
     assert first in BELOW_EPHEMERAL

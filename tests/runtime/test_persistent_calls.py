@@ -1,4 +1,4 @@
-"""Calls over one lasting port: no other stays, nothing is lost or mixed up, errors and losses reach who waits."""
+"""Calls over one persistent port: no other port leaks, no answer is lost or mixed up, errors reach the waiters."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from monarch_rl.runtime.persistent_channel import caller_of
 from tests.patience import patiently, result_of, until
 
 LOST_S = STATE_DEADLINE_S + 60
-"""Seconds for a loss to be noticed, at most: see there."""
+"""Maximum seconds for a loss to be noticed (see ``STATE_DEADLINE_S``)."""
 MANY = 4000
-"""Calls. With a port for each, caller and actor grow by some 2 KB a call together."""
+"""Number of calls. With a port per call, caller and actor together would grow by about 2 KB per call."""
 TOGETHER = 20
-"""Calls in one turn of the event loop."""
+"""Calls per turn of the event loop."""
 GROWTH_BYTES = 250
-"""A call, in each process: less than a third of what a port for each call leaves, and more than what is by chance."""
+"""Maximum per call and process: less than a third of the growth with a port per call, but above random variation."""
 
 
 class CannotTravel(Exception):
-    """It can be pickled, but not read again."""
+    """It can be pickled, but not unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
 
 
 class Unreadable:
-    """Raises where it is read."""
+    """Raises when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _fail_to_read, ()
@@ -165,13 +165,13 @@ async def _awaited(call: Awaitable[Any]) -> Any:
 
 
 def next_port() -> int:
-    """The number of a port that is opened here and now: a mailbox counts its ports."""
+    """The number of a newly opened port: a mailbox counts its ports."""
     return int(Channel[int].open()[0]._port_ref.port_id.index)
 
 
 @pytest.mark.core
-def test_many_calls_travel_together_and_leave_nothing() -> None:
-    """Each message opens a port of Monarch's own, which it frees; a call of Monarch opens another one, which stays."""
+def test_concurrent_calls_are_batched_and_leak_nothing() -> None:
+    """Each message opens a port that Monarch frees; a native call of Monarch opens another one, which leaks."""
 
     async def many(actor: Any) -> None:
         for first in range(0, MANY, TOGETHER):
@@ -188,7 +188,7 @@ def test_many_calls_travel_together_and_leave_nothing() -> None:
             assert await actor.rss.call_one() - there < MANY * GROWTH_BYTES
             port = next_port()
             await asyncio.gather(*(asyncio.ensure_future(_awaited(actor.native.call_one())) for _ in range(TOGETHER)))
-            assert next_port() > port + TOGETHER, "calls of Monarch are no longer seen by their ports"
+            assert next_port() > port + TOGETHER, "native calls of Monarch no longer leak ports"
 
     run(test)
 
@@ -209,8 +209,8 @@ def test_all_actors_of_a_mesh_answer_by_rank() -> None:
     run(test)
 
 
-def test_an_error_comes_with_its_traceback_and_costs_no_other_call() -> None:
-    """Also one that cannot be pickled, and arguments or a result that cannot be read."""
+def test_an_error_has_its_traceback_and_affects_no_other_call() -> None:
+    """Also an error that cannot be pickled, and arguments or a result that cannot be unpickled."""
 
     async def test() -> None:
         async with answerers() as actor:
@@ -232,30 +232,30 @@ def test_an_error_comes_with_its_traceback_and_costs_no_other_call() -> None:
 
 
 @pytest.mark.core
-def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
+def test_a_killed_process_ends_only_its_own_calls() -> None:
     async def test() -> None:
         async with answerers(2) as actors:
             killed, other = actors.slice(gpus=0), actors.slice(gpus=1)
             pid = await killed.pid.call_one()
-            owed = [asyncio.ensure_future(call) for call in (killed.hang.call_one(), actors.hang.call())]
-            not_owed = asyncio.ensure_future(other.hang.call_one())
+            pending = [asyncio.ensure_future(call) for call in (killed.hang.call_one(), actors.hang.call())]
+            unaffected = asyncio.ensure_future(other.hang.call_one())
             await killed.echo.call_one(0)
             os.kill(pid, signal.SIGKILL)
-            # A process killed while Monarch asks it for its state is noticed later, and in other words.
-            said = r"(?s)answerer\.{}\(\).*(sig=9|crashed)"
-            for call in owed:
-                with pytest.raises(SupervisionError, match=said.format("hang")):
+            # A process killed while Monarch polls its state is noticed later, with another message.
+            message = r"(?s)answerer\.{}\(\).*(sig=9|crashed)"
+            for call in pending:
+                with pytest.raises(SupervisionError, match=message.format("hang")):
                     await patiently(call, "a loss to be noticed", LOST_S)
-            with pytest.raises(SupervisionError, match=said.format("pid")):
+            with pytest.raises(SupervisionError, match=message.format("pid")):
                 await patiently(asyncio.ensure_future(killed.pid.call_one()), "a loss to be noticed", LOST_S)
-            assert await other.echo.call_one(3) == 3 and not not_owed.done()
-            not_owed.cancel()
+            assert await other.echo.call_one(3) == 3 and not unaffected.done()
+            unaffected.cancel()
 
     run(test)
 
 
-def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
-    """Also of Monarch's own calls, whose futures refer to it where Python's collector does not see that."""
+def test_an_error_of_a_lost_process_does_not_retain_its_waiters() -> None:
+    """Also for native calls of Monarch, whose futures reference the error where Python's collector cannot see it."""
 
     class Mine:
         pass
@@ -278,7 +278,7 @@ def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
         async with answerers() as actor:
             os.kill(await actor.pid.call_one(), signal.SIGKILL)
             had: list[weakref.ref[Mine]] = []
-            for _ in range(2):  # the first loses the line to the actor
+            for _ in range(2):  # the first one loses the channel to the actor
                 await ask(actor.pid.call_one, had)
                 await ask(actor.native.call_one, had)
                 await ask_and_keep_the_call(actor.pid.call_one, had)
@@ -288,7 +288,7 @@ def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
     run(test)
 
 
-def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
+def test_ended_event_loops_leave_nothing_on_either_side() -> None:
     def call_on_a_loop_of_its_own(actor: Any) -> None:
         async def call() -> None:
             wait_registry.name_loop("the watch")
@@ -304,23 +304,25 @@ def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
                 await asyncio.to_thread(call_on_a_loop_of_its_own, actor)
             gc.collect()
             assert (len(persistent_channel._reply_ports), len(vars(actor)["_channels"])) == (before, 1)
-            assert await actor.callers.call_one() == ["", "the watch"], "the last one is forgotten when another comes"
+            assert await actor.callers.call_one() == ["", "the watch"], (
+                "the previous caller is forgotten when another one arrives"
+            )
 
     run(test)
 
 
-def test_an_error_of_sending_reaches_who_waits() -> None:
-    """On both sides: it comes up in a callback of the event loop, which would log it and leave them waiting."""
+def test_a_send_error_reaches_the_waiters() -> None:
+    """On both sides: it is raised in a callback of the event loop, which would only log it while callers wait."""
 
     async def test() -> None:
         async with answerers() as actor:
             hanging = asyncio.ensure_future(actor.hang.call_one())
             assert await actor.echo.call_one(1) == 1
-            line = vars(actor)["_channels"][asyncio.get_running_loop()]
-            send, line._send_messages = line._send_messages, nothing_can_be_sent
+            channel = vars(actor)["_channels"][asyncio.get_running_loop()]
+            send, channel._send_messages = channel._send_messages, nothing_can_be_sent
             with pytest.raises(OSError, match="nothing can be sent"):
                 await patiently(actor.echo.call_one(2))
-            line._send_messages = send
+            channel._send_messages = send
             assert await actor.echo.call_one(3) == 3 and not hanging.done()
             await actor.break_ports.call_one()
             for call in (actor.echo.call_one(4), hanging):
@@ -335,7 +337,7 @@ def nothing_can_be_sent(*_: object) -> None:
     raise OSError("nothing can be sent")
 
 
-def test_calls_under_way_end_before_the_clean_up_of_their_actor(tmp_path: Path) -> None:
+def test_pending_calls_end_before_the_clean_up_of_their_actor(tmp_path: Path) -> None:
     async def test() -> None:
         async with answerers() as actor:
             call = asyncio.ensure_future(actor.hang_with_file.call_one(str(tmp_path / "ended")))
@@ -347,7 +349,7 @@ def test_calls_under_way_end_before_the_clean_up_of_their_actor(tmp_path: Path) 
 
 
 def test_a_replaced_caller_is_forgotten() -> None:
-    """Whoever calls under its name takes its place; what it had asked is no longer worked at."""
+    """A new caller with its name replaces it; its pending calls are cancelled."""
 
     async def test() -> None:
         async with answerers() as actor:
@@ -375,7 +377,7 @@ def test_a_late_answer_is_dropped() -> None:
     run(test)
 
 
-def test_without_an_event_loop_monarch_is_asked() -> None:
+def test_calls_without_an_event_loop_use_monarch() -> None:
     monarch.actor.unhandled_fault_hook = lambda failure: None
     processes = this_host().spawn_procs(per_host={"gpus": 1}, name="answerers")
     actor: Any = processes.spawn("answerer", Answerer)
@@ -386,24 +388,24 @@ def test_without_an_event_loop_monarch_is_asked() -> None:
 
 
 Plan = list[tuple[int, int, bool]]
-"""Of each call: turns of the event loop before it, turns that it takes, whether it is given up."""
+"""For each call: turns of the event loop before it, turns that it takes, and whether it is abandoned."""
 
 
 @pytest.mark.core
-def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_answer() -> None:
+def test_in_any_order_calls_start_in_order_and_each_gets_its_own_answer() -> None:
     calls = st.tuples(st.integers(0, 3), st.integers(0, 30), st.booleans())
 
-    async def play(actor: Any, plan: Plan) -> None:
+    async def execute(actor: Any, plan: Plan) -> None:
         made = []
-        for value, (pause, turns, given_up) in enumerate(plan):
+        for value, (pause, turns, abandoned) in enumerate(plan):
             for _ in range(pause):
                 await asyncio.sleep(0)
             call = asyncio.ensure_future(actor.echo.call_one(value, turns))
-            made.append((value, call, given_up))
-            if given_up:
+            made.append((value, call, abandoned))
+            if abandoned:
                 call.cancel()
-        for value, call, given_up in made:
-            if not given_up:
+        for value, call, abandoned in made:
+            if not abandoned:
                 assert await call == value
         assert await actor.started.call_one() == list(range(len(plan)))
 
@@ -414,14 +416,14 @@ def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_ans
             @settings(max_examples=40, deadline=None)
             @given(plan=st.lists(calls, max_size=40))
             def any_order(plan: Plan) -> None:
-                result_of(asyncio.run_coroutine_threadsafe(play(actor, plan), loop), "all answers")
+                result_of(asyncio.run_coroutine_threadsafe(execute(actor, plan), loop), "all answers")
 
             await asyncio.to_thread(any_order)
 
     run(test)
 
 
-def test_a_loss_is_named_by_the_call_that_it_ends() -> None:
+def test_a_loss_names_the_call_that_it_ends() -> None:
     from monarch_rl.runtime.persistent_calls import _named
 
     lost = _named(SupervisionError("Endpoint call pool.attend() failed, because"), "update")

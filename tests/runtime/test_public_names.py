@@ -1,4 +1,4 @@
-"""The public names: all that recipes need, light to import, documented, and known to type checkers."""
+"""The public names: all that recipes need, light to import, documented, and visible to type checkers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TransferSettings Verifiers assistant cli data_set dr_grpo entropy_gradient gae g
 other_tokens overlong_penalty parquet reference reinforce_pp resampled rloo run_tools supervised system teacher tool
 user
 """.split()  # noqa: SIM905
-"""Removing one, or giving one another meaning, needs a line in CHANGELOG.md."""
+"""Removing a name, or changing its meaning, needs a line in CHANGELOG.md."""
 HEAVY = ["torch", "monarch", "sglang", "transformers", "numpy"]
 
 
@@ -33,13 +33,13 @@ def test_these_names_are_public_and_documented() -> None:
     assert set(PUBLIC) <= set(dir(monarch_rl))
 
 
-def test_the_page_lists_them() -> None:
+def test_the_api_page_lists_the_public_names() -> None:
     page = (ROOT / "docs/api.md").read_text().partition("## Errors")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(PUBLIC)
 
 
-def test_type_checkers_see_each_where_it_is_defined() -> None:
+def test_type_checkers_see_each_name_where_it_is_defined() -> None:
     package = ast.parse((ROOT / "src/monarch_rl/__init__.py").read_text())
     (block,) = [node for node in package.body if isinstance(node, ast.If)]
     seen = {
@@ -55,7 +55,7 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
-def test_a_name_that_is_not_public_is_refused() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="'NoSuchName'.*docs/api.md"):
         monarch_rl.NoSuchName  # noqa: B018
     with pytest.raises(ImportError, match="NoSuchName"):
@@ -63,7 +63,7 @@ def test_a_name_that_is_not_public_is_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.py")))
-def test_recipes_import_from_the_package_alone(recipe: str) -> None:
+def test_recipes_import_only_from_the_package(recipe: str) -> None:
     imported = [
         node.module
         for node in ast.walk(ast.parse((ROOT / "recipes" / recipe).read_text()))

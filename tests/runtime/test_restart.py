@@ -52,7 +52,7 @@ def test_restarts_without_a_newer_checkpoint_are_bounded(limit: int, progress: l
 
 
 @given(checkpoint=CHECKPOINTS, previous=CHECKPOINTS, restarts=LIMITS)
-def test_where_the_launcher_counts_a_checkpoint_is_enough(
+def test_a_checkpoint_is_enough_if_the_launcher_counts_restarts(
     checkpoint: str | None, previous: str | None, restarts: int
 ) -> None:
     decision = decide(Ending.LOST, checkpoint=checkpoint, previous=previous, restarts=restarts)
@@ -76,15 +76,15 @@ ERRORS = {
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("depth", range(3))
-def test_an_error_of_the_recipe_is_no_loss_wherever_it_was_raised(error: BaseException, depth: int) -> None:
-    """``depth``: actors that have passed it on."""
+def test_an_error_of_the_recipe_is_not_a_loss_wherever_it_was_raised(error: BaseException, depth: int) -> None:
+    """``depth``: number of actors that passed the error on."""
     raised = error
     for _ in range(depth if isinstance(error, Exception) else 0):
         raised = ActorError(raised, "raised in an actor")  # type: ignore[arg-type]
     assert ending_of(raised) is ERRORS[error]
 
 
-def test_the_newest_checkpoint_is_the_newest_complete_one_wherever_latest_points(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_newest_complete_one_whatever_latest_links_to(tmp_path: Path) -> None:
     """The process may be killed between a checkpoint's completion and the link."""
     assert newest_checkpoint(tmp_path) is None
     root = tmp_path / "checkpoints"

@@ -1,4 +1,4 @@
-"""Temporary folders: kept while a process lives on them, and removed by others once it was killed."""
+"""Temporary folders exist while their process lives, and are removed by others once it was killed."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ print(folder_of_process().path.parent)
 """
 
 
-def test_a_folder_is_removed_by_the_next_once_its_process_was_killed(temporary: Path) -> None:
+def test_a_folder_of_a_killed_process_is_removed_by_the_next_process(temporary: Path) -> None:
     (temporary / "monarch_rl-file").touch()
     (temporary / "another").mkdir()
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
-        kept = Path(holder.stdout.readline().decode().strip())
-        (kept / "below").mkdir()
-        (kept / "below" / "socket").touch()
+        held = Path(holder.stdout.readline().decode().strip())
+        (held / "below").mkdir()
+        (held / "below" / "socket").touch()
         with ScratchFolder() as folder:
-            assert kept.is_dir() and folder.path.is_dir() and folder.path != kept
+            assert held.is_dir() and folder.path.is_dir() and folder.path != held
         assert not folder.path.exists()
         holder.kill()
         exit_code(holder)
-    assert kept.is_dir(), "the process could not remove it"
+    assert held.is_dir(), "the process could not remove it"
     with ScratchFolder():
-        assert not kept.exists()
+        assert not held.exists()
     assert {path.name for path in temporary.iterdir()} == {"another", "monarch_rl-file"}
 
 
-def test_folders_that_users_have_named_so_stay(temporary: Path) -> None:
+def test_folders_of_users_with_similar_names_stay(temporary: Path) -> None:
     for name, mode in (
         ("monarch_rl-runs2026", 0o700),
         ("monarch_rl-checkout", 0o755),
@@ -71,7 +71,7 @@ def test_folders_that_users_have_named_so_stay(temporary: Path) -> None:
     assert len(list(temporary.glob("*/content"))) == 3
 
 
-def test_a_user_whom_the_system_does_not_know_can_run(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_system_entry_can_run(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
@@ -79,27 +79,27 @@ def test_a_user_whom_the_system_does_not_know_can_run(temporary: Path, monkeypat
         assert folder.variables()[scratch.COMPILED] == str(temporary / f"torchinductor_uid_{2**31 - 5}")
 
 
-def test_the_temporary_directory_of_a_block_is_there_for_its_length(
+def test_the_temporary_directory_of_a_block_exists_during_the_block(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with temporary_directory() as folder:
         assert Path(tempfile.mkdtemp()).parent == folder == Path(os.environ["TMPDIR"]) and folder.parent == temporary
         compiled = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        assert compiled.parent == temporary, "what is compiled stays"
-        Path(tempfile.gettempdir(), compiled.name, "header").touch()  # as torch puts it there
+        assert compiled.parent == temporary, "the compile cache stays"
+        Path(tempfile.gettempdir(), compiled.name, "header").touch()  # as torch does
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(temporary)
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert list(temporary.iterdir()) == [compiled] and (compiled / "header").is_file(), "and so do its headers"
 
 
-def test_a_folder_of_a_process_is_removed_after_what_multiprocessing_puts_there(temporary: Path) -> None:
+def test_the_folder_of_a_process_is_removed_after_multiprocessings_files(temporary: Path) -> None:
     ended = run([sys.executable, "-c", LISTENS])
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
     assert ended.stdout.strip() == str(temporary) and not list(temporary.iterdir())
 
 
-def test_a_path_too_long_for_sockets_is_not_taken(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_too_long_for_sockets_is_not_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "MOST_BYTES", len(str(temporary)) + 10)
     with ScratchFolder() as folder:
         assert folder.path.parent == Path("/tmp")
@@ -108,7 +108,7 @@ def test_a_path_too_long_for_sockets_is_not_taken(temporary: Path, monkeypatch: 
 @pytest.mark.heavy
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.core
-def test_a_hosts_folder_goes_with_it_however_it_ends(temporary: Path, killed: bool) -> None:
+def test_the_folder_of_a_host_is_removed_however_the_host_ends(temporary: Path, killed: bool) -> None:
     host = HostProcess(None, os.environ)
     (folder,) = temporary.iterdir()
     (folder / "socket").touch()

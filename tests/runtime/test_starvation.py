@@ -1,4 +1,4 @@
-"""A process that has no core is told from one that waits, and the clock of a deadline runs slower for it."""
+"""A process without a core is distinguished from one that waits, and deadlines are extended for it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CORE = min(os.sched_getaffinity(0))
 COMPUTE = (
     "import time; print(flush=True); {}\nbegun = time.process_time()\nwhile time.process_time() < begun + {}: pass"
 )
-"""Compute for some seconds of a core, after a line that says that Python has started, and after another statement."""
+"""Print a line once Python has started, execute a statement, and then compute for some CPU-seconds."""
 SENT = "input()"
-"""The statement that waits for a line."""
+"""A statement that waits for a line."""
 
 
 @contextmanager
 def program(text: str, *, core: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A Python program in a session of its own, as hogs have, so that a core is shared with them evenly."""
+    """A Python program in a session of its own, like hogs, so that it shares a core with them evenly."""
     pipe, command = subprocess.PIPE, [sys.executable, "-c", text]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
@@ -47,7 +47,7 @@ def program(text: str, *, core: int | None = None) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-def test_a_process_without_a_core_is_told_from_one_that_waits() -> None:
+def test_a_process_without_a_core_is_distinguished_from_one_that_waits() -> None:
     waits, computes = "import time; print(flush=True); time.sleep(600)", COMPUTE.format("", 600)
     with program(waits, core=CORE) as waiting, program(computes, core=CORE) as starved, hogs(6, CORE):
         wait_until_asleep(waiting.pid)
@@ -60,24 +60,24 @@ def test_a_process_without_a_core_is_told_from_one_that_waits() -> None:
 
 
 def wanted(pid: int, before: Look) -> tuple[float, float]:
-    """Seconds for which the process had no core, and for which it wanted one: not by the clock on the wall."""
+    """Seconds for which the process had no core, and for which it wanted one: not wall-clock time."""
     now = starvation.core_time(pid)
     queued_s = now.queued_s - before.processes[pid].queued_s
     return queued_s, queued_s + now.ran_s - before.processes[pid].ran_s
 
 
 def wait_until_asleep(pid: int) -> None:
-    """It may have to wait for a core after its line, before it sleeps."""
+    """After printing its line, it may have to wait for a core before it sleeps."""
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, "a process to sleep")
 
 
-def test_an_ended_process_had_nothing() -> None:
+def test_an_ended_process_has_no_core_time() -> None:
     with program("print(flush=True)") as ended:
         exit_code(ended)
         assert starvation.core_time(ended.pid) == CoreTime(0.0, 0.0)
 
 
-def test_a_system_that_does_not_count_is_named(
+def test_a_system_without_schedstat_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     starvation.warn_if_not_counted()
@@ -87,17 +87,19 @@ def test_a_system_that_does_not_count_is_named(
     assert caplog.text.count("schedstat") == 1
 
 
-def test_the_processes_of_a_run_are_those_below_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_a_run_are_descendants_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     below = "import subprocess, sys\nwith subprocess.Popen(['sleep', '600']) as p: print(flush=True); p.wait()"
     with program(below) as host, program(COMPUTE.format("", 600)) as stranger:
         assert {os.getpid(), host.pid, stranger.pid} <= set(run_processes())
         monkeypatch.setenv(starvation.HOST_PID_VARIABLE, str(host.pid))
         found = run_processes()
-        assert stranger.pid not in found and {os.getpid(), host.pid} < set(found), "its sleep is one, too"
+        assert stranger.pid not in found and {os.getpid(), host.pid} < set(found), "including its sleep process"
 
 
 @given(st.floats(0, 3), st.floats(0, 3), st.floats(0.01, 3))
-def test_the_share_is_what_an_idle_machine_would_have_saved(ran: float, queued: float, seconds: float) -> None:
+def test_the_queued_share_is_the_time_that_an_idle_machine_would_have_saved(
+    ran: float, queued: float, seconds: float
+) -> None:
     before = CoreTime(5.0, 7.0)
     share = CoreTime(5.0 + ran, 7.0 + queued).queued_share(before, seconds)
     assert 0.0 <= share <= 1.0
@@ -107,7 +109,7 @@ def test_the_share_is_what_an_idle_machine_would_have_saved(ran: float, queued: 
 
 
 class Machine:
-    """A machine, its time, and the event loop of a process that waits, all of them made up."""
+    """A simulated machine, with its time and the event loop of a waiting process."""
 
     def __init__(self, share: float) -> None:
         self.now = time.monotonic()
@@ -123,7 +125,7 @@ class Machine:
 
     def waits(self, seconds: float, pause_s: float = 0.0, ended: float = 1.0) -> float:
         """The seconds until a deadline has passed; this process pauses in its first half. At a share ``ended`` of that
-        half one wait is over, and another one goes on with its clock."""
+        half one wait ends, and another one continues with its clock."""
         began, windows = self.now, 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(deadlines.asyncio, "get_running_loop", lambda: self)
@@ -132,7 +134,7 @@ class Machine:
             patch.setattr(wait_registry, "paused_s", lambda: self.paused_s)
             clock = DeadlineClock(seconds, "nothing")
             while (window_s := clock.next_window_s()) is not None:
-                assert window_s > 0 and windows < 200, "it reads all the time"
+                assert window_s > 0 and windows < 200, "it polls continuously"
                 windows += 1
                 self.now += window_s * (ended if windows == 1 else 1.0)
                 if windows == 1:
@@ -141,30 +143,30 @@ class Machine:
 
 
 @given(st.floats(0, 1), st.floats(1.0, 3600.0), st.floats(0, 1))
-def test_a_deadline_is_as_much_longer_as_the_machine_is_slower(share: float, seconds: float, ended: float) -> None:
+def test_a_deadline_is_extended_by_the_slowdown_of_the_machine(share: float, seconds: float, ended: float) -> None:
     waited_s = Machine(share).waits(seconds, ended=ended)
     slower = 1 / (1 - share) if share < 1 else math.inf
     not_worth_it_s = max(0.05 * seconds, 0.4)
-    # clock: it is the made-up machine's
+    # clock: of the simulated machine
     assert waited_s >= min(STRETCH * seconds, (seconds - not_worth_it_s) * slower) * (1 - 1e-6)
-    # clock: it is the made-up machine's
+    # clock: of the simulated machine
     assert waited_s <= min((STRETCH + 1) * seconds, seconds * slower) * (1 + 1e-6)
 
 
 @given(st.floats(2.0, 600.0), st.floats(1.0, 10_000.0))
-def test_a_pause_of_the_waiter_does_not_count_however_long(pause_s: float, seconds: float) -> None:
+def test_a_pause_of_the_waiter_does_not_count(pause_s: float, seconds: float) -> None:
     assert Machine(0.0).waits(seconds, pause_s) == pytest.approx(seconds + pause_s)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.9])
-def test_a_short_deadline_is_kept_to_the_letter(seconds: float) -> None:
+def test_a_short_deadline_is_not_extended(seconds: float) -> None:
     assert Machine(0.9).waits(seconds) == pytest.approx(seconds)
     assert Machine(0.9).waits(seconds, ended=0.3) == pytest.approx(seconds)
 
 
-def test_a_process_that_shares_its_core_has_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs 0.8 seconds of a core and has 2; three others want the core as well, so it takes 3.2 at least."""
-    monkeypatch.setattr(deadlines, "STRETCH", 1000.0)  # others of the machine may want it, too
+def test_a_process_that_shares_its_core_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs 0.8 CPU-seconds within 2 s; three others want the core, too, so it takes at least 3.2 s."""
+    monkeypatch.setattr(deadlines, "STRETCH", 1000.0)  # other processes may want the core, too
 
     async def wait_for(process: subprocess.Popen[str]) -> float:
         assert process.stdin is not None
@@ -178,12 +180,12 @@ def test_a_process_that_shares_its_core_has_longer(monkeypatch: pytest.MonkeyPat
         assert asyncio.run(wait_for(process)) > 2.0  # clock: at least
 
 
-def test_a_process_that_waits_does_not_have_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, and whoever else of the run computes: only this process is looked at, and waits."""
+def test_a_process_that_waits_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine and other processes of the run are: only this process is inspected, and it waits."""
     monkeypatch.setattr(starvation, "run_processes", lambda: [os.getpid()])
 
     async def wait() -> tuple[float, float]:
-        """Seconds that the clock has left out but for pauses, and for which this process was ready without a core."""
+        """Seconds that the clock excluded besides pauses, and for which this process was ready without a core."""
         clock, queued_before_s = DeadlineClock(2.0, "nothing"), starvation.core_time(os.getpid()).queued_s
         with pytest.raises(DeadlineExceeded):
             await within(clock, asyncio.Event().wait(), "nothing")
@@ -191,5 +193,5 @@ def test_a_process_that_waits_does_not_have_longer(monkeypatch: pytest.MonkeyPat
 
     with hogs(2 * (os.cpu_count() or 1)):
         left_out_s, queued_s = asyncio.run(wait())
-    # The share of what follows the first look counts for the time before it as well: four times as long at most.
+    # The share after the first look also counts for the time before it, which is at most four times as long.
     assert left_out_s <= 5 * queued_s + 0.01

@@ -1,4 +1,4 @@
-"""The stores that libraries make by themselves are the project's, where torch makes them as it is known to."""
+"""Stores that libraries create are replaced by the project's, if torch creates them as expected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monarch_rl.runtime import network
 @pytest.fixture
 def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = importlib.import_module("torch.distributed.rendezvous")
-    monkeypatch.setattr(module, "_create_c10d_store", module._create_c10d_store)  # put back at the end
+    monkeypatch.setattr(module, "_create_c10d_store", module._create_c10d_store)  # restored at the end
     return module
 
 
@@ -27,7 +27,7 @@ def with_more(
 
 
 @pytest.mark.parametrize("made_by", [None, with_more])
-def test_stores_of_this_torch_and_of_one_with_a_further_default_are_ours(
+def test_stores_of_this_torch_and_of_one_with_another_default_are_replaced(
     rendezvous: Any, monkeypatch: pytest.MonkeyPatch, made_by: Callable[..., Any] | None
 ) -> None:
     if made_by is not None:
@@ -35,7 +35,7 @@ def test_stores_of_this_torch_and_of_one_with_a_further_default_are_ours(
     monkeypatch.setattr(network, "rendezvous_store", lambda *arguments: arguments)
     network.serve_own_address_only()
     wait = timedelta(seconds=5)
-    # As torch 2.13 calls it, and by names.
+    # As torch 2.13 calls it, and by keywords.
     assert rendezvous._create_c10d_store("127.0.0.1", 7, 0, 2, wait, True) == ("127.0.0.1", 7, 0, 2, wait)
     named = rendezvous._create_c10d_store(hostname="a", port=7, rank=0, world_size=2, timeout=wait, use_libuv=False)
     assert named == ("a", 7, 0, 2, wait)
@@ -50,7 +50,7 @@ def renamed(host: str, port: int, rank: int, world_size: int, timeout: timedelta
 
 
 @pytest.mark.parametrize("made_by", [fewer, renamed, None])
-def test_a_torch_that_makes_them_in_another_way_keeps_its_own_with_a_warning(
+def test_a_torch_with_another_signature_keeps_its_own_stores_with_a_warning(
     rendezvous: Any, made_by: Callable[..., Any] | None
 ) -> None:
     rendezvous._create_c10d_store = made_by
@@ -59,8 +59,8 @@ def test_a_torch_that_makes_them_in_another_way_keeps_its_own_with_a_warning(
     assert rendezvous._create_c10d_store is made_by
 
 
-def test_this_torch_calls_it_by_place() -> None:
-    """Six arguments, in the order in which ours has them."""
+def test_this_torch_passes_positional_arguments() -> None:
+    """Six arguments, in the order of our function."""
     source = inspect.getsource(importlib.import_module("torch.distributed.rendezvous"))
     calls = source.split("store = _create_c10d_store(")[1:]
     assert len(calls) == 2 and all(call.split(")")[0].count(",") == 5 for call in calls)

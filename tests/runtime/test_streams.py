@@ -1,4 +1,4 @@
-"""Streams beside the default one, on a device that records."""
+"""Side streams, on a recording device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device() -> Iterator[RecordedDevice]:
         yield recorded
 
 
-def test_a_block_is_on_its_stream_and_waits_for_that_alone(device: RecordedDevice) -> None:
+def test_a_block_runs_on_its_stream_and_waits_only_for_that_stream(device: RecordedDevice) -> None:
     x, stream = torch.zeros(4), SideStream(CPU)
     with device.recording():
         x.add_(1)
@@ -45,7 +45,7 @@ def test_a_block_that_raises_does_not_wait_for_work_that_may_never_end(device: R
     assert not device.records and device.current == DEFAULT
 
 
-def test_threads_have_streams_of_their_own(device: RecordedDevice) -> None:
+def test_each_thread_has_its_own_stream(device: RecordedDevice) -> None:
     async def go() -> None:
         threads = [SideThread(name, CPU) for name in ("one", "two")]
         with device.recording():
@@ -59,8 +59,8 @@ def test_threads_have_streams_of_their_own(device: RecordedDevice) -> None:
     assert added == [("one_0", "stream 1"), ("two_0", "stream 2")] * 2
 
 
-def test_streams_are_used_again_but_not_while_something_is_on_them(device: RecordedDevice) -> None:
-    """However often threads come and go, torch is asked for few streams: after 32 it would give one to two threads."""
+def test_streams_are_reused_once_they_are_idle(device: RecordedDevice) -> None:
+    """Torch is asked for few streams even if threads come and go: after 32 it would share one between two threads."""
     used: list[str] = []
 
     async def go() -> None:
@@ -81,13 +81,13 @@ def test_streams_are_used_again_but_not_while_something_is_on_them(device: Recor
         def hold() -> None:
             used.append(device.current)
             held.set()
-            happened(released, "the leave to end")
+            happened(released, "permission to end")
 
         running = asyncio.ensure_future(late.run(hold))
         await asyncio.to_thread(happened, held, "the call to begin")
         late.close()
         other = SideThread("other", CPU)
-        assert other.stream._stream.name != used[-1], "the call under way still uses it"
+        assert other.stream._stream.name != used[-1], "the running call still uses it"
         released.set()
         await running
         for side in (last, other):
@@ -98,7 +98,7 @@ def test_streams_are_used_again_but_not_while_something_is_on_them(device: Recor
     assert set(used[52:]) <= {"stream 1", "stream 2"}
 
 
-def test_a_wait_ends_at_its_deadline_or_when_it_is_told_to(device: RecordedDevice) -> None:
+def test_a_wait_ends_at_its_deadline_or_on_request(device: RecordedDevice) -> None:
     stream, stop = SideStream(CPU), threading.Event()
     assert stream.wait(time.monotonic(), stop)
     device.hangs.set()
@@ -109,7 +109,7 @@ def test_a_wait_ends_at_its_deadline_or_when_it_is_told_to(device: RecordedDevic
     assert stream.wait(time.monotonic() + 600, threading.Event())
 
 
-def test_to_finish_the_current_stream_is_not_to_finish_the_device(device: RecordedDevice) -> None:
+def test_finishing_the_current_stream_does_not_finish_the_device(device: RecordedDevice) -> None:
     finish_current(CPU)
     finish_device(CPU)
     name = threading.current_thread().name

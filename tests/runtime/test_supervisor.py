@@ -1,4 +1,4 @@
-"""Programs that end as recipes do: which are started again, how often, and what becomes of signals."""
+"""Programs that end as recipes do: which are restarted, how often, and how signals are handled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with attempts.open("a") as file:
     print(os.environ.get(supervisor.RESUMES), file=file)
 count = len(attempts.read_text().splitlines())
 if how == "comes up late" and count == 2 or how == "never comes up again" and count >= 2:
-    os.kill(os.getpid(), signal.SIGKILL)  # before it has said where its run is
+    os.kill(os.getpid(), signal.SIGKILL)  # before it has reported its run folder
 supervisor.note(run, goes_on=True, cause="")
 if how == "twice":
     supervisor.note(run, restarts=1)
@@ -77,7 +77,7 @@ def wait_for(file: Path, program: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "attempts", "said"),
+    ("how", "code", "attempts", "message"),
     [
         ("killed", 0, 3, "SIGKILL"),
         ("advances", 0, 6, "1 of 2"),
@@ -90,19 +90,21 @@ def wait_for(file: Path, program: subprocess.Popen[str]) -> None:
         ("ends", 0, 1, ""),
     ],
 )
-def test_a_run_goes_on_as_often_as_it_may(tmp_path: Path, how: str, code: int, attempts: int, said: str) -> None:
-    """More often if there was a newer checkpoint each time; not before the first, nor after a mistake. One that ends
-    while it comes up again counts, and what ended the run first is said."""
+def test_a_run_is_restarted_as_often_as_allowed(
+    tmp_path: Path, how: str, code: int, attempts: int, message: str
+) -> None:
+    """More often with a newer checkpoint each time; not before the first one, nor after an error of the recipe. A
+    restart that fails early counts, and the message names the first loss."""
     run = tmp_path / "run"
     program = supervised(run, how)
     output, _ = output_of(program)
     started = (run / "attempts").read_text().splitlines()
     assert (program.returncode, len(started)) == (code, attempts), output
-    assert said in output and started == ["None", *[str(run)] * (attempts - 1)]
+    assert message in output and started == ["None", *[str(run)] * (attempts - 1)]
 
 
 def waiting(run: Path, before: str) -> subprocess.Popen[str]:
-    """A supervised program that waits; ``before`` is done in the supervisor first."""
+    """A supervised program that waits; the supervisor executes ``before`` first."""
     code = f"import signal, sys\n{before}\nfrom monarch_rl.runtime import supervisor\nsupervisor.main()"
     command = [sys.executable, "-c", code, "-c", PROGRAM, str(run), "waits"]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -111,8 +113,8 @@ def waiting(run: Path, before: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("handler", "code"), [("SIG_IGN", 143), ("SIG_DFL", 129)])
-def test_a_terminal_that_closes_ends_no_run_under_nohup(tmp_path: Path, handler: str, code: int) -> None:
-    """The program's own handling is that of a recipe; where SIGHUP ends it, it says so."""
+def test_a_closed_terminal_does_not_end_a_run_under_nohup(tmp_path: Path, handler: str, code: int) -> None:
+    """The program handles SIGHUP like a recipe; if SIGHUP ends it, its exit code shows that."""
     program = waiting(tmp_path / "run", f"signal.signal(signal.SIGHUP, signal.{handler})")
     program.send_signal(signal.SIGHUP)
     if handler == "SIG_IGN":
@@ -121,8 +123,8 @@ def test_a_terminal_that_closes_ends_no_run_under_nohup(tmp_path: Path, handler:
     assert program.returncode == code
 
 
-@pytest.mark.parametrize(("handler", "said"), [("SIG_IGN", "went on"), ("SIG_DFL", "129")])
-def test_a_recipe_saves_at_sighup_unless_it_is_ignored(handler: str, said: str) -> None:
+@pytest.mark.parametrize(("handler", "output"), [("SIG_IGN", "continued"), ("SIG_DFL", "129")])
+def test_a_recipe_saves_at_sighup_unless_it_is_ignored(handler: str, output: str) -> None:
     code = f"""
 import os, signal
 signal.signal(signal.SIGHUP, signal.{handler})
@@ -130,15 +132,15 @@ from monarch_rl.runtime.signals import interrupts
 try:
     with interrupts():
         os.kill(os.getpid(), signal.SIGHUP)
-        print("went on")
+        print("continued")
 except SystemExit as end:
     print(end.code)
 """
     done = run_program([sys.executable, "-c", code])
-    assert done.stdout.strip() == said, done.stderr
+    assert done.stdout.strip() == output, done.stderr
 
 
-def test_a_signal_is_passed_on_and_is_the_end(tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_and_ends_the_supervisor(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = supervised(run, "waits")
     wait_for(run / "waits", program)
@@ -148,8 +150,8 @@ def test_a_signal_is_passed_on_and_is_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("same_s", "saves"), [("600", True), ("0", False)])
-def test_a_signal_to_all_processes_of_a_job_is_one(tmp_path: Path, same_s: str, saves: bool) -> None:
-    """The recipe gets it itself and from its supervisor, and saves; the same one later ends it at once."""
+def test_a_signal_to_all_processes_of_a_job_counts_once(tmp_path: Path, same_s: str, saves: bool) -> None:
+    """The recipe gets the signal directly and from its supervisor, and saves; a later one ends it at once."""
     run = tmp_path / "run"
     program = supervised(run, "saves", same_s)
     wait_for(run / "waits", program)
@@ -166,7 +168,7 @@ def test_a_signal_to_all_processes_of_a_job_is_one(tmp_path: Path, same_s: str, 
 
 
 @pytest.mark.parametrize(("flags", "attempts"), [(("--restarts", "2"), 3), ((), 2)])
-def test_the_recipe_says_how_often_unless_the_supervisor_is_told(
+def test_the_recipe_sets_the_number_of_restarts_unless_a_flag_does(
     tmp_path: Path, flags: Sequence[str], attempts: int
 ) -> None:
     run = tmp_path / "run"
@@ -175,7 +177,7 @@ def test_the_recipe_says_how_often_unless_the_supervisor_is_told(
     assert f"1 of {attempts - 1}" in output
 
 
-def test_a_controller_that_stays_stopped_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_controller_that_stays_stopped_is_killed_and_the_run_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = supervised(run, "stopped", flags=("--stopped-s", "2"))
     output, _ = output_of(program)
@@ -184,7 +186,7 @@ def test_a_controller_that_stays_stopped_is_killed_and_the_run_goes_on(tmp_path:
 
 
 @pytest.mark.parametrize("flags", [("--help",), ("-h",), ("--restarts", "2", "--help")])
-def test_help_is_the_supervisors_own_before_the_recipe(flags: Sequence[str]) -> None:
+def test_help_before_the_recipe_is_that_of_the_supervisor(flags: Sequence[str]) -> None:
     done = run_program([sys.executable, "-m", "monarch_rl.runtime.supervisor", *flags])
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m monarch_rl.runtime.supervisor [--restarts")
     assert "--stopped-s S" in done.stdout.partition("\n")[2]

@@ -1,4 +1,4 @@
-"""How the ranks of a torchrun job meet, when torchrun starts them again and their agents count differently."""
+"""Rendezvous of the ranks of a torchrun job after restarts, with agents that count restarts differently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 def start(store: Any, rank: int, restarts: int, argument: str) -> subprocess.Popen[str]:
-    """One of two ranks, each on a node of its own, whose agent has counted so many restarts."""
+    """One of two ranks, each on its own node, whose agent has counted ``restarts`` restarts."""
     variables = {
         "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
@@ -42,7 +42,7 @@ def start(store: Any, rank: int, restarts: int, argument: str) -> subprocess.Pop
     return subprocess.Popen([sys.executable, "-c", RANK, argument], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def test_ranks_meet_again_whatever_earlier_ones_have_left_in_the_store(tmp_path: Path) -> None:
+def test_ranks_meet_again_whatever_earlier_ranks_left_in_the_store(tmp_path: Path) -> None:
     """The controller of the first round is lost. In the second, a new agent counts from 0, and its rank is first."""
     store = serve_store("127.0.0.1", timeout=timedelta(seconds=WAIT_S))
     ranks = []
@@ -51,8 +51,8 @@ def test_ranks_meet_again_whatever_earlier_ones_have_left_in_the_store(tmp_path:
             follower = start(store, 1, 0, f"host of round {restarts}")
             controller = start(store, 0, restarts, end)
             ranks += [follower, controller]
-            said, _ = output_of(controller)
-            assert json.loads(said) == ["host 0", f"host of round {restarts}"]
+            output, _ = output_of(controller)
+            assert json.loads(output) == ["host 0", f"host of round {restarts}"]
             assert output_of(follower)[0] == f"{end == 'ends'}\n"
     finally:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""What a process knows about itself."""
+"""The waits, heartbeats and progress that a process reports about itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.patience import happened, join, wait_until
 
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
-    """Tests share this process."""
+    """Tests share this process, so each must leave the registry empty."""
     assert not wait_registry.heartbeats() and not wait_registry.waits()
     yield
     assert not wait_registry.heartbeats() and not wait_registry.waits()
 
 
-def test_waiters_are_told_apart_by_their_loops() -> None:
+def test_waiters_are_distinguished_by_their_event_loops() -> None:
     async def act(name: str) -> str:
         wait_registry.register(name)
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ def test_a_loop_that_has_ended_is_not_blocked(cancelled: bool) -> None:
         wait_registry._heartbeats.clear()
 
 
-def test_a_thread_waits_for_its_process() -> None:
+def test_a_wait_of_a_thread_has_the_name_of_its_process() -> None:
     async def act() -> str:
         wait_registry.register("trainer rank 0")
         name = await asyncio.to_thread(wait_registry.current_name)
@@ -82,7 +82,7 @@ def test_a_thread_waits_for_its_process() -> None:
     assert wait_registry.current_name().startswith("process ")
 
 
-def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() -> None:
+def test_the_oldest_distinct_waits_on_a_process_are_reported() -> None:
     async def act() -> list[Wait]:
         stack = [wait_registry.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
         stack.append(wait_registry.waiting("a slot", on="buffer"))
@@ -97,7 +97,7 @@ def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() ->
     assert [wait.what for wait in waits] == [f"token {i}" for i in range(WAITS_PER_PROCESS)] + ["a slot"]
 
 
-def test_an_actor_adds_what_it_does_not_await() -> None:
+def test_an_actor_can_add_waits_that_it_does_not_await() -> None:
     async def act() -> list[Wait]:
         lease = Wait("buffer", "group 327", "rollout worker 2", time.monotonic(), 60.0)
         wait_registry.register("buffer", more_waits=lambda: [lease])
@@ -109,7 +109,7 @@ def test_an_actor_adds_what_it_does_not_await() -> None:
     assert [(wait.what, wait.on) for wait in asyncio.run(act())] == [("group 327", "rollout worker 2")]
 
 
-def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blocked_loop_is_reported_while_it_is_blocked_and_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     lag, blocked, seen = LoopLag(), threading.Event(), threading.Event()
 
     async def act() -> list[float]:
@@ -119,7 +119,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
         await asyncio.sleep(2 * wait_registry.BEAT_S)
         assert heartbeat.take_lags()
         blocked.set()
-        assert seen.wait(600), "nobody saw it"  # what an actor must not do
+        assert seen.wait(600), "nobody noticed it"  # an actor must not block like this
         await asyncio.sleep(2 * wait_registry.BEAT_S)
         lags = heartbeat.take_lags()
         wait_registry.unregister("trainer rank 0")

@@ -1,4 +1,4 @@
-"""A module that takes long to import: until there is the file that the environment names."""
+"""A module with a slow import: it ends when the file named in the environment exists."""
 
 from __future__ import annotations
 

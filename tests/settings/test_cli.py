@@ -1,4 +1,4 @@
-"""The command line of settings, and the settings classes that a name chooses: on it, in Python, and in JSON."""
+"""The command line of settings, and named settings classes: on the command line, in Python, and in JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CORRECTIONS = [Correction.of_name(name) for name in Correction.names()]
 
 @dataclass(frozen=True)
 class Settings:
-    """A recipe's settings with little else."""
+    """Minimal settings of a recipe."""
 
     steps: int = 1
     objective: Objective = field(default_factory=PPOClip)
@@ -50,7 +50,7 @@ class Settings:
 
 
 def refusal(*args: str, kind: type = Settings) -> str:
-    """What a command line is refused with, on one line."""
+    """The error of a refused command line, on one line."""
     error = io.StringIO()
     with contextlib.redirect_stderr(error), pytest.raises(SystemExit) as ended:
         cli(kind, args=args)
@@ -59,11 +59,11 @@ def refusal(*args: str, kind: type = Settings) -> str:
 
 
 def own(kind: type[NamedSettings]) -> list[str]:
-    """The names of a class's parameters."""
+    """The parameter names of a class."""
     return [each.name for each in dataclasses.fields(kind) if each.name != "name"]  # type: ignore[arg-type]
 
 
-def test_the_names_that_types_list_are_those_of_the_classes() -> None:
+def test_listed_names_equal_those_of_the_classes() -> None:
     assert list(get_args(ObjectiveName)) == Objective.names()
     assert list(get_args(CorrectionName)) == Correction.names()
     for kind in [*OBJECTIVES, *CORRECTIONS]:
@@ -71,13 +71,13 @@ def test_the_names_that_types_list_are_those_of_the_classes() -> None:
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
-def test_a_name_chooses_its_class_which_has_its_own_flags_and_no_others(kind: type[Objective]) -> None:
+def test_a_name_selects_its_class_with_exactly_its_own_flags(kind: type[Objective]) -> None:
     name = kind.own_name()
     assert cli(Settings, args=["--objective", name]).objective == Objective.defaults_of(name)
     others = {flag for other in OBJECTIVES for flag in own(other)} - {*own(kind)}
     for flag in sorted(others):
         given = f"--{kind.flag(flag)}"
-        assert given in refusal(f"--objective={name}", f"{given}=1"), f"{given} is no flag of {name}"
+        assert given in refusal(f"--objective={name}", f"{given}=1"), f"{given} is not a flag of {name}"
 
 
 def values(kind: type[NamedSettings], name: str) -> st.SearchStrategy[Any]:
@@ -105,14 +105,14 @@ def named(draw: st.DrawFn, kinds: list[Any]) -> NamedSettings:
 
 @settings(max_examples=30, deadline=None)
 @given(named(OBJECTIVES))
-def test_an_objective_is_read_from_the_command_line_as_it_is_written(objective: Objective) -> None:
+def test_an_objective_round_trips_through_the_command_line(objective: Objective) -> None:
     changed = {name: getattr(objective, name) for name in own(type(objective))}
     args = [f"--{objective.flag(name)}={value}" for name, value in changed.items()]
     assert cli(Settings, args=[*args, "--objective", objective.name]).objective == objective
 
 
 @given(named([*OBJECTIVES, *CORRECTIONS]))
-def test_named_settings_come_back_from_json(value: NamedSettings) -> None:
+def test_named_settings_round_trip_through_json(value: NamedSettings) -> None:
     """Read by their family, which has no parameters itself."""
     plain = json.loads(json.dumps(to_plain(value)))
     family: Any = Objective if isinstance(value, Objective) else Correction
@@ -133,26 +133,25 @@ def test_a_wrong_parameter_is_refused_by_its_flag(kind: type[NamedSettings]) -> 
 
 @pytest.mark.parametrize("family", [Objective, Correction])
 def test_an_unknown_name_is_refused_with_all_names(family: type[NamedSettings]) -> None:
-    said = rf"^{re.escape(family.flag('name'))} must be one of {', '.join(family.names())}, got "
+    message = rf"^{re.escape(family.flag('name'))} must be one of {', '.join(family.names())}, got "
     for wrong in ("gsp", "", "Objective"):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             family.of_name(wrong)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             from_plain(family, {"name": wrong})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         from_plain(family, {})
 
 
 def test_an_unknown_name_on_the_command_line_is_refused_with_all_names() -> None:
     for args in (["--objective", "gsp"], ["--objective=gsp"], ["--objective=gspo", "--objective", "gsp"]):
-        said = refusal(*args)
-        assert (
-            "--objective" in said and "'gsp'" in said and [name for name in Objective.names() if name not in said] == []
-        )
+        message = refusal(*args)
+        assert "--objective" in message and "'gsp'" in message
+        assert [name for name in Objective.names() if name not in message] == []
     assert "--objective" in refusal("--objective")
 
 
-def test_the_last_of_several_names_is_the_one() -> None:
+def test_the_last_of_several_names_wins() -> None:
     args = ["--objective", "gspo", "--steps", "3", "--objective=cispo", "--objective.clip-high", "4"]
     found = cli(Settings, args=args)
     assert found.steps == 3 and found.objective == Objective.of_name("cispo")(clip_high=4.0)  # type: ignore[call-arg]
@@ -165,7 +164,7 @@ class Distilling(Settings):
     objective: Objective = field(default_factory=lambda: Distillation(top=4))
 
 
-def test_the_parameters_of_a_recipe_are_those_of_its_own_objective() -> None:
+def test_parameters_of_a_recipe_belong_to_its_own_objective() -> None:
     assert cli(Distilling, args=[]).objective == Distillation(top=4)
     forward = Distillation(top=4, divergence="forward")
     for args in ([], ["--objective", "distillation"]):
@@ -186,7 +185,7 @@ class Contradicted(CheckedSettings, flags=""):
         check_objective(self.objective, self.loss)
 
 
-def test_a_name_may_be_given_with_what_the_recipe_contradicts_it_in() -> None:
+def test_a_name_may_be_given_with_flags_that_resolve_its_conflict_with_the_recipe() -> None:
     args = ["--objective", "distillation"]
     assert cli(Contradicted, args=[*args, "--loss.no-positives-only"]).objective == Distillation()
     assert "trainer.loss.positives-only: the objective distillation" in refusal(*args, kind=Contradicted)
@@ -195,18 +194,18 @@ def test_a_name_may_be_given_with_what_the_recipe_contradicts_it_in() -> None:
 def test_help_has_the_flags_of_the_named_objective(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli(Settings, args=["--objective", "sapo", "--help"], description="Of this recipe.")
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and "Of this recipe." in said and "--objective.tau-negative" in said
-    assert "clip-high" not in said and "hidden" not in said
+    output = capsys.readouterr().out
+    assert ended.value.code == 0 and "Of this recipe." in output and "--objective.tau-negative" in output
+    assert "clip-high" not in output and "hidden" not in output
 
 
-def test_another_name_without_its_class_is_refused_with_what_to_do() -> None:
-    """As plain tyro would have it."""
+def test_another_name_without_its_class_is_refused_with_advice() -> None:
+    """As with plain tyro."""
     error = io.StringIO()
     with contextlib.redirect_stderr(error), pytest.raises(SystemExit):
         tyro.cli(Settings, args=["--objective", "gspo"])
-    said = re.sub(r"[\s\u2500-\u257f]+", " ", error.getvalue())
-    assert "objective gspo: " in said and "ppo_clip" in said and "GSPO" in said and "monarch_rl.cli()" in said
+    message = re.sub(r"[\s\u2500-\u257f]+", " ", error.getvalue())
+    assert [part for part in ("objective gspo: ", "ppo_clip", "GSPO", "monarch_rl.cli()") if part not in message] == []
     with pytest.raises(ValueError, match="^objective gspo: .*GSPO"):
         PPOClip(name="gspo")
 
@@ -218,12 +217,12 @@ def test_corrections_are_given_by_name() -> None:
     assert [name for name in Correction.names() if name not in refusal("--corrections", "tis", "opms")] == []
 
 
-def test_what_is_no_flag_keeps_the_recipes_value() -> None:
+def test_a_field_that_is_not_a_flag_keeps_the_recipes_value() -> None:
     assert cli(Settings, args=["--steps", "2"]).hidden.lag_discount == 0.5
     assert "--hidden.lag-discount" in refusal("--hidden.lag-discount", "1")
 
 
-def test_a_flag_that_was_removed_is_refused_with_what_replaces_it() -> None:
+def test_a_removed_flag_is_refused_with_its_replacement() -> None:
     @dataclass(frozen=True)
     class Run(Settings):
         trainer: TrainerSettings = field(default_factory=TrainerSettings)
@@ -238,8 +237,8 @@ def test_a_flag_that_was_removed_is_refused_with_what_replaces_it() -> None:
         (["--weights.deadline-s=5"], "--patience"),
     ):
         given = next(arg for arg in args if "." in arg).partition("=")[0]
-        said = refusal(*args, kind=Run)
-        assert said.startswith(f"error: {given} was removed in monarch_rl 0.2: ") and replacement in said
+        message = refusal(*args, kind=Run)
+        assert message.startswith(f"error: {given} was removed in monarch_rl 0.2: ") and replacement in message
     assert cli(Run, args=["--by=mine"]).by == "mine", "a recipe may have a flag of that name"
     for flag, replacement in MOVED_FLAGS.items():
         assert replacement in refusal(f"--{flag}=1")
@@ -261,7 +260,7 @@ class Oval(Round):
     name: str = "oval"
 
 
-def test_a_named_class_may_be_derived_from_another_one() -> None:
+def test_a_named_class_may_derive_from_another_one() -> None:
     assert Kind.names() == ["round", "oval"] and Round.names() == ["round", "oval"] and Oval.names() == ["oval"]
     assert Kind.of_name("oval") is Round.of_name("oval") is Oval and Kind.of_name("round") is Round
     assert from_plain(Kind, to_plain(Oval(radius=2.0))) == Oval(radius=2.0)
@@ -272,19 +271,19 @@ def test_a_named_class_may_be_derived_from_another_one() -> None:
 # -- saved settings as defaults ---------------------------------------------------------------------------------------
 
 
-def test_saved_settings_replace_the_defaults_they_name_and_flags_replace_them() -> None:
-    """Also of nested settings that lack some fields, and of another objective."""
+def test_saved_settings_replace_defaults_and_flags_override_them() -> None:
+    """Including nested settings that lack some fields, and another objective."""
     saved = {"objective": to_plain(GSPO(clip_high=0.5)), "hidden": {"entropy_coefficient": 0.25}}
     with saved_defaults(saved):
         found = cli(Settings, args=["--objective.clip-low=0.25"])
     assert found.objective == GSPO(clip_low=0.25, clip_high=0.5)
     assert found.hidden == LossSettings(lag_discount=0.5, entropy_coefficient=0.25)
-    assert cli(Settings, args=[]) == Settings(), "they are those of one command line"
+    assert cli(Settings, args=[]) == Settings(), "saved defaults apply to one command line"
     with pytest.raises(ValueError, match="monarch_rl.cli"), saved_defaults(saved):
         pass
 
 
-def test_saved_settings_that_the_recipe_cannot_read_are_refused_with_the_version_that_can() -> None:
+def test_unreadable_saved_settings_are_refused_with_the_version_that_reads_them() -> None:
     saved = {"hidden": {"policy_loss": "gspo"}}
     for writer, named in (
         ("0.1.0", "use monarch_rl 0.1.0"),

@@ -1,4 +1,4 @@
-"""What a setting may be, declared beside it."""
+"""Allowed values of a setting, declared at its field."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Sample(CheckedSettings, flags="a.b"):
 
 @dataclass(frozen=True)
 class Derived(Sample):
-    """As a recipe derives its settings: other defaults, without a thought of ranges."""
+    """As a recipe derives its settings: other defaults, and ranges only where they change."""
 
     share: float = 0.1
     above: Annotated[float, Range(0, 20)] = 0.0
 
 
 @pytest.mark.parametrize(
-    ("change", "flag", "said"),
+    ("change", "flag", "message_parts"),
     [
         ({"share": -0.1}, "a.b.share", ["got -0.1", "give 0 to 1"]),
         ({"share": 1.5}, "a.b.share", ["at most 1", "got 1.5", "give 0 to 1"]),
@@ -80,22 +80,24 @@ class Derived(Sample):
         ({"inner": None}, "a.b.inner", ["got None"]),
     ],
 )
-def test_the_message_has_flag_value_and_what_to_give(change: dict[str, Any], flag: str, said: list[str]) -> None:
+def test_the_error_names_the_flag_the_value_and_the_allowed_range(
+    change: dict[str, Any], flag: str, message_parts: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         Sample(**change)
     message = str(caught.value)
-    assert message.startswith(f"{flag} ") and [part for part in said if part not in message] == []
+    assert message.startswith(f"{flag} ") and [part for part in message_parts if part not in message] == []
     with pytest.raises(ValueError):
         replace(Sample(), **change)
 
 
-def test_values_of_the_fields_types_are_accepted() -> None:
-    """Whole numbers where there may be others, and numpy's."""
-    kept = Sample(share=1, some_count=np.int64(3), pair=(2, np.float32(2.5)), window="greedy", many=("a", "b"))  # type: ignore[arg-type]
-    assert kept.share == 1 and Sample(window=3, switch=True, folder=Path("a"), inner=Inner()).switch
+def test_values_of_compatible_types_are_accepted() -> None:
+    """Integers in fields of floats, and NumPy numbers."""
+    settings = Sample(share=1, some_count=np.int64(3), pair=(2, np.float32(2.5)), window="greedy", many=("a", "b"))  # type: ignore[arg-type]
+    assert settings.share == 1 and Sample(window=3, switch=True, folder=Path("a"), inner=Inner()).switch
 
 
-def test_a_field_that_is_declared_anew_keeps_its_range_unless_it_has_another() -> None:
+def test_a_redeclared_field_keeps_its_range_unless_it_declares_another() -> None:
     with pytest.raises(ValueError, match=r"a\.b\.share must be at most 1"):
         Derived(share=2.0)
     assert Derived(above=0.0).above == 0.0
@@ -131,7 +133,7 @@ for wrong in ({"count": "some"}, {"inner": 1}):
 """
 
 
-def test_a_recipes_own_class_is_checked_in_another_process_which_has_no_such_module() -> None:
+def test_a_recipes_own_class_is_checked_in_a_process_without_its_module() -> None:
     recipe = types.ModuleType("some_recipe")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, recipe.__name__, recipe)
@@ -149,12 +151,12 @@ def test_a_recipes_own_class_is_checked_in_another_process_which_has_no_such_mod
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(), st.booleans())
-def test_a_number_is_refused_exactly_if_it_is_outside(low: float, high: float, value: float, above: bool) -> None:
+def test_a_number_is_refused_exactly_outside_its_range(low: float, high: float, value: float, above: bool) -> None:
     inside = low <= value <= high and not (above and value == low)
     assert (value in Range(low, high, above=above)) == inside
 
 
 @given(st.integers(-(10**9), 10**9), st.floats(1e-6, 1, exclude_max=True))
-def test_a_number_is_written_as_it_is_read(count: int, share: float) -> None:
+def test_a_printed_number_is_parsed_to_the_same_value(count: int, share: float) -> None:
     assert int(plain(count).replace(",", "")) == count
     assert math.isclose(float(plain(share)), share, rel_tol=1e-5)

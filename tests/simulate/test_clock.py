@@ -24,7 +24,7 @@ def test_an_hour_takes_no_time() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=20))
-def test_timers_ring_in_order_at_their_time(delays: list[float]) -> None:
+def test_timers_fire_in_order_at_their_time(delays: list[float]) -> None:
     rang: list[tuple[float, int]] = []
 
     async def ring(i: int) -> None:
@@ -47,11 +47,11 @@ def test_deadlines_pass_in_virtual_time() -> None:
         run_virtual(wait())
 
 
-def test_deadlines_in_virtual_time_do_not_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where both clocks show the same, as in the first minutes after the machine's boot."""
+def test_deadlines_in_virtual_time_do_not_inspect_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if both clocks are equal, as in the first minutes after boot."""
 
     def look() -> starvation.Look:
-        raise AssertionError("the machine was looked at")
+        raise AssertionError("the machine was inspected")
 
     async def wait() -> float:
         await asyncio.sleep(5.0)
@@ -64,7 +64,7 @@ def test_deadlines_in_virtual_time_do_not_look_at_the_machine(monkeypatch: pytes
     assert run_virtual(wait()) == pytest.approx(605, rel=1 / 64)
 
 
-def test_what_would_hang_is_an_error() -> None:
+def test_a_wait_that_would_hang_is_an_error() -> None:
     async def wait() -> None:
         await asyncio.sleep(5)
         await asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ def test_what_would_hang_is_an_error() -> None:
         run_virtual(wait())
 
 
-def test_a_thread_is_not_outrun_by_the_clock() -> None:
+def test_the_clock_waits_for_threads() -> None:
     async def go() -> float:
         timer = asyncio.ensure_future(asyncio.sleep(1))
         assert await asyncio.to_thread(sum, [1, 2]) == 3

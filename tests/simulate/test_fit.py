@@ -1,4 +1,4 @@
-"""Costs that are read back from a run with known ones."""
+"""Costs fitted to a run with known costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def row(step: int) -> dict[str, Any]:
-    """Steps of a decoding step of 0.01 + 0.002 n seconds and an update of 0.5 + 0.001 a token."""
+    """A training step with decoding steps of 0.01 + 0.002 n seconds and an update of 0.5 + 0.001 s per token."""
     running, tokens, idle, step_s = 4.0 + step // 11 % 5, 400.0 + 50 * (step % 7), 0.25, 2.0
     busy_s = (1 - idle) * 3
     return {
@@ -56,7 +56,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
 
 
-def test_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
+def test_costs_of_a_run_are_recovered(tmp_path: Path) -> None:
     write(tmp_path, [{"step": 0, "held_out/accuracy": 0.5}, *(row(step) for step in range(1, 45))])
     made = read_run(tmp_path)
     assert (made.costs.decode.step_s, made.costs.decode.sequence_s) == pytest.approx((0.01, 0.002), rel=0.01)
@@ -69,7 +69,7 @@ def test_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
     assert made.step_s == 2.0
 
 
-def test_a_run_that_tells_too_little_is_refused(tmp_path: Path) -> None:
+def test_a_run_with_too_few_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         read_run(tmp_path)
     write(tmp_path, [row(1)])
@@ -82,7 +82,7 @@ def test_a_run_that_tells_too_little_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("y", "expected"), [([3, 5, 7], (1, 2)), ([5, 3, 1], (3, 0)), ([0.5, 3, 5.5], (0, 23 / 14))])
-def test_a_line_has_no_negative_parts(y: list[float], expected: tuple[float, float]) -> None:
+def test_a_line_has_no_negative_coefficients(y: list[float], expected: tuple[float, float]) -> None:
     assert line(np.asarray([1.0, 2, 3]), np.asarray(y), "slope") == pytest.approx(expected, abs=1e-9)
 
 
@@ -92,7 +92,7 @@ def test_a_constant_x_gives_no_slope_to_fit() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
-def test_lengths_have_the_mean_the_spread_and_the_share_that_were_asked_for(share: float) -> None:
+def test_lengths_have_the_given_mean_spread_and_group_share(share: float) -> None:
     lengths = Distribution(100, 0.8, group_share=share)
     groups = {g: [lengths.draw(g, (g, e)) for e in range(8)] for g in range(1500)}
     values = np.log(np.concatenate([np.asarray(group) for group in groups.values()]))
@@ -101,10 +101,10 @@ def test_lengths_have_the_mean_the_spread_and_the_share_that_were_asked_for(shar
     assert group_share(groups) == pytest.approx(share, abs=0.05)
 
 
-def test_samples_are_drawn_as_often_as_they_were_measured() -> None:
+def test_samples_have_their_measured_frequencies() -> None:
     measured = Distribution(samples=(1.0, 1.0, 2.0, 50.0), maximum=20)
-    drawn = [measured.draw(0, i) for i in range(8000)]
-    assert {value: drawn.count(value) / 8000 for value in set(drawn)} == pytest.approx(
+    sampled = [measured.draw(0, i) for i in range(8000)]
+    assert {value: sampled.count(value) / 8000 for value in set(sampled)} == pytest.approx(
         {1.0: 0.5, 2.0: 0.25, 20.0: 0.25}, abs=0.03
     )
 

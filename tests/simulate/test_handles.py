@@ -1,4 +1,4 @@
-"""What stands for the trainer and for a generator takes the arguments of the real endpoints, by the same names."""
+"""Simulated trainers and generators take the arguments of the real endpoints, by the same names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameters(kind: type, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("simulated", "real"), [(SimulatedTrainer, Trainer), (SimulatedReplica, Generator)])
-def test_simulated_endpoints_are_those_of_the_actor(simulated: type, real: type) -> None:
+def test_simulated_endpoints_match_the_actors(simulated: type, real: type) -> None:
     names = [
         name
         for name, member in vars(simulated).items()

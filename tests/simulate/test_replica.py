@@ -27,18 +27,18 @@ def replica(
     return SimulatedReplica(Costs(Distribution(lengths), decode=decode, **more), 1, in_flight, 1)
 
 
-async def draw(one: SimulatedReplica, group: int = 0, seed: int = 0, limit: int = 10**6) -> tuple[Completion, float]:
+async def sample(one: SimulatedReplica, group: int = 0, seed: int = 0, limit: int = 10**6) -> tuple[Completion, float]:
     found = await one.ask([group, 0, 0], Sampling(limit, seed=seed))
     return found, now()
 
 
-def test_a_step_costs_by_the_sequences_that_run() -> None:
+def test_the_cost_of_a_step_depends_on_its_running_sequences() -> None:
     async def go() -> None:
         one = replica(DecodeCosts(1.0, 0.5, max_running=2))
-        first = asyncio.ensure_future(draw(one))
+        first = asyncio.ensure_future(sample(one))
         await asyncio.sleep(7.5)  # 5 steps alone
-        second = asyncio.ensure_future(draw(one))
-        third = asyncio.ensure_future(draw(one))  # waits for the first
+        second = asyncio.ensure_future(sample(one))
+        third = asyncio.ensure_future(sample(one))  # waits for the first
         assert (await first)[1] == pytest.approx(7.5 + 5 * 2)
         assert (await second)[1] == pytest.approx(7.5 + 10 * 2)
         assert (await third)[1] == pytest.approx(7.5 + 10 * 2 + 5 * 1.5)
@@ -50,16 +50,16 @@ def test_a_step_costs_by_the_sequences_that_run() -> None:
     run_virtual(go())
 
 
-def test_a_groups_prompt_is_computed_once_a_version_and_decoding_waits_for_it() -> None:
+def test_a_groups_prompt_is_computed_once_per_version_and_decoding_waits_for_it() -> None:
     async def go() -> None:
         one = replica(DecodeCosts(1.0, 0.0, 1.0), prompt_tokens=3, commit_s=4.0)
-        first, second = (asyncio.ensure_future(draw(one, group=0)) for _ in range(2))
+        first, second = (asyncio.ensure_future(sample(one, group=0)) for _ in range(2))
         await asyncio.sleep(5)
-        other = asyncio.ensure_future(draw(one, group=1))
+        other = asyncio.ensure_future(sample(one, group=1))
         assert (await first)[1] == (await second)[1] == pytest.approx(3 + 10 + 3)
         assert (await other)[1] == pytest.approx(5 + 3 + 10)
         await one.commit(1, 0, NO_TENSORS)
-        assert (await draw(one, group=1))[1] == pytest.approx(18 + 4 + 3 + 10)
+        assert (await sample(one, group=1))[1] == pytest.approx(18 + 4 + 3 + 10)
 
     run_virtual(go())
 
@@ -67,7 +67,7 @@ def test_a_groups_prompt_is_computed_once_a_version_and_decoding_waits_for_it() 
 def test_a_request_waits_until_the_kv_cache_has_room() -> None:
     async def go() -> None:
         one = replica(DecodeCosts(1.0, 0.0, kv_tokens=24), prompt_tokens=2)
-        ends = [when for _, when in await asyncio.gather(*(draw(one, group) for group in range(3)))]
+        ends = [when for _, when in await asyncio.gather(*(sample(one, group) for group in range(3)))]
         assert ends == pytest.approx([10, 10, 20])
 
     run_virtual(go())
@@ -82,15 +82,15 @@ def test_a_request_waits_until_the_kv_cache_has_room() -> None:
         ("drain", 10, 3 + 10),
     ],
 )
-def test_a_commit_stands_between_the_tokens_of_two_versions(in_flight: InFlight, old: int, end: float) -> None:
+def test_a_commit_separates_tokens_of_two_versions(in_flight: InFlight, old: int, end: float) -> None:
     async def go() -> None:
         one = replica(DecodeCosts(1.0, 0.0, 1.0), 10, in_flight, prompt_tokens=3, commit_s=2.0)
-        drawing = asyncio.ensure_future(draw(one))
+        sampling = asyncio.ensure_future(sample(one))
         await asyncio.sleep(3 + 4)
         commit = asyncio.ensure_future(one.commit(1, 0, NO_TENSORS))
         await asyncio.sleep(0)
-        late = asyncio.ensure_future(draw(one, seed=1))
-        found, when = await drawing
+        late = asyncio.ensure_future(sample(one, seed=1))
+        found, when = await sampling
         assert found.policy_versions.tolist() == [0] * old + [1] * (10 - old)
         assert when == pytest.approx(end)
         assert (await commit).version == 1
@@ -102,10 +102,10 @@ def test_a_commit_stands_between_the_tokens_of_two_versions(in_flight: InFlight,
 def test_a_commit_is_not_busy_time() -> None:
     async def go() -> None:
         one = replica(DecodeCosts(1.0, 0.0), commit_s=4.0)
-        drawing = asyncio.ensure_future(draw(one))
+        sampling = asyncio.ensure_future(sample(one))
         await asyncio.sleep(3)
         await one.commit(1, 0, NO_TENSORS)
-        assert (await drawing)[1] == pytest.approx(14)
+        assert (await sampling)[1] == pytest.approx(14)
         assert (await one.stats())["busy_seconds"] == pytest.approx(10)
 
     run_virtual(go())
@@ -125,7 +125,7 @@ def test_no_token_is_lost_under_any_arrivals_and_commits(
 
         async def request(at: int, tokens: int) -> np.ndarray:
             await asyncio.sleep(at)
-            return (await draw(one, limit=tokens))[0].policy_versions
+            return (await sample(one, limit=tokens))[0].policy_versions
 
         async def publish() -> None:
             for version, at in enumerate(sorted(commits), 1):
@@ -133,9 +133,9 @@ def test_no_token_is_lost_under_any_arrivals_and_commits(
                 await one.commit(version, 0, NO_TENSORS)
 
         publishing = asyncio.ensure_future(publish())
-        drawn = await asyncio.gather(*(request(at, tokens) for at, tokens in requests))
+        completions = await asyncio.gather(*(request(at, tokens) for at, tokens in requests))
         await publishing
-        for versions, (_, tokens) in zip(drawn, requests, strict=True):
+        for versions, (_, tokens) in zip(completions, requests, strict=True):
             assert len(versions) == tokens
             assert np.all(np.diff(versions) >= 0) and versions[-1] <= len(commits)
         assert (await one.stats())["generated_tokens"] == sum(tokens for _, tokens in requests)

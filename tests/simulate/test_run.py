@@ -1,4 +1,4 @@
-"""Simulated runs: repeatable, within the bound, and as long as computed by hand."""
+"""Simulated runs: deterministic, within the lag bound, and as long as computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTANT = Costs(
     transfer_s=0.3,
     commit_s=0.2,
 )
-DRAWING_S = TOKENS * 0.1 + 0.25
+ROLLOUT_S = TOKENS * 0.1 + 0.25
 TRAINING_S = 0.5 + 0.01 * TOKENS * GROUPS * SIZE / 2 + 0.125
 PUBLISHING_S = 0.3 + 0.2
 
@@ -42,9 +42,9 @@ def comparable(found: RunMetrics) -> dict[str, Any]:
     return {**asdict(found), "wall_s": None}
 
 
-def test_depth_zero_is_one_after_the_other() -> None:
+def test_depth_zero_is_sequential() -> None:
     found = predict(plan(0), CONSTANT, steps=6, warm_up=1, grain=1)
-    step_s = DRAWING_S + TRAINING_S + PUBLISHING_S
+    step_s = ROLLOUT_S + TRAINING_S + PUBLISHING_S
     assert found.step_s == pytest.approx(step_s)
     assert found.trainer_idle_share == pytest.approx(1 - TRAINING_S / step_s)
     assert found.generator_idle_share == pytest.approx(1 - TOKENS * 0.1 / step_s)
@@ -55,15 +55,15 @@ def test_depth_zero_is_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("token_s", [0.001, 0.01, 0.05])
 def test_depth_one_is_the_slower_of_trainer_and_half_a_round(token_s: float) -> None:
-    """With two batches under way, two steps take a round (draw, train, publish), or the trainer is always busy."""
+    """With two batches in progress, two steps take a round (sample, train, publish), or the trainer is always busy."""
     costs = replace(CONSTANT, trainer=TrainerCosts(0.5, token_s), commit_s=0.0)
     training_s = 0.5 + token_s * TOKENS * GROUPS * SIZE / 2 + 0.125
     found = predict(plan(1), costs, steps=21, warm_up=5, grain=1)
-    assert found.step_s == pytest.approx(max(training_s, (DRAWING_S + training_s + 0.3) / 2))
+    assert found.step_s == pytest.approx(max(training_s, (ROLLOUT_S + training_s + 0.3) / 2))
     assert found.step_s < predict(plan(0), costs, steps=6, warm_up=1, grain=1).step_s
 
 
-def test_groups_that_are_trained_twice_take_half_the_rollouts_within_the_bound() -> None:
+def test_training_groups_twice_halves_the_rollouts_within_the_bound() -> None:
     once, twice = (
         predict(plan(3, buffer=BufferSettings(3, window=0, replay=replay)), CONSTANT, steps=41, warm_up=9, grain=1)
         for replay in (1, 2)
@@ -73,13 +73,13 @@ def test_groups_that_are_trained_twice_take_half_the_rollouts_within_the_bound()
     assert twice.tokens_per_s * twice.step_s == pytest.approx(GROUPS * SIZE * TOKENS / 2, rel=0.05)
 
 
-def test_a_scorer_with_one_process_scores_one_after_the_other() -> None:
+def test_a_scorer_with_one_process_is_sequential() -> None:
     found = predict(plan(0, scorer_processes=1), CONSTANT, steps=4, warm_up=1, grain=1)
     waits = (GROUPS * SIZE - 1) * 0.25
-    assert found.step_s == pytest.approx(DRAWING_S + waits + TRAINING_S + PUBLISHING_S)
+    assert found.step_s == pytest.approx(ROLLOUT_S + waits + TRAINING_S + PUBLISHING_S)
 
 
-def test_a_stage_takes_its_time_for_as_many_groups_at_once_as_it_says() -> None:
+def test_a_stage_runs_as_many_groups_as_its_concurrency() -> None:
     costs = replace(CONSTANT, stage=Distribution(0.75))
     bare = predict(plan(0), CONSTANT, steps=4, warm_up=1, grain=1).step_s
     for concurrency, rounds in ((GROUPS, 1), (GROUPS // 2, 2), (1, GROUPS)):
@@ -87,21 +87,23 @@ def test_a_stage_takes_its_time_for_as_many_groups_at_once_as_it_says() -> None:
         assert found.step_s == pytest.approx(bare + rounds * 0.75)
 
 
-def test_groups_in_a_stage_leave_their_places_to_others() -> None:
-    """One group is played at a time, and each is longer in the stage than it was played: the engines do not wait."""
-    costs = replace(CONSTANT, stage=Distribution(2 * DRAWING_S), trainer=TrainerCosts(0.0, 0.0), commit_s=0.0)
+def test_groups_in_a_stage_release_their_rollout_places() -> None:
+    """One group runs at a time, and each spends more time in the stage than in rollouts: the engines do not wait."""
+    costs = replace(CONSTANT, stage=Distribution(2 * ROLLOUT_S), trainer=TrainerCosts(0.0, 0.0), commit_s=0.0)
     bare, staged = (
         predict(plan(3, concurrent_groups=1), found, steps=12, warm_up=6, grain=1)
         for found in (replace(costs, stage=Distribution()), costs)
     )
-    assert staged.step_s == pytest.approx(bare.step_s) == pytest.approx(GROUPS * DRAWING_S)
+    assert staged.step_s == pytest.approx(bare.step_s) == pytest.approx(GROUPS * ROLLOUT_S)
     one_at_a_time = predict(plan(3, concurrent_groups=1, stage_concurrency=1), costs, steps=12, warm_up=6, grain=1)
-    assert one_at_a_time.step_s == pytest.approx(GROUPS * 2 * DRAWING_S)
+    assert one_at_a_time.step_s == pytest.approx(GROUPS * 2 * ROLLOUT_S)
 
 
 @settings(max_examples=10)
 @given(lag=st.integers(0, 2), mean=st.floats(0.1, 20), concurrency=st.integers(1, 4), seed=st.integers(0, 99))
-def test_slow_stages_cost_waiting_and_never_the_bound(lag: int, mean: float, concurrency: int, seed: int) -> None:
+def test_slow_stages_cause_waiting_and_never_break_the_bound(
+    lag: int, mean: float, concurrency: int, seed: int
+) -> None:
     costs = replace(CONSTANT, stage=Distribution(mean, 1.0), length=Distribution(TOKENS, 0.5))
     found = predict(plan(lag, stage_concurrency=concurrency, seed=seed), costs, steps=6, warm_up=1, grain=1)
     assert len(found.lag) <= lag + 1 and found.wasted_share == 0
@@ -109,13 +111,13 @@ def test_slow_stages_cost_waiting_and_never_the_bound(lag: int, mean: float, con
 
 def test_calls_take_their_time() -> None:
     bare, slow = (predict(plan(0), replace(CONSTANT, call_s=c), 4, 1, grain=1).step_s for c in (0.0, 0.01))
-    assert 7 <= round((slow - bare) / 0.01, 6) <= 25  # one after the other, from a batch to the slots of the next
+    assert 7 <= round((slow - bare) / 0.01, 6) <= 25  # sequential calls, from a batch to the slots of the next one
 
 
 def test_a_busy_trainer_waits_for_the_calls_that_a_fit_divides_by() -> None:
     costs = replace(CONSTANT, trainer=TrainerCosts(20.0, 0.0), call_s=0.01)
     found = predict(plan(3), costs, steps=12, warm_up=6, grain=1)
-    # One more is take, which counts as waiting for the batch. Reading the buffer's counts once is in the mean as well.
+    # One more call is take, which counts as waiting for the batch. Reading the buffer's counts once is in the mean.
     assert round((found.step_s - 20.125) / 0.01) == CALLS + 1
 
 
@@ -143,7 +145,7 @@ def test_the_same_seed_gives_the_same_run_in_every_process(grain: int) -> None:
     st.sampled_from([0.001, 0.02, 0.2]),
     st.integers(1, 3),
 )
-def test_no_lag_above_the_bound_and_none_wasted(
+def test_no_lag_exceeds_the_bound_and_no_token_is_wasted(
     lag: int, in_flight: Any, seed: int, token_s: float, workers: int
 ) -> None:
     costs = replace(LONG_TAIL, trainer=TrainerCosts(0.1, token_s))
@@ -167,15 +169,15 @@ def test_filtered_groups_cost_tokens() -> None:
     assert 0.35 < found.wasted_share < 0.65
 
 
-def test_a_coarser_grain_hardly_moves_the_step_time() -> None:
+def test_a_coarser_grain_hardly_changes_the_step_time() -> None:
     costs = replace(LONG_TAIL, length=Distribution(400, 1.0, 4000))
     exact, coarse = (predict(plan(1), costs, steps=12, warm_up=2, grain=grain).step_s for grain in (1, 6))
     assert coarse == pytest.approx(exact, rel=0.02)
 
 
-def test_the_search_finds_the_best_split_and_the_smallest_lag_that_is_enough() -> None:
+def test_the_search_finds_the_best_split_and_the_smallest_sufficient_lag() -> None:
     def predicted(made: Plan) -> RunMetrics:
-        """Trainer and generators share 100 / devices; the lag hides the smaller of the two from 2 on."""
+        """Times of trainer and generators fall with their devices; a lag of 2 or more hides the smaller time."""
         lag = made.buffer.max_policy_lag or 0
         parts = sorted([100 / made.trainer_devices, 300 / (made.replicas * made.tp)])
         step_s = parts[1] + parts[0] * {0: 1.0, 1: 0.5}.get(lag, 0.02 if lag == 2 else 0.0)
@@ -196,6 +198,6 @@ def test_a_split_needs_room_for_both_sides() -> None:
         splits(plan(0, tp=2), 2)
 
 
-def test_a_stream_must_say_how_much_it_plays() -> None:
+def test_a_stream_must_set_its_concurrent_groups() -> None:
     with pytest.raises(ValueError, match="concurrent-groups"):
         Plan(buffer=BufferSettings(None))

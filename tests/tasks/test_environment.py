@@ -1,4 +1,4 @@
-"""Environments of other libraries, as real ones of them play: gymnasium's, textarena's games, an OpenEnv server's."""
+"""Real environments of other libraries: gymnasium, games of textarena, an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import patience
 
 
 class Scripted:
-    """A policy whose turns are a function of what it was given."""
+    """A policy whose replies are a function of the message before them."""
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self._answer = answer
@@ -39,23 +39,23 @@ class Scripted:
     def read(self, message: Any) -> None:
         self.given.append(message["content"])
 
-    async def reply(self, said: Any = (), **_: Any) -> Reply:
-        self.given.append(said)
-        await asyncio.sleep(0)  # others play meanwhile
-        return Reply(self._answer(said), [1], np.zeros(1, np.float32), "stop")
+    async def reply(self, message: Any = (), **_: Any) -> Reply:
+        self.given.append(message)
+        await asyncio.sleep(0)  # other episodes run meanwhile
+        return Reply(self._answer(message), [1], np.zeros(1, np.float32), "stop")
 
 
-def played(task: Task, item: Any, answer: Callable[[str], str]) -> tuple[Any, Scripted]:
-    return played_together(task, [item], answer)[0]
+def run_episode(task: Task, item: Any, answer: Callable[[str], str]) -> tuple[Any, Scripted]:
+    return run_together(task, [item], answer)[0]
 
 
-def played_together(task: Task, items: list[Any], answer: Callable[[str], str]) -> list[tuple[Any, Scripted]]:
-    async def play() -> list[tuple[Any, Scripted]]:
+def run_together(task: Task, items: list[Any], answer: Callable[[str], str]) -> list[tuple[Any, Scripted]]:
+    async def run() -> list[tuple[Any, Scripted]]:
         policies = [Scripted(answer) for _ in items]
         episodes: list[Any] = [task.episode(*pair) for pair in zip(items, policies, strict=True)]
         return list(zip(await asyncio.gather(*episodes), policies, strict=True))
 
-    return asyncio.run(play())
+    return asyncio.run(run())
 
 
 # ---- reset and step ---------------------------------------------------------------------------------------------
@@ -77,30 +77,30 @@ def move_of(text: str) -> int:
     return MOVES[text]
 
 
-def by_place(said: str) -> str:
-    """The shortest way, by where one stands."""
-    return {"0": "right", "1": "right", "2": "down", "6": "down", "10": "down", "14": "right"}[said]
+def by_place(observation: str) -> str:
+    """The next move of the shortest path, by the current position."""
+    return {"0": "right", "1": "right", "2": "down", "6": "down", "10": "down", "14": "right"}[observation]
 
 
-def test_an_environment_of_gymnasium_is_played_to_its_end() -> None:
+def test_a_gymnasium_environment_runs_to_its_end() -> None:
     task = Environment(lake, move_of, system="Cross the lake.", held_out=3, name="lake")
-    outcome, policy = played(task, task.items(7), by_place)
+    outcome, policy = run_episode(task, task.items(7), by_place)
     assert outcome == Outcome(1.0, info={"steps": 6, "end": "terminated"})
     assert policy.given == ["Cross the lake.", "0", "1", "2", "6", "10", "14"]
-    fell, _ = played(task, 0, lambda said: "down" if said in ("0", "4") else "right")
+    fell, _ = run_episode(task, 0, lambda observation: "down" if observation in ("0", "4") else "right")
     assert fell.reward == 0 and fell.info["end"] == "terminated"
-    lost, _ = played(Environment(lake, move_of, no_action_reward=-1.0), 0, lambda _: "away")
+    lost, _ = run_episode(Environment(lake, move_of, no_action_reward=-1.0), 0, lambda _: "away")
     assert lost == Outcome(-1.0, info={"steps": 1, "end": "no action: 'away' is no move"})
-    walked, _ = played(Environment(lake, move_of, most_steps=5), 0, lambda _: "left")
+    walked, _ = run_episode(Environment(lake, move_of, most_steps=5), 0, lambda _: "left")
     assert walked.info == {"steps": 5, "end": "most_steps"}
     held_out = task.held_out_items()
     assert [held_out[index] for index in range(len(held_out))] == [HELD_OUT, HELD_OUT + 1, HELD_OUT + 2]
     again = cloudpickle.loads(cloudpickle.dumps(task))
-    assert played(again, again.items(7), by_place)[0] == outcome
+    assert run_episode(again, again.items(7), by_place)[0] == outcome
 
 
 class Counting:
-    """Coroutines, as of an environment behind a connection; its steps are worth 1 each."""
+    """Its methods are coroutines, as in an environment behind a connection; each step has reward 1."""
 
     closed = 0
 
@@ -117,19 +117,19 @@ class Counting:
         Counting.closed += 1
 
 
-def test_an_environment_is_closed_whatever_ends_the_episode_and_may_wait() -> None:
+def test_an_environment_is_closed_however_its_episode_ends_and_may_be_asynchronous() -> None:
     task = Environment(lambda seed: Counting(), str)  # type: ignore[arg-type, return-value]
-    assert played(task, 5, str)[0] == Outcome(4.0, info={"steps": 4, "end": "truncated"})
+    assert run_episode(task, 5, str)[0] == Outcome(4.0, info={"steps": 4, "end": "truncated"})
     with pytest.raises(RuntimeError, match="the server is gone"):
-        played(task, 0, str)
+        run_episode(task, 0, str)
     assert Counting.closed == 2
     policy = Scripted(str)
 
     async def cancelled() -> None:
-        playing: asyncio.Future[Any] = asyncio.ensure_future(task.episode(4, policy))  # type: ignore[arg-type]
+        running: asyncio.Future[Any] = asyncio.ensure_future(task.episode(4, policy))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(cancelled())
     assert Counting.closed == 3
@@ -140,17 +140,17 @@ def test_an_environment_is_closed_whatever_ends_the_episode_and_may_wait() -> No
 # ---- textarena --------------------------------------------------------------------------------------------------
 
 
-def first_move(said: str) -> str:
-    return re.findall(r"'(\[\d\])'", said.splitlines()[-1])[0]
+def first_move(observation: str) -> str:
+    return re.findall(r"'(\[\d\])'", observation.splitlines()[-1])[0]
 
 
-def test_games_are_those_of_their_seeds_also_side_by_side_and_leave_others_numbers_alone() -> None:
+def test_concurrent_games_depend_only_on_their_seeds_and_leave_global_randomness_alone() -> None:
     task = TextArena("TicTacToe-v0", opponent=random_move, held_out=2)
     assert "You are Player 0 in Tic Tac Toe" in task.check()[0]
     seeds = [task.items(cursor) for cursor in range(12)]
-    alone = [played(task, seed, first_move) for seed in seeds]
+    alone = [run_episode(task, seed, first_move) for seed in seeds]
     random.seed(5)
-    together = played_together(task, seeds, first_move)
+    together = run_together(task, seeds, first_move)
     assert random.random() == random.Random(5).random()
     assert [outcome for outcome, _ in together] == [outcome for outcome, _ in alone]
     assert [policy.given for _, policy in together] == [policy.given for _, policy in alone]
@@ -162,25 +162,25 @@ def test_games_are_those_of_their_seeds_also_side_by_side_and_leave_others_numbe
         assert outcome.info["reason"] and 3 <= outcome.info["moves"] <= 9
 
 
-def test_a_game_ends_by_its_rules_and_one_of_one_player_needs_nobody() -> None:
+def test_a_game_ends_by_its_rules_and_a_single_player_game_needs_no_opponent() -> None:
     task = TextArena("TicTacToe-v0", opponent=random_move)
-    outcome, policy = played(task, 0, lambda _: "I pass")
+    outcome, policy = run_episode(task, 0, lambda _: "I pass")
     assert outcome.reward == -1 and "format" in outcome.info["reason"] and len(policy.given) == 2
-    poker, _ = played(TextArena("KuhnPoker-v0", opponent=lambda *_: "[fold]"), 1, lambda _: "[bet]")
+    poker, _ = run_episode(TextArena("KuhnPoker-v0", opponent=lambda *_: "[fold]"), 1, lambda _: "[bet]")
     assert poker.reward in (1.0, -1.0) and poker.info["reason"]
     lake = TextArena("FrozenLake-v0")
-    crossed, policy = played(lake, 3, lambda _: "[right]")
+    crossed, policy = run_episode(lake, 3, lambda _: "[right]")
     assert crossed.info["player"] == 0 and len(policy.given) == crossed.info["moves"]
-    endless, _ = played(TextArena("FrozenLake-v0", most_moves=1), 3, lambda _: "[right]")
+    endless, _ = run_episode(TextArena("FrozenLake-v0", most_moves=1), 3, lambda _: "[right]")
     assert endless == Outcome(0.0, info={"player": 0, "moves": 1, "reason": "most_moves"})
     again = cloudpickle.loads(cloudpickle.dumps(lake))
-    assert played(again, 3, lambda _: "[right]")[0] == crossed
+    assert run_episode(again, 3, lambda _: "[right]")[0] == crossed
 
 
 def test_a_policy_that_plays_all_players_has_a_seat_for_each() -> None:
-    """Each is told what is new for it alone, and has the reward of its player."""
+    """Each seat reads only what is new for it, and has the reward of its player."""
     task = TextArena("TicTacToe-v0", players=2, system="Win.")
-    outcomes, policy = played(task, 4, first_move)
+    outcomes, policy = run_episode(task, 4, first_move)
     assert {seat: outcome.reward for seat, outcome in outcomes.items()} == {"player 0": 1.0, "player 1": -1.0}
     assert outcomes["player 0"].info["moves"] == 7 and not policy.given
     for number in range(2):
@@ -189,21 +189,21 @@ def test_a_policy_that_plays_all_players_has_a_seat_for_each() -> None:
         assert f"[Player {number}]" not in "".join(given) and f"Player {1 - number} placed" in given[2]
     asked: list[str] = []
 
-    async def opponent(told: str, draw: random.Random) -> str:
-        asked.append(told)
-        return random_move(told, draw)
+    async def opponent(observation: str, rng: random.Random) -> str:
+        asked.append(observation)
+        return random_move(observation, rng)
 
-    against, _ = played(TextArena("TicTacToe-v0", opponent=opponent), 4, first_move)
-    assert against == played(TextArena("TicTacToe-v0", opponent=random_move), 4, first_move)[0] and asked
+    against, _ = run_episode(TextArena("TicTacToe-v0", opponent=opponent), 4, first_move)
+    assert against == run_episode(TextArena("TicTacToe-v0", opponent=random_move), 4, first_move)[0] and asked
 
 
-def test_what_cannot_be_played_is_refused() -> None:
-    for task, said in (
+def test_impossible_games_are_refused() -> None:
+    for task, message in (
         (TextArena("TicTacToe-v0", opponent=random_move, players=1), "1 player"),
         (TextArena("TicTacToe-v0"), "players="),
         (TextArena("TicTacTo-v0", opponent=random_move), "'TicTacTo-v0'.* TicTacToe-v0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             task.check()
     with pytest.raises(ValueError, match="no moves"):
         random_move("You have a King.", random.Random(0))
@@ -220,7 +220,7 @@ from openenv.core.env_server.types import Action, Observation, State
 class Guess(Action):
     number: int
 
-class Said(Observation):
+class Hint(Observation):
     text: str
 
 class Guessing(Environment):
@@ -228,19 +228,19 @@ class Guessing(Environment):
 
     def reset(self, seed=None, episode_id=None, **_):
         self.number, self.left = (seed or 0) % 10, 5
-        return Said(text="a number from 0 to 9", done=False, reward=0.0)
+        return Hint(text="a number from 0 to 9", done=False, reward=0.0)
 
     def step(self, action, timeout_s=None, **_):
         self.left -= 1
         right = action.number == self.number
         text = "right" if right else "larger" if action.number < self.number else "smaller"
-        return Said(text=text, done=right or not self.left, reward=float(right))
+        return Hint(text=text, done=right or not self.left, reward=float(right))
 
     @property
     def state(self):
         return State()
 
-app = create_app(Guessing, Guess, Said, env_name="guessing", max_concurrent_envs=8)
+app = create_app(Guessing, Guess, Hint, env_name="guessing", max_concurrent_envs=8)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 OPENENV = os.environ.get("OPENENV_PYTHON", "")
@@ -278,17 +278,17 @@ async def answers(url: str) -> bool:
 
 
 @pytest.mark.skipif(not OPENENV, reason="OPENENV_PYTHON names no Python that has openenv 0.10.0")
-def test_sessions_of_an_openenv_server_are_played_side_by_side(server: str) -> None:
+def test_sessions_of_an_openenv_server_run_concurrently(server: str) -> None:
     def guess(text: str) -> dict[str, Any]:
         return {"number": int(text)}
 
     def bisect() -> Callable[[str], str]:
         low, high = [0], [9]
 
-        def answer(said: str) -> str:
-            if said == "larger":
+        def answer(hint: str) -> str:
+            if hint == "larger":
                 low[0] = (low[0] + high[0]) // 2 + 1
-            elif said == "smaller":
+            elif hint == "smaller":
                 high[0] = (low[0] + high[0]) // 2 - 1
             return str((low[0] + high[0]) // 2)
 
@@ -296,14 +296,14 @@ def test_sessions_of_an_openenv_server_are_played_side_by_side(server: str) -> N
 
     task = Environment(lambda seed: OpenEnv(server), guess, lambda observation, _: str(observation["text"]))
 
-    async def play() -> list[Any]:
+    async def run() -> list[Any]:
         return await asyncio.gather(*(task.episode(seed, Scripted(bisect())) for seed in range(8)))  # type: ignore[arg-type]
 
-    outcomes = asyncio.run(play())
+    outcomes = asyncio.run(run())
     assert [outcome.reward for outcome in outcomes] == [1.0] * 8
     assert {outcome.info["end"] for outcome in outcomes} == {"terminated"}
     wrong = Environment(lambda seed: OpenEnv(server), lambda text: {"letter": text}, lambda observation, _: "")
     with pytest.raises(RuntimeError, match="step: "):
-        played(wrong, 0, str)
+        run_episode(wrong, 0, str)
     with pytest.raises(OSError):
-        played(Environment(lambda seed: OpenEnv("http://127.0.0.1:9"), guess), 0, str)
+        run_episode(Environment(lambda seed: OpenEnv("http://127.0.0.1:9"), guess), 0, str)

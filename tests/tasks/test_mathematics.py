@@ -1,4 +1,4 @@
-"""Answers in mathematics, judged by the real library."""
+"""Mathematical answers, judged by the real library."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from tests.rollout.cores import AMPLE_S, with_cores
         ("5", "", False),
     ],
 )
-def test_answers_are_equal_if_their_mathematics_is(
+def test_answers_are_compared_mathematically(
     right: str, answer: str, equal: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert are_equal(right, answer) is equal
-    assert not caplog.text  # no warning for every process that time-outs are off
+    assert not caplog.text  # no warning in every process that time-outs are off
 
 
-def test_a_row_without_a_right_answer_is_a_mistake_of_the_row() -> None:
+def test_a_row_without_a_mathematical_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="'see text.'"):
         are_equal("see text.", "5")
 
 
-def test_it_runs_in_a_scoring_process_where_what_never_ends_costs_its_episode_alone(
+def test_it_runs_in_a_scoring_process_where_endless_evaluation_fails_only_its_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_cores(monkeypatch)
@@ -72,7 +72,7 @@ def test_it_runs_in_a_scoring_process_where_what_never_ends_costs_its_episode_al
     assert asyncio.run(patiently(scores(), "the scores", 400)) == (1.0, "score took over 2 s", 0.0)
 
 
-def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="math-verify"):
         MathReward()

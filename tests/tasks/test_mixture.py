@@ -1,4 +1,4 @@
-"""Mixtures: which task a group is of, which of its items, and who plays them."""
+"""Mixtures: the task and the item of each group, and whose episode runs it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def questions(name: str, size: int, held_out: int = 0) -> Questions:
 
 def named(name: str, **more: Any) -> Task:
     async def episode(item: Any, policy: Policy) -> float:
-        return float(f"{name} plays {item}" == policy)  # type: ignore[comparison-overlap]
+        return float(f"{name} runs {item}" == policy)  # type: ignore[comparison-overlap]
 
     return Task(lambda cursor: cursor, episode, name=name, **more)
 
 
 @given(weights=WEIGHTS, block=st.integers(1, 70), seed=st.integers(0, 3), blocks=st.integers(1, 40))
-def test_the_shares_are_those_of_the_weights(weights: list[float], block: int, seed: int, blocks: int) -> None:
+def test_shares_follow_the_weights(weights: list[float], block: int, seed: int, blocks: int) -> None:
     schedule, total = Schedule(tuple(weights), block, seed), sum(weights)
     counts = Counter[int]()
     for number in range(blocks):
@@ -48,9 +48,7 @@ def test_the_shares_are_those_of_the_weights(weights: list[float], block: int, s
 
 @given(weights=WEIGHTS, block=st.integers(1, 40), seed=st.integers(0, 3), varying=st.booleans())
 @settings(max_examples=30)
-def test_each_task_is_asked_for_all_of_its_items_in_turn(
-    weights: list[float], block: int, seed: int, varying: bool
-) -> None:
+def test_each_task_gets_all_of_its_items_in_order(weights: list[float], block: int, seed: int, varying: bool) -> None:
     def changing(weight: float) -> Callable[[int], float]:
         return lambda step: weight * (1.5 + math.sin(step))
 
@@ -59,28 +57,28 @@ def test_each_task_is_asked_for_all_of_its_items_in_turn(
     places = [schedule.place(cursor) for cursor in range(400)]
     for task in range(len(weights)):
         own = [own_cursor for place, own_cursor in places if place == task]
-        assert sorted(own) == list(range(len(own)))  # none is skipped, none comes twice
+        assert sorted(own) == list(range(len(own)))  # none is skipped or repeated
     again = cloudpickle.loads(cloudpickle.dumps(schedule))
     cursors = random.Random(seed).sample(range(400), 40)
     assert [again.place(cursor) for cursor in cursors] == [places[cursor] for cursor in cursors]  # resumed anywhere
 
 
 @given(quotas=st.lists(st.floats(-1, 20), min_size=1, max_size=8), seats=st.integers(0, 100))
-def test_seats_are_given_out_whole(quotas: list[float], seats: int) -> None:
+def test_places_are_apportioned_in_whole_numbers(quotas: list[float], seats: int) -> None:
     counts = apportioned(quotas, seats)
     assert sum(counts) == seats and min(counts) >= 0
 
 
-def test_all_items_of_every_task_are_played_before_one_comes_again() -> None:
+def test_every_item_of_a_task_is_used_before_any_repeats() -> None:
     small, large = questions("small", 5, held_out=2), questions("large", 40)
     mixture = Mixture({small: 1, large: 3})
-    played = [mixture.owner_of(mixture.items(cursor)) for cursor in range(160)]
-    assert Counter(task.name for task, _ in played) == {"small": 40, "large": 120}
+    owned = [mixture.owner_of(mixture.items(cursor)) for cursor in range(160)]
+    assert Counter(task.name for task, _ in owned) == {"small": 40, "large": 120}
     for task, size in ((small, 3), (large, 40)):
-        own = [item["question"] for player, item in played if player is task]
+        own = [item["question"] for owner, item in owned if owner is task]
         epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
         assert len(epochs) > 1 and all(len(set(epoch)) == size for epoch in epochs)
-    assert len({task.name for task, _ in played[:BLOCK]}) == 2
+    assert len({task.name for task, _ in owned[:BLOCK]}) == 2
 
 
 def test_a_weight_may_be_a_function_of_the_step() -> None:
@@ -92,19 +90,19 @@ def test_a_weight_may_be_a_function_of_the_step() -> None:
     assert [travelled.items(cursor) for cursor in range(56)] == [mixture.items(cursor) for cursor in range(56)]
 
 
-def test_each_item_is_played_by_its_own_task() -> None:
+def test_each_item_runs_the_episode_of_its_own_task() -> None:
     inner = Mixture({named("a"): 1, named("b", full_context_reward=0.5): 1}, name="inner")
     mixture = Mixture({inner: 1, named("c"): 1})
 
-    async def play(item: Any) -> tuple[str, Any]:
+    async def run(item: Any) -> tuple[str, Any]:
         task, own = mixture.owner_of(item)
-        assert await mixture.episode(item, f"{task.name} plays {own}") == 1.0
+        assert await mixture.episode(item, f"{task.name} runs {own}") == 1.0
         return task.name, task.full_context_reward
 
-    async def play_all() -> set[tuple[str, Any]]:
-        return {await play(mixture.items(cursor)) for cursor in range(64)}
+    async def run_all() -> set[tuple[str, Any]]:
+        return {await run(mixture.items(cursor)) for cursor in range(64)}
 
-    assert asyncio.run(play_all()) == {("a", 0.0), ("b", 0.5), ("c", 0.0)}
+    assert asyncio.run(run_all()) == {("a", 0.0), ("b", 0.5), ("c", 0.0)}
 
     async def other(item: Any, policy: Policy) -> float:
         return 7.0
@@ -113,7 +111,7 @@ def test_each_item_is_played_by_its_own_task() -> None:
     assert task.episode is other and own == mixture.owner_of(mixture.items(0))[1]
 
 
-def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() -> None:
+def test_held_out_sets_of_all_tasks_are_named_and_the_first_one_mixes_them() -> None:
     named_sets = {"easy": [{"question": "e"}], "hard": [{"question": "h"}, {"question": "i"}]}
     sums = Questions([{"question": "s"}], lambda row, answer: 0.0, name="sums", held_out=named_sets)
     mixture = Mixture({sums: 1, questions("words", 12, held_out=4): 1, questions("none", 2): 1})
@@ -129,7 +127,7 @@ def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() ->
         Mixture({questions("none", 2): 1}).held_out_items()
 
 
-def test_the_checks_and_preparations_of_all_tasks_are_made() -> None:
+def test_all_tasks_are_checked_and_warmed_up() -> None:
     prepared: list[str] = []
     tasks = {named(name, warm_up=functools.partial(prepared.append, name), check=lambda: ["p"]): 1 for name in "ab"}
     mixture = Mixture(tasks)
@@ -153,11 +151,11 @@ def test_the_checks_and_preparations_of_all_tasks_are_made() -> None:
         ({"a": 1}, {"groups_per_step": 0}, "groups_per_step must"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_an_invalid_mixture_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mixture({named(name): weight for name, weight in weights.items()}, **more).check()
 
 
-def test_tasks_of_one_name_are_refused() -> None:
+def test_tasks_with_the_same_name_are_refused() -> None:
     with pytest.raises(ValueError, match="a, a: .*name="):
         Mixture({named("a"): 1, named("a"): 2})

@@ -1,4 +1,4 @@
-"""Rows of one's own: which are played, in which order, and how they are rewarded."""
+"""A user's own rows: which are used, in which order, and how they are rewarded."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def cursors(task: Questions, count: int) -> list[str]:
 
 
 @given(rows=st.integers(2, 30), share=st.floats(0, 0.9), seed=st.integers(0, 3))
-def test_each_row_that_is_not_held_out_is_played_once_each_time_through(rows: int, share: float, seed: int) -> None:
+def test_each_row_that_is_not_held_out_is_used_once_per_epoch(rows: int, share: float, seed: int) -> None:
     count = int(rows * share)
     task = Questions(ROWS[:rows] if rows <= 20 else ROWS, reward, held_out=min(count, 19), seed=seed)
-    played = ROWS[: min(rows, 20)]
+    used = ROWS[: min(rows, 20)]
     held_out = {row["question"] for row in held_out_rows(task)} if count else set()
-    size = len(played) - len(held_out)
+    size = len(used) - len(held_out)
     first, second = cursors(task, 2 * size)[:size], cursors(task, 2 * size)[size:]
-    assert set(first) == set(second) == {row["question"] for row in played} - held_out
+    assert set(first) == set(second) == {row["question"] for row in used} - held_out
     assert len(set(first)) == len(first) == size
     again = cloudpickle.loads(cloudpickle.dumps(task))
     assert cursors(again, 2 * size) == first + second  # in every process
 
 
-def test_the_number_of_held_out_rows_may_be_numpys() -> None:
+def test_the_number_of_held_out_rows_may_be_a_numpy_integer() -> None:
     assert len(held_out_rows(Questions(ROWS, reward, held_out=np.int64(3)))) == 3  # type: ignore[arg-type]
 
 
-def test_the_order_differs_each_time_and_by_seed() -> None:
+def test_the_order_differs_by_epoch_and_by_seed() -> None:
     task, other = Questions(ROWS, reward), Questions(ROWS, reward, seed=1)
     assert len({tuple(cursors(task, 60)[i : i + 20]) for i in (0, 20, 40)} | {tuple(cursors(other, 20))}) == 4
 
@@ -96,11 +96,11 @@ def test_rows_come_from_files_and_from_datasets(tmp_path: Path) -> None:
     assert all(order == orders[0] for order in orders)
     assert len(data_set(tmp_path / "splits", split="test")) == 2
     for stored in (sources[1], sources[2], *sources[4:]):
-        assert len(pickle.dumps(stored)) < 1000  # where it is travels alone
+        assert len(pickle.dumps(stored)) < 1000  # only the location is pickled
         assert pickle.loads(pickle.dumps(stored))[3] == ROWS[3]
 
 
-def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "saved"
     splits = DatasetDict({"train": Dataset.from_list(ROWS)})
     splits.save_to_disk(str(saved))
@@ -120,7 +120,7 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="other rows"):
         len(pickle.loads(travelled))
     shutil.rmtree(saved)
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(saved))  # the same, written anew
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(saved))  # the same rows, written again
     assert len(pickle.loads(travelled)) == 20
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install datasets"):
@@ -140,13 +140,13 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
         (ROWS, {"held_out": {"all": ROWS}}, "left to train on"),
     ],
 )
-def test_bad_rows_say_what_to_do(rows: Any, more: dict[str, Any], message: str) -> None:
+def test_errors_of_bad_rows_are_actionable(rows: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Questions(rows, reward, **more).check()
 
 
-def test_a_column_that_is_no_text_is_refused_in_a_template(tmp_path: Path) -> None:
-    """Rows of messages, as TRL and verl store them, would be trained on as Python writes a list."""
+def test_a_column_that_is_not_text_is_refused_in_a_template(tmp_path: Path) -> None:
+    """Rows of messages, as TRL and verl store them, would be trained on as the repr of a list."""
     chats = [
         {"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "extra": {"level": i}, "answer": str(i)}
         for i in range(3)
@@ -209,26 +209,26 @@ class Policy:
         return as_outcome(function(*args))
 
 
-def test_a_function_is_rewarded_in_a_scoring_process_and_a_coroutine_in_the_worker() -> None:
+def test_a_function_runs_in_a_scoring_process_and_a_coroutine_in_the_worker() -> None:
     async def own(row: dict[str, Any], answer: str) -> dict[str, float]:
         return {"right": reward(row, answer), "short": 0.5}
 
-    def play(task: Questions, row: dict[str, Any], policy: Policy) -> Any:
+    def run_episode(task: Questions, row: dict[str, Any], policy: Policy) -> Any:
         async def episode() -> Any:
             return await task.episode(row, policy)
 
         return asyncio.run(episode())
 
     policy = Policy()
-    outcome = play(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
+    outcome = run_episode(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
     rules = {"role": "system", "content": "Be brief."}
     assert outcome == Outcome(1.0) and policy.given == [rules, "11 + 1 =", reward]
     policy = Policy()
-    outcome = play(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
+    outcome = run_episode(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
     assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]
 
 
-def test_a_coroutine_that_nobody_awaits_is_no_reward() -> None:
+def test_an_unawaited_coroutine_is_refused_as_a_reward() -> None:
     async def judged(row: dict[str, Any], answer: str) -> float:
         return 1.0
 
@@ -237,8 +237,8 @@ def test_a_coroutine_that_nobody_awaits_is_no_reward() -> None:
         as_outcome(reward({}, ""))
 
 
-def test_a_recipe_with_data_and_a_reward_of_its_own_has_20_lines() -> None:
-    """Statements, without imports and docstrings. benchmarks/README.md says what is counted of other libraries."""
+def test_a_recipe_with_its_own_data_and_reward_has_20_lines() -> None:
+    """Statements, without imports and docstrings. benchmarks/README.md has the counts of other libraries."""
     counts = {task: [len(statement_lines(program)) for _, program in programs] for task, programs in TASKS.items()}
     assert counts["rows and a reward of one's own"][0] <= 20
     assert len(statement_lines(ROOT / "recipes" / "own_data.py")) <= 20 + 10, "a warm start in ten lines more"

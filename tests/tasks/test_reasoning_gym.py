@@ -45,11 +45,11 @@ def test_held_out_questions_are_never_trained(seed: int) -> None:
     ]
     warm_up = TaskSource(task, "warm_up")
     trained = {source.item(i).entry["question"] for source in (train, warm_up) for i in range(len(train))}
-    assert any(item.entry["question"] in held for item in raw)  # without the skipping they would be
+    assert any(item.entry["question"] in held for item in raw)  # they would be trained without the skipping
     assert not held & trained
 
 
-def test_splits_do_not_meet() -> None:
+def test_splits_do_not_overlap() -> None:
     task = TaskSettings(seed=3)
     assert task.train_size * MAX_SKIPS < SPLIT_DISTANCE
     splits: tuple[Split, ...] = ("train", "held_out", "warm_up")
@@ -86,12 +86,12 @@ def test_splits_do_not_meet() -> None:
         (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out fewer"),
     ],
 )
-def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:
+def test_errors_of_bad_settings_are_actionable(task: TaskSettings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TaskSource(task).check()
 
 
-def test_a_check_returns_the_first_prompts_which_are_the_same_only_of_the_same_question() -> None:
+def test_a_check_returns_the_first_prompts() -> None:
     prompts = TaskSource(TaskSettings(template="{question:200}")).check()
     assert len(set(prompts)) > 1 and all(len(prompt) >= 200 for prompt in prompts)
     assert len(set(TaskSource(TaskSettings(train_size=1)).check())) == 1
@@ -114,7 +114,7 @@ def test_composite_mixes_data_sets() -> None:
     assert all(score(task, item.entry, item.answer).reward == 1.0 for item in items)
 
 
-def test_a_pass_mark_makes_the_reward_0_or_1_and_keeps_the_score_as_its_part() -> None:
+def test_a_pass_mark_makes_the_reward_0_or_1_and_keeps_the_score_as_a_part() -> None:
     task = TaskSettings(name="spell_backward", config='{"min_word_len": 4, "max_word_len": 4}')
     item = TaskSource(task).item(0)
     near = f"{item.answer} and more"

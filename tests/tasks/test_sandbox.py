@@ -1,4 +1,4 @@
-"""The sandbox against programs that try to get out of it, or to take more than they may."""
+"""The sandbox against programs that try to escape, or to exceed their limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARK = "left-by-a-program-in-a-sandbox"
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    """Its time and that of its start are no bound, however long the machine stands still."""
+    """Without effective time limits, however long the machine stalls."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: apt install bubblewrap")
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def test_it_has_no_network(sandbox: Sandbox) -> None:
     assert "Network is unreachable" in ran.stderr
 
 
-def test_it_reads_no_file_but_its_own(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_it_reads_only_its_own_files(sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(MARK)
     tmp_path.chmod(0o755)
@@ -81,7 +81,7 @@ def test_it_reads_no_file_but_its_own(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "/usr/lib", "/dev", "/dev/shm", "/etc"])
-def test_it_writes_nowhere_but_in_tmp(sandbox: Sandbox, folder: str) -> None:
+def test_it_writes_only_in_tmp(sandbox: Sandbox, folder: str) -> None:
     ran = sandbox.run(
         f"import os\nos.makedirs({folder!r}, exist_ok=True)\nopen({folder + '/' + MARK!r}, 'w').write('x')"
     )
@@ -89,7 +89,7 @@ def test_it_writes_nowhere_but_in_tmp(sandbox: Sandbox, folder: str) -> None:
     assert not (Path(folder) / MARK).exists()
 
 
-def test_what_it_writes_is_bounded_and_gone(sandbox: Sandbox) -> None:
+def test_its_files_are_bounded_and_removed(sandbox: Sandbox) -> None:
     many = "for i in range(100): open(f'/tmp/{i}', 'wb').write(bytes(2**17))"
     assert "No space left" in sandbox.run(many).stderr
     assert sandbox.run("import os\nprint(os.listdir('/tmp'))").stdout == "[]\n"
@@ -125,14 +125,14 @@ def test_its_memory_is_bounded(sandbox: Sandbox, code: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "shmget(0, 2**28, 0o1600)",  # memory that counts towards no limit of a process
+        "shmget(0, 2**28, 0o1600)",  # memory that no limit of a process counts
         "memfd_create(b'a', 0)",
         "unshare(0x10000000)",  # a user namespace, in which it would be root
         "mount(b'a', b'/tmp', b'tmpfs', 0, 0)",
         "ptrace(0, 0, 0, 0)",
     ],
 )
-def test_calls_that_no_limit_bounds_are_refused(sandbox: Sandbox, call: str) -> None:
+def test_system_calls_beyond_all_limits_are_refused(sandbox: Sandbox, call: str) -> None:
     code = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.{call}, ctypes.get_errno())"
     assert sandbox.run(code).stdout == f"-1 {errno.EPERM}\n"
 
@@ -147,14 +147,14 @@ def test_calls_that_no_limit_bounds_are_refused(sandbox: Sandbox, call: str) -> 
         "import os\nos.nice(-5)",
     ],
 )
-def test_it_gets_no_rights_back(sandbox: Sandbox, code: str) -> None:
+def test_it_regains_no_privileges(sandbox: Sandbox, code: str) -> None:
     stderr = sandbox.run(code).stderr
     words = ("not allowed to raise", "Operation not permitted", "Invalid argument", "Permission denied")
     assert any(word in stderr for word in words), stderr
 
 
 def test_its_time_is_bounded(sandbox: Sandbox) -> None:
-    quick = copy.copy(sandbox)  # a new one would first try a program in this time
+    quick = copy.copy(sandbox)  # a new sandbox would first try a program within this time
     object.__setattr__(quick, "seconds", 1.5)
     for code in (
         "while True: pass",
@@ -192,7 +192,7 @@ def test_it_reaches_no_process_outside(sandbox: Sandbox) -> None:
     assert crash.ended == "ended by SIGSEGV" and crash.exit_code is None
 
 
-def test_nothing_is_left_of_it_when_its_owner_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_it_ends_when_its_owner_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
     code = (
         "from monarch_rl.tasks.sandbox import Sandbox\n"
         "sandbox = Sandbox(seconds=600)\n"
@@ -251,7 +251,7 @@ def test_a_machine_that_cannot_isolate_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="apt install bubblewrap"):
         Sandbox()
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # that of these tests is closed to other users
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the folder of these tests is closed to other users
         Path(folder).chmod(0o755)
         (stand_in := Path(folder) / "bwrap").write_text("#!/bin/sh\necho 'no namespaces: not permitted' >&2\nexit 1\n")
         stand_in.chmod(0o755)
@@ -260,6 +260,6 @@ def test_a_machine_that_cannot_isolate_is_refused(monkeypatch: pytest.MonkeyPatc
             Sandbox()
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="sandbox.seconds"):
         Sandbox(seconds=0)

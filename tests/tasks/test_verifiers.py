@@ -1,4 +1,4 @@
-"""Environments of verifiers, real ones, played through the policy; what is drawn is scripted."""
+"""Real environments of verifiers, run through the policy with scripted replies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def with_tools() -> Any:
 
 
 class Scripted:
-    """Draws the texts in turn, and keeps what the engine saw."""
+    """Generates the texts in turn, and records what the engine saw."""
 
     def __init__(self, template: ChatTemplate, texts: list[str]) -> None:
         self._ids = [template.tokenizer.encode(text + "<|im_end|>") for text in texts]
@@ -85,50 +85,50 @@ def template(tmp_path: Path) -> ChatTemplate:
     return ChatTemplate(write_model(tmp_path, "qwen3"))
 
 
-def play(
+def run_episode(
     template: ChatTemplate, make: Callable[[], Any], texts: list[str], limit: int | None = None
 ) -> tuple[Episode, Scripted]:
     task, engine = Verifiers(make), Scripted(template, texts)
-    player = EpisodeRunner(engine, template, RolloutSettings(), None, limit)
-    (played,) = run_virtual(player.play(task, 0, task.items(0), Sampling(100), 0))
-    return played, engine
+    runner = EpisodeRunner(engine, template, RolloutSettings(), None, limit)
+    (result,) = run_virtual(runner.play(task, 0, task.items(0), Sampling(100), 0))
+    return result, engine
 
 
 @needs_verifiers
-def test_an_environment_of_verifiers_is_played_and_scored_by_its_rubric(template: ChatTemplate) -> None:
+def test_a_verifiers_environment_runs_and_is_scored_by_its_rubric(template: ChatTemplate) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     task = pickle.loads(pickle.dumps(ByValue(Verifiers(one_turn)))).load()
     items = [task.items(cursor) for cursor in range(10)]
     assert sorted(item["answer"] for item in items[:5]) == sorted(row["answer"] for row in ROWS)
     assert items == [task.items(cursor) for cursor in range(10)]
     row = items[0]
-    played, engine = play(template, one_turn, [row["answer"]])
-    assert (played.reward, played.parts) == (1.5, {"right": 1.0, "brief": 1.0, "num_turns": 1.0})
-    assert played.messages[0]["content"] == "Be brief." and played.info["stop"] == "max_turns_reached"
-    assert played.token_ids.tolist() == engine.seen[0] and played.num_trainable == len(row["answer"]) + 1
-    assert play(template, one_turn, [""])[0].parts["right"] == 0.0, "an empty answer is scored"
+    result, engine = run_episode(template, one_turn, [row["answer"]])
+    assert (result.reward, result.parts) == (1.5, {"right": 1.0, "brief": 1.0, "num_turns": 1.0})
+    assert result.messages[0]["content"] == "Be brief." and result.info["stop"] == "max_turns_reached"
+    assert result.token_ids.tolist() == engine.seen[0] and result.num_trainable == len(row["answer"]) + 1
+    assert run_episode(template, one_turn, [""])[0].parts["right"] == 0.0, "an empty answer is scored"
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @needs_verifiers
-def test_tools_of_verifiers_are_called_between_turns_and_nothing_is_tokenised_again(template: ChatTemplate) -> None:
-    played, engine = play(template, with_tools, [CALL, "<tool_call>\nhm\n</tool_call>", "42"])
-    assert played.reward == 1.0 and played.parts["multiply_calls"] == 1.0 and played.parts["total_tool_calls"] == 2.0
-    assert [message["role"] for message in played.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
-    assert played.messages[2]["content"] == "42" and "multiply" in template.decode(engine.seen[0])
+def test_verifiers_tools_are_called_between_turns_and_nothing_is_tokenised_again(template: ChatTemplate) -> None:
+    result, engine = run_episode(template, with_tools, [CALL, "<tool_call>\nhm\n</tool_call>", "42"])
+    assert result.reward == 1.0 and result.parts["multiply_calls"] == 1.0 and result.parts["total_tool_calls"] == 2.0
+    assert [message["role"] for message in result.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert result.messages[2]["content"] == "42" and "multiply" in template.decode(engine.seen[0])
     assert engine.seen[1][: len(engine.seen[0])] == engine.seen[0]
-    assert played.token_ids.tolist() == engine.seen[2]
+    assert result.token_ids.tolist() == engine.seen[2]
 
 
 @needs_verifiers
-def test_a_full_context_ends_it_with_the_rubrics_reward(template: ChatTemplate) -> None:
-    opening = len(play(template, with_tools, ["42"])[1].seen[0])
-    played, _ = play(template, with_tools, [CALL, "42"], limit=opening + 60)
-    assert (played.finish_reason, played.reward, played.info["stop"]) == ("context", 0.0, "prompt_too_long")
+def test_a_full_context_ends_an_episode_with_the_rubrics_reward(template: ChatTemplate) -> None:
+    opening = len(run_episode(template, with_tools, ["42"])[1].seen[0])
+    result, _ = run_episode(template, with_tools, [CALL, "42"], limit=opening + 60)
+    assert (result.finish_reason, result.reward, result.info["stop"]) == ("context", 0.0, "prompt_too_long")
 
 
 @needs_verifiers
-def test_what_goes_wrong_in_a_turn_is_shown_and_a_changed_conversation_refused(template: ChatTemplate) -> None:
+def test_a_changed_conversation_is_refused_and_reported(template: ChatTemplate) -> None:
     import verifiers as vf
     from datasets import Dataset
 
@@ -141,12 +141,12 @@ def test_what_goes_wrong_in_a_turn_is_shown_and_a_changed_conversation_refused(t
 
     forgetting = Forgets(max_turns=3, dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[right]))
     with pytest.raises(EpisodeFailed) as failed:
-        play(template, lambda: forgetting, ["1", "2"])
+        run_episode(template, lambda: forgetting, ["1", "2"])
     assert failed.value.reason == "episode raised ValueError" and "changed earlier messages" in failed.value.report
 
 
 @needs_verifiers
-def test_settings_of_verifiers_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_of_verifiers_are_refused() -> None:
     from datasets import Dataset
 
     assert Verifiers(one_turn).check()[0].startswith("Be brief.6 * ")
@@ -159,7 +159,7 @@ def test_settings_of_verifiers_that_cannot_work_are_refused() -> None:
         Verifiers(lambda: one_turn(eval_dataset=Dataset.from_list(ROWS[:2])), held_out=3).check()
 
 
-def test_without_verifiers_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_verifiers_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("verifiers", "verifiers.envs.environment"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=r"pip install \"monarch_rl\[verifiers\]\""):

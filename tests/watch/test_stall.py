@@ -1,4 +1,4 @@
-"""From who waits for whom to the culprit, and to the sentence that describes it."""
+"""From the waits of all processes to the culprit, and to the message that describes the stall."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NOW = 1000.0
 SILENCE_S = 15.0
 
 
-def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping", **known: float) -> Process:
-    """A process that waits ``(for what, on whom, since how many seconds)``; ``blocked_s`` and others as known."""
-    owed = [Wait(name, what, on, NOW - since, math.inf) for what, on, since in waits]
-    blocked = known.pop("blocked_s", 0.0)
-    report = ProcessReport(name, 100, "m", NOW, owed, {}, blocked, [], {})
+def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping", **fields: float) -> Process:
+    """A process with waits ``(for what, on whom, seconds so far)``; ``fields`` are ``blocked_s`` and attributes."""
+    pending = [Wait(name, what, on, NOW - since, math.inf) for what, on, since in waits]
+    blocked = fields.pop("blocked_s", 0.0)
+    report = ProcessReport(name, 100, "m", NOW, pending, {}, blocked, [], {})
     asked = None if name.startswith("the engine") else report
     made = Process(name, 100, "m", asked, state=ProcessState(status, 0.0))
-    for what, value in known.items():
-        setattr(made, what, value)
+    for field, value in fields.items():
+        setattr(made, field, value)
     return made
 
 
-def at_piece(made: Process, what: str, seconds: float, limit_s: float) -> Process:
-    """The process, whose device has been at a piece of work for some seconds."""
+def with_operation(made: Process, what: str, seconds: float, limit_s: float) -> Process:
+    """The process with a GPU operation that has run for some seconds."""
     made.operation, made.operation_s = GpuOperation(what, NOW - seconds, limit_s), seconds
     return made
 
@@ -45,7 +45,7 @@ def sentence(seen: RunPicture) -> str:
 
 
 def assert_names(seen: RunPicture, *facts: str) -> None:
-    """The sentence has these, in this order."""
+    """The message contains these facts, in this order."""
     assert re.search(".*".join(map(re.escape, facts)), sentence(seen)), sentence(seen)
 
 
@@ -65,7 +65,7 @@ GENERATOR_1 = process("generator 1", ("new tokens after 9 prompt tokens", "the e
 ENGINE_1 = process("the engine of generator 1")
 
 
-def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
+def test_the_chain_leads_from_the_trainer_to_a_stopped_process() -> None:
     stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(CONTROLLER, RANK_0, BUFFER, WORKER_1, WORKER_2, stopped)
     assert seen.culprits() == [stopped]
@@ -74,28 +74,28 @@ def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
     assert sentence(seen).count(";") == 4 and "worker 1" not in sentence(seen)
 
 
-def test_the_chain_goes_on_into_an_engine() -> None:
+def test_the_chain_continues_into_an_engine() -> None:
     engine = process("the engine of generator 1", status="stopped", not_running_s=16.0)
     seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
     assert seen.culprits() == [engine]
     assert_names(seen, "generator 1 has", "25 s", "; the engine of generator 1", "stopped", "16 s", "process 100")
 
 
-def test_a_trainer_rank_that_all_wait_for_is_named_by_the_controller() -> None:
+def test_the_controllers_wait_leads_to_a_blocked_trainer_rank() -> None:
     blocked = process("trainer rank 1", blocked_s=18.0)
     seen = picture(CONTROLLER, process("trainer rank 0"), blocked, BUFFER)
     assert seen.culprits() == [blocked]
     assert_names(seen, "controller", "20 s", "step 41; trainer rank 1", "blocked", "18 s", "process 100", "0%")
 
 
-def test_a_culprit_nobody_waits_for_is_named_all_the_same() -> None:
+def test_a_culprit_is_named_even_if_nobody_waits_for_it() -> None:
     stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(RANK_0, process("buffer"), stopped)
     assert sentence(seen).startswith("generator 1 ")
     assert_names(seen, "17 s", "process 100 is stopped")
 
 
-def test_a_machine_on_which_nobody_answers() -> None:
+def test_a_machine_without_answering_processes_is_reported() -> None:
     lost = process("generator 1", silent_s=17.0)
     lost.state = None
     assert picture(lost).culprits() == [lost]
@@ -120,22 +120,22 @@ def test_a_machine_on_which_nobody_answers() -> None:
         "silent without a core",
         "blocked without a core",
         "stopped just now",
-        "lost, as Monarch will say",
+        "lost, before Monarch reports it",
     ],
 )
-def test_who_is_at_work_or_only_late_is_no_culprit(busy: Process) -> None:
+def test_a_busy_or_slightly_late_process_is_not_a_culprit(busy: Process) -> None:
     assert picture(CONTROLLER, busy).culprits() == []
 
 
-def test_a_loss_that_goes_unnoticed_makes_a_culprit_in_the_end() -> None:
+def test_an_unnoticed_loss_eventually_makes_a_culprit() -> None:
     lost = process("trainer rank 1", status="gone", silent_s=38.0, not_running_s=38.0)
     assert picture(CONTROLLER, lost).culprits() == [lost]
     just = process("trainer rank 1", status="gone", silent_s=5.0, not_running_s=5.0)
-    assert picture(CONTROLLER, just).at_work(), "or the run would end as stuck before Monarch has spoken"
+    assert picture(CONTROLLER, just).at_work(), "otherwise the run would end as stuck before Monarch reports the loss"
 
 
-def test_a_process_without_a_core_is_at_work_whoever_waits_for_it() -> None:
-    """It may be the one that has to pass on a message."""
+def test_a_process_without_a_core_counts_as_busy_whoever_waits_for_it() -> None:
+    """It may be the process that must pass on a message."""
     idle = process("generator 1", cpu_share=0.01, queued_share=0.1)
     assert not picture(RANK_0, BUFFER, idle).at_work() and picture(idle).starved() == []
     starved = process("generator 1", cpu_share=0.01, queued_share=0.9)
@@ -145,39 +145,41 @@ def test_a_process_without_a_core_is_at_work_whoever_waits_for_it() -> None:
     assert re.search("1%.* 90%", starved.describe(SILENCE_S))
 
 
-def test_a_stopped_process_is_a_culprit_however_long_it_was_without_a_core_before() -> None:
+def test_a_stopped_process_is_a_culprit_even_if_it_lacked_a_core_before() -> None:
     stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0, queued_share=0.5)
     assert picture(CONTROLLER, stopped).culprits() == [stopped]
 
 
-def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:
+def test_a_busy_process_counts_only_if_the_trainer_waits_for_it() -> None:
     busy = process("the engine of generator 1", cpu_share=0.9)
     assert picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, busy).at_work()
     assert not picture(RANK_0, BUFFER, WORKER_1, GENERATOR_1, busy).at_work()
     assert not picture(RANK_0, process("controller", cpu_share=0.9)).at_work()
 
 
-def test_a_wait_for_something_outside_counts_as_work() -> None:
+def test_a_wait_for_something_outside_the_run_counts_as_work() -> None:
     outside = process("rollout worker 2", ("the episode's own code", "an episode's code", 40.0))
     assert picture(RANK_0, BUFFER, outside).at_work()
     assert_names(picture(RANK_0, BUFFER, outside), "; rollout worker 2 answers", "process 100", "0%")
 
 
-def test_the_recipe_waits_where_neither_the_controller_nor_a_rank_waits_for_anybody() -> None:
+def test_the_recipe_waits_if_neither_the_controller_nor_a_rank_waits_for_a_process() -> None:
     idle = process("controller")
     assert picture(idle, process("trainer rank 0"), BUFFER, WORKER_2).recipe_waits()
     assert not picture(CONTROLLER, process("trainer rank 0")).recipe_waits()
     assert not picture(idle, RANK_0, BUFFER).recipe_waits()
-    assert not picture(process("trainer rank 0")).recipe_waits(), "a controller that does not answer may wait for all"
+    assert not picture(process("trainer rank 0")).recipe_waits(), (
+        "a controller that does not answer may wait for all of them"
+    )
 
 
-def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
+def test_a_stall_without_a_culprit_is_described_to_the_end_of_its_chain() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()
     assert_names(seen, "; rollout worker 2 waits for no process", "process 100", "0%")
 
 
-def test_a_circle_is_described_once() -> None:
+def test_a_circle_of_waits_is_described_once() -> None:
     circle = process("buffer", ("version 7 to be served", "controller", 30.0))
     seen = picture(CONTROLLER, RANK_0, circle)
     assert not seen.at_work()
@@ -199,7 +201,7 @@ NAMES = ["trainer rank 0", "controller", *[f"rollout worker {i}" for i in range(
     st.dictionaries(st.sampled_from(NAMES), st.lists(st.sampled_from(NAMES), max_size=4)), st.sampled_from(NAMES[2:])
 )
 def test_the_chain_is_a_path_of_waits_that_ends_at_the_culprit(waits: dict[str, list[str]], culprit: str) -> None:
-    """Whatever waits for whom, circles too; and it is there whenever a path is."""
+    """For any waits, including circles; the chain exists whenever a path exists."""
     everybody = [process(name, *[(on, on, 1.0) for on in waits.get(name, [])]) for name in NAMES if name != culprit]
     stopped = process(culprit, status="stopped", silent_s=20.0)
     chain = picture(*everybody, stopped).chain()
@@ -222,11 +224,11 @@ def test_the_chain_is_a_path_of_waits_that_ends_at_the_culprit(waits: dict[str, 
 
 
 @given(st.floats(0, 500), st.floats(20, 400), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_a_device_that_does_not_end_its_work_is_a_culprit_however_much_cpu_is_used(
+def test_a_device_that_exceeds_its_limit_is_a_culprit_however_much_cpu_is_used(
     seconds: float, limit_s: float, cpu: float, queued: float, waited_for: bool
 ) -> None:
-    """A thread that waits for a GPU spins. Within the limit the process is judged like any other."""
-    spins = at_piece(
+    """A thread that waits for a GPU spins. Within the limit the process is treated like any other."""
+    spins = with_operation(
         process("trainer rank 1", cpu_share=cpu, queued_share=queued), "a micro-batch of 8192 tokens", seconds, limit_s
     )
     seen = picture(*([CONTROLLER] if waited_for else []), spins)
@@ -238,10 +240,12 @@ def test_a_device_that_does_not_end_its_work_is_a_culprit_however_much_cpu_is_us
         assert_names(seen, "trainer rank 1", *work, f"{cpu:.0%}", *share)
 
 
-def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> None:
-    """In NCCL all ranks hang with it, from their own collective on. What does not answer at all is to blame first."""
+def test_the_first_device_to_hang_is_named_among_devices_that_wait_for_each_other() -> None:
+    """In NCCL all ranks hang with it, from their own collective on. A process that does not answer is blamed first."""
     ranks = [
-        at_piece(process(f"trainer rank {rank}", cpu_share=1.0), "an optimiser step of 8192 tokens", seconds, 60.0)
+        with_operation(
+            process(f"trainer rank {rank}", cpu_share=1.0), "an optimiser step of 8192 tokens", seconds, 60.0
+        )
         for rank, seconds in enumerate((70.0, 75.0, 68.0))
     ]
     seen = picture(CONTROLLER, *ranks)
@@ -252,7 +256,7 @@ def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> Non
 
 
 def test_an_engine_whose_gpu_hangs_is_named_at_the_end_of_the_chain() -> None:
-    engine = at_piece(
+    engine = with_operation(
         process("the engine of generator 1", cpu_share=1.0), "a step of decoding of 64 tokens", 61.0, 60.0
     )
     seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)

@@ -1,4 +1,4 @@
-"""The watch over real processes that are stopped, blocked, busy or idle; short times, and no torch in them."""
+"""The watch over real processes that are stopped, blocked, busy or idle; with short times and without torch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.runtime.hogs import hogs, pin
 from tests.runtime.launched import Start, gone
 
 STALL_S = 3.0
-"""A fifth of the default. Much less, and the polls themselves would keep an idle process at work."""
-PIECE_S = 5.0
-"""What a device may take for a piece of work, in these tests."""
+"""A fifth of the default. With much less, the polls themselves would keep an idle process busy."""
+OPERATION_S = 5.0
+"""Time limit of a GPU operation in these tests."""
 PATIENCE_S = 300.0
-"""Seconds for whatever must happen, and for whatever lasts until the watch acts."""
+"""Deadline in seconds for expected events, and duration of activities that last until the watch acts."""
 
 
 def spin(seconds: float) -> None:
@@ -47,8 +47,8 @@ def spin(seconds: float) -> None:
         sum(range(1000))
 
 
-class Player(Actor):
-    """A trainer rank or a rollout worker that does what the test asks."""
+class ScriptedActor(Actor):
+    """A trainer rank or a rollout worker controlled by the test."""
 
     def __init__(self, kind: str) -> None:
         wait_registry.register(f"{kind} {current_rank().rank}")
@@ -71,15 +71,15 @@ class Player(Actor):
 
     @concurrent_endpoint
     async def compute(self, device: str, each_s: float) -> None:
-        """Micro-batch after micro-batch, on a thread that spins as one that waits for a GPU does."""
+        """Run micro-batches on a thread that spins like one that waits for a GPU."""
 
         def compute() -> None:
-            device_work.FIRST_S = device_work.FLOOR_S = PIECE_S
+            device_work.FIRST_S = device_work.FLOOR_S = OPERATION_S
             device_work.use_device(device)
             while True:  # until the process ends
                 with device_work.operation("a micro-batch", 8192):
                     spin(each_s)
-                time.sleep(0.1)  # leaves the machine to the others
+                time.sleep(0.1)  # leaves the machine to other processes
 
         await asyncio.to_thread(compute)
 
@@ -92,24 +92,24 @@ class Player(Actor):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One for all tests: each has its own meshes, and what one test killed must not disturb the next."""
+    """One for all tests: each has its own meshes, so that killed processes do not disturb later tests."""
     with launch_cluster() as launched:
         assert launched is not None
         yield launched
 
 
 @pytest.fixture(autouse=True)
-def _watch_those_of_the_test_alone(request: pytest.FixtureRequest) -> None:
-    """Not one whose mesh an earlier test broke, which Monarch may no longer ask."""
+def _watch_only_processes_of_the_test(request: pytest.FixtureRequest) -> None:
+    """Processes on meshes that earlier tests broke may no longer be asked by Monarch."""
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").monitors = []
 
 
-async def players(cluster: Cluster, kind: str) -> tuple[list[Player], list[int]]:
-    """Two processes with a player each; handles and pids."""
+async def scripted_actors(cluster: Cluster, kind: str) -> tuple[list[ScriptedActor], list[int]]:
+    """Two processes with one actor each; handles and pids."""
     mesh = cluster.spawn(kind.split()[0], 2)
-    actors: Player = mesh.spawn("players", Player, kind)
-    pids = await within(PATIENCE_S, actors.pid.call(), "the players", on="Monarch")
+    actors: ScriptedActor = mesh.spawn("actors", ScriptedActor, kind)
+    pids = await within(PATIENCE_S, actors.pid.call(), "the actors", on="Monarch")
     return members(actors), list(pids.values())
 
 
@@ -141,12 +141,12 @@ async def answered(cluster: Cluster, watching: Watch) -> None:
     await until(all_have, "an answer of all processes to the watch")
 
 
-def test_stacks_are_read_where_the_environment_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_read_without_an_activated_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert "test_stacks_are_read_where" in stacks_of(os.getpid())
+    assert "test_stacks_are_read_without" in stacks_of(os.getpid())
 
 
-def test_stacks_that_py_spy_cannot_read_say_so() -> None:
+def test_stacks_that_py_spy_cannot_read_have_its_error() -> None:
     with subprocess.Popen(["true"]) as ended:
         exit_code(ended)
     assert re.match(rf"py-spy .*{ended.pid}: \S", stacks_of(ended.pid))
@@ -156,19 +156,19 @@ def test_stacks_that_py_spy_cannot_read_say_so() -> None:
 def test_a_stopped_process_is_named_and_killed(
     cluster: Cluster, tmp_path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the controller cannot inspect it: then another process on its machine does, and kills it."""
+    """Also if the controller cannot inspect it: then another process on its machine does, and kills it."""
     if machine == "another machine":
         monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
         monkeypatch.delattr("monarch_rl.runtime.monitor.stacks_of")
         monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
-        ranks, _ = await players(cluster, "trainer rank")
-        workers, pids = await players(cluster, "rollout worker")
+        ranks, _ = await scripted_actors(cluster, "trainer rank")
+        workers, pids = await scripted_actors(cluster, "rollout worker")
 
         async def work() -> None:
             waiting = asyncio.ensure_future(ranks[0].wait.call_one("the batch of step 1", "rollout worker 1"))
-            others = asyncio.ensure_future(workers[0].advance.call_one(PATIENCE_S))  # whatever else goes on
+            others = asyncio.ensure_future(workers[0].advance.call_one(PATIENCE_S))  # other processes advance
             os.kill(pids[1], signal.SIGSTOP)
             await asyncio.gather(waiting, others)
 
@@ -185,12 +185,12 @@ def test_a_stopped_process_is_named_and_killed(
     run(test)
 
 
-def test_a_lost_process_that_somebody_goes_on_waiting_for_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    """Monarch has told the watch of the loss, but not who waits; all else goes on."""
+def test_a_lost_process_with_remaining_waiters_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Monarch has notified the watch of the loss, but not the waiter; all other processes continue."""
 
     async def test() -> None:
-        ranks, _ = await players(cluster, "trainer rank")
-        workers, pids = await players(cluster, "rollout worker")
+        ranks, _ = await scripted_actors(cluster, "trainer rank")
+        workers, pids = await scripted_actors(cluster, "rollout worker")
 
         async def work() -> None:
             waiting = asyncio.ensure_future(ranks[0].wait.call_one("the batch of step 1", "rollout workers"))
@@ -205,11 +205,11 @@ def test_a_lost_process_that_somebody_goes_on_waiting_for_is_named(cluster: Clus
 
 
 @pytest.mark.parametrize("first", ["the run", "the watch"])
-def test_what_ends_a_run_first_is_told(cluster: Cluster, tmp_path: Path, first: str) -> None:
+def test_the_first_cause_of_the_end_is_raised(cluster: Cluster, tmp_path: Path, first: str) -> None:
     """The watch has found a culprit, and asks whether it can be replaced, while the run fails because of it."""
 
     async def test() -> None:
-        _, pids = await players(cluster, "generator")
+        _, pids = await scripted_actors(cluster, "generator")
         asked, failed = asyncio.Event(), asyncio.Event()
 
         async def recover(culprit: str) -> bool:
@@ -228,9 +228,9 @@ def test_what_ends_a_run_first_is_told(cluster: Cluster, tmp_path: Path, first: 
                 failed.set()
                 raise OSError("a rank does not answer")
 
-        with pytest.raises(OSError if first == "the run" else Stalled) as told:
+        with pytest.raises(OSError if first == "the run" else Stalled) as raised:
             await asyncio.create_task(fail())
-        assert first == "the run" or isinstance(told.value.__cause__, OSError)
+        assert first == "the run" or isinstance(raised.value.__cause__, OSError)
 
     run(test)
 
@@ -238,7 +238,7 @@ def test_what_ends_a_run_first_is_told(cluster: Cluster, tmp_path: Path, first: 
 @pytest.mark.core
 def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
-        _, pids = await players(cluster, "generator")
+        _, pids = await scripted_actors(cluster, "generator")
         asked: list[str] = []
         replaced = asyncio.Event()
 
@@ -258,23 +258,25 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
 
 
 @pytest.mark.parametrize("machine", ["this machine", "another machine"])
-def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
+def test_a_replaced_process_is_ended_even_if_it_does_not_answer(
     cluster: Cluster, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not keep the device of the process that takes its place."""
+    """It must release its device for the process that replaces it."""
     if machine == "another machine":
         monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
         monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
-        await players(cluster, "trainer rank")
+        await scripted_actors(cluster, "trainer rank")
         mesh = cluster.spawn("generator", 1)
-        pid = await within(PATIENCE_S, mesh.spawn("player", Player, "generator").pid.call_one(), "it", on="Monarch")
+        pid = await within(
+            PATIENCE_S, mesh.spawn("actor", ScriptedActor, "generator").pid.call_one(), "it", on="Monarch"
+        )
         await cluster.locate(mesh)
         os.kill(pid, signal.SIGSTOP)
         before = len(cluster.monitors)
         await cluster.kill(mesh)
-        assert len(cluster.monitors) == before - 1, "a watch that begins now does not look for it"
+        assert len(cluster.monitors) == before - 1, "a new watch does not look for it"
         await until(lambda: gone(pid), "its end")
 
     run(test)
@@ -283,9 +285,9 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
 COMPUTING_S = 9.0
 """Seconds for which a process computes in one call."""
 CROWDED_STALL_S = COMPUTING_S / 3
-"""Longer than elsewhere here: in each window of this length, the machine must give the process 5 % of a core."""
+"""Longer than in other tests: in each window of this length, the machine must give the process 5 % of a core."""
 ATTEMPTS = 6
-"""A process that the machine leaves without a core looks idle: then the test begins again."""
+"""A process without a core looks idle: then the test starts again."""
 
 
 @contextmanager
@@ -313,7 +315,7 @@ def queued(pids: Sequence[int]) -> Iterator[Callable[[], float]]:
 
 
 def queued_s(pid: int) -> float:
-    """The second number of Linux's ``schedstat``, in ns, over all threads; 0 of a process that has ended."""
+    """Sum of the second number of Linux's ``schedstat`` over all threads; 0 for a process that has ended."""
     waited = 0
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -322,13 +324,13 @@ def queued_s(pid: int) -> float:
 
 
 def computes_unhindered(cluster: Cluster, folder: Path) -> bool:
-    """Whether the watch leaves a rank alone that computes; if not, the machine must have given it no core."""
+    """Whether the watch leaves a computing rank alone; if not, the machine must have given it no core."""
     folder.mkdir()
     left_alone = True
 
     async def test() -> None:
         nonlocal left_alone
-        ranks, pids = await players(cluster, "trainer rank")
+        ranks, pids = await scripted_actors(cluster, "trainer rank")
         with queued(pids) as longest_s:
             try:
                 async with watched(cluster, folder, CROWDED_STALL_S) as watch:
@@ -350,7 +352,7 @@ def computes_unhindered(cluster: Cluster, folder: Path) -> bool:
     return left_alone
 
 
-def test_a_process_that_computes_is_left_alone_however_long_and_shows_in_the_lag(
+def test_a_computing_process_is_left_alone_and_shows_in_the_loop_lag(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts = (computes_unhindered(cluster, tmp_path / str(attempt)) for attempt in range(ATTEMPTS))
@@ -359,15 +361,15 @@ def test_a_process_that_computes_is_left_alone_however_long_and_shows_in_the_lag
 
 
 HOGS = 40
-"""Processes beside one that computes, on its core: it gets 2 % of it, less than an idle process may use."""
+"""Competing processes on the core of a computing one: it gets 2 % of the core, less than an idle process may use."""
 
 
 @pytest.mark.core
-def test_a_process_that_computes_without_a_core_is_left_alone_and_the_machine_is_named(
+def test_a_computing_process_without_a_core_is_left_alone_and_the_machine_is_named(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        ranks, pids = await players(cluster, "trainer rank")
+        ranks, pids = await scripted_actors(cluster, "trainer rank")
         core = min(os.sched_getaffinity(0))
         pin(pids[0], core)
         async with watched(cluster, tmp_path, STALL_S):
@@ -379,11 +381,11 @@ def test_a_process_that_computes_without_a_core_is_left_alone_and_the_machine_is
     assert re.search(r"too little CPU: .*\d+ %", caplog.text)
 
 
-def test_a_deadline_that_passes_leaves_a_report(cluster: Cluster, tmp_path: Path) -> None:
-    """A process that computes forever is no culprit for the watch; the deadline ends it, and the report names it."""
+def test_an_exceeded_deadline_leaves_a_report(cluster: Cluster, tmp_path: Path) -> None:
+    """A process that computes forever is not a culprit for the watch; the deadline ends it, and the report names it."""
 
     async def test() -> None:
-        ranks, pids = await players(cluster, "trainer rank")
+        ranks, pids = await scripted_actors(cluster, "trainer rank")
         with pytest.raises(DeadlineExceeded, match="step 1"):
             async with watched(cluster, tmp_path, STALL_S) as watching:
                 await answered(cluster, watching)
@@ -399,10 +401,10 @@ def test_a_deadline_that_passes_leaves_a_report(cluster: Cluster, tmp_path: Path
 @pytest.mark.core
 def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
-        workers, pids = await players(cluster, "rollout worker")
+        workers, pids = await scripted_actors(cluster, "rollout worker")
 
         async def work() -> None:
-            wait_registry.progress("version published")  # or the run would end for being stuck
+            wait_registry.progress("version published")  # otherwise the run would end as stuck
             await workers[0].block.call_one(600)
 
         message, _ = await stalled(cluster, tmp_path, work)
@@ -417,10 +419,10 @@ def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, 
 
 
 @pytest.mark.core
-def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_stall_without_a_culprit_reports_its_chain_of_waits(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
-        ranks, _ = await players(cluster, "trainer rank")
-        workers, _ = await players(cluster, "rollout worker")
+        ranks, _ = await scripted_actors(cluster, "trainer rank")
+        workers, _ = await scripted_actors(cluster, "rollout worker")
 
         async def work() -> None:
             waiting = ranks[0].wait.call_one("the batch of step 1", "rollout worker 0")
@@ -429,14 +431,14 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
         message, seconds = await stalled(cluster, tmp_path, work)
         # A poll may date the last advance an interval earlier, and that was up to 0.1 s before the end of the four.
         # clock: at least
-        assert seconds >= (6 - 1 / watch.POLLS) * STALL_S - 0.2, "it was ended while it advanced"
+        assert seconds >= (6 - 1 / watch.POLLS) * STALL_S - 0.2, "the run was ended while it advanced"
         assert "; rollout worker 0 waits for no process" in message
 
     run(test)
 
 
 @pytest.mark.heavy
-def test_a_recipe_that_waits_for_something_of_its_own_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_recipe_that_waits_in_its_own_code_does_not_end_the_run(tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(
         f"""
@@ -444,19 +446,19 @@ import asyncio, logging, pathlib
 from monarch_rl.watch import watch
 from monarch_rl.runtime.cluster import launch_cluster
 
-said = asyncio.Event()
+warned = asyncio.Event()
 
 class Handler(logging.Handler):
     def emit(self, record):
         if "the recipe's own code" in record.getMessage():
-            loop.call_soon_threadsafe(said.set)
+            loop.call_soon_threadsafe(warned.set)
 
 async def main(cluster):
     global loop
     loop = asyncio.get_running_loop()
     logging.basicConfig(handlers=[logging.StreamHandler(), Handler()])
     async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), 1.0):
-        await said.wait()
+        await warned.wait()
         await asyncio.sleep({2 * watch.STUCK_FACTOR})
 
 with launch_cluster() as cluster:
@@ -497,8 +499,8 @@ with launch_cluster() as cluster:
     assert "time.sleep(600)" in done.stderr
 
 
-def test_the_times_start_again_when_the_controller_itself_was_stopped(start: Start, tmp_path: Path) -> None:
-    """It is stopped for longer than a run may stand still, and then goes on for a while."""
+def test_timers_restart_after_a_stop_of_the_controller(start: Start, tmp_path: Path) -> None:
+    """It is stopped for longer than a run may stall, and then continues for a while."""
     begun = tmp_path / "begun"
     script = tmp_path / "controller.py"
     script.write_text(
@@ -527,13 +529,11 @@ with launch_cluster() as cluster:
 
 
 @pytest.mark.core
-def test_a_process_that_spins_at_what_its_device_does_not_end_is_named_and_one_whose_device_goes_on_is_not(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """One rank's device never ends a micro-batch, the other's ends many. Both compute all the time."""
+def test_a_spinning_process_is_named_only_if_its_device_hangs(cluster: Cluster, tmp_path: Path) -> None:
+    """The device of one rank never finishes a micro-batch, the other device finishes many. Both ranks use the CPU."""
 
     async def test() -> None:
-        ranks, pids = await players(cluster, "trainer rank")
+        ranks, pids = await scripted_actors(cluster, "trainer rank")
 
         async def work() -> None:
             computing = asyncio.gather(
@@ -549,6 +549,6 @@ def test_a_process_that_spins_at_what_its_device_does_not_end_is_named_and_one_w
         (report,) = tmp_path.glob("stall-*.txt")
         text = report.read_text()
         assert "in spin" in text, "the stacks show where it waits"
-        assert len(re.findall("its device", text)) == 2, "in the message and in the list: of rank 1 alone"
+        assert len(re.findall("its device", text)) == 2, "in the message and in the list: only for rank 1"
 
     run(test)

@@ -1,5 +1,5 @@
-"""The watch over made-up pictures: what goes wrong in the watch itself, and what it forgets. No process is started
-but for small ones."""
+"""The watch over synthetic pictures: errors in the watch itself, and what it forgets. Only small processes are
+started."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tests.patience import TICK_S, Patience, until
 
 STALL_S = 2.0
 PATIENCE_S = 120.0
-"""Seconds for whatever must happen."""
+"""Deadline in seconds for expected events."""
 TakePicture = Callable[[int], Awaitable[RunPicture]]
-"""Takes the number of pictures before."""
+"""Its argument is the number of earlier pictures."""
 
 
 def cluster(*monitors: tuple[str, list[Any]]) -> Cluster:
@@ -45,7 +45,7 @@ def cluster(*monitors: tuple[str, list[Any]]) -> Cluster:
 
 
 def idle(culprit_silent_s: float = 0.0) -> RunPicture:
-    """Of a run that does nothing; what is waited for in this process is. A generator has been silent."""
+    """A run that does nothing, with the actual waits of this process. A generator has been silent."""
     own = monitor.own_report()
     processes = [Process(CONTROLLER, own.pid, own.machine, own), Process("generator 0", silent_s=culprit_silent_s)]
     return RunPicture({process.name: process for process in processes}, STALL_S)
@@ -53,7 +53,7 @@ def idle(culprit_silent_s: float = 0.0) -> RunPicture:
 
 @pytest.fixture
 def watch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[TakePicture], list[float]]:
-    """Takes the pictures of watches; returns the times of the polls, as they happen."""
+    """Replaces the pictures of watches; returns the times of the polls, updated as they happen."""
 
     def see(take: TakePicture) -> list[float]:
         polls = list[float]()
@@ -71,13 +71,13 @@ def watch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[TakePicture], list[
 async def stalled(folder: Path) -> None:
     with pytest.raises(Stalled):
         async with watched(cluster(), folder, STALL_S):
-            await within(PATIENCE_S, asyncio.Event().wait(), "what does not come", on="generator 0")
+            await within(PATIENCE_S, asyncio.Event().wait(), "an event that never happens", on="generator 0")
 
 
-def test_a_disk_that_stalls_costs_the_report_and_not_the_end_of_the_run(
+def test_a_stalled_disk_loses_the_report_but_the_run_still_ends(
     watch_sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The watch goes on, and what the report would have said is logged."""
+    """The watch continues, and logs the content of the report."""
     disk, writing = threading.Event(), list[Path]()
 
     async def take(_: int) -> RunPicture:
@@ -96,7 +96,7 @@ def test_a_disk_that_stalls_costs_the_report_and_not_the_end_of_the_run(
     assert writing and str(writing[0]) in caplog.text
 
 
-def test_a_picture_that_takes_long_does_not_hide_a_stall(watch_sees: Any, tmp_path: Path) -> None:
+def test_a_slow_picture_does_not_hide_a_stall(watch_sees: Any, tmp_path: Path) -> None:
     async def take(_: int) -> RunPicture:
         await asyncio.sleep(0.75 * STALL_S)
         return idle()
@@ -106,8 +106,8 @@ def test_a_picture_that_takes_long_does_not_hide_a_stall(watch_sees: Any, tmp_pa
     assert list(tmp_path.glob("stall-*.txt"))
 
 
-def test_a_stop_while_a_picture_is_taken_makes_no_culprit(watch_sees: Any, tmp_path: Path) -> None:
-    """It blocks the watch's loop, as a stop of the process does; what was silent meanwhile was stopped, too."""
+def test_a_stop_during_a_picture_makes_no_culprit(watch_sees: Any, tmp_path: Path) -> None:
+    """It blocks the loop of the watch, as a stop of the process does; silent processes were stopped, too."""
 
     async def take(number: int) -> RunPicture:
         if number < 2:
@@ -129,7 +129,7 @@ def test_a_stop_while_a_picture_is_taken_makes_no_culprit(watch_sees: Any, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_that_cannot_be_written_does_not_keep_the_run(
+def test_an_unwritable_report_does_not_keep_the_run_from_ending(
     watch_sees: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def take(_: int) -> RunPicture:
@@ -153,7 +153,7 @@ def test_an_error_of_one_poll_does_not_end_the_watch(
     assert "AccessDenied" in caplog.text
 
 
-def test_a_watch_whose_polls_all_fail_gives_up_and_says_so(
+def test_a_watch_whose_polls_all_fail_gives_up_with_an_error(
     watch_sees: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def take(_: int) -> RunPicture:
@@ -167,8 +167,8 @@ def test_a_watch_whose_polls_all_fail_gives_up_and_says_so(
 
     asyncio.run(test())
     assert len(polls) == FAILED_POLLS
-    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert said.exc_info is not None and isinstance(said.exc_info[1], UnicodeDecodeError)
+    (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert error.exc_info is not None and isinstance(error.exc_info[1], UnicodeDecodeError)
 
 
 def test_a_process_that_may_not_be_inspected_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_process_that_may_not_be_inspected_is_unknown(monkeypatch: pytest.Monk
     assert monitor.state_of(1) == monitor.ProcessState("unknown", 0.0)
 
 
-class MadeUpMonitor:
+class FakeMonitor:
     """The monitor of a real process that does nothing."""
 
     def __init__(self, name: str) -> None:
@@ -202,20 +202,20 @@ def shows(pid: int, picture: RunPicture) -> bool:
     return pid in {process.pid for process in picture.processes.values()}
 
 
-def test_what_has_ended_and_was_replaced_is_forgotten() -> None:
+def test_ended_and_replaced_processes_are_forgotten() -> None:
     async def test() -> None:
-        lives = MadeUpMonitor("buffer")
+        lives = FakeMonitor("buffer")
         seen = cluster(("buffer", [lives]))
         poller = ProcessPoller(seen, STALL_S, 0.01, LoopLag())
 
         async def picture_of(shown: Callable[[RunPicture], bool]) -> None:
-            patience = Patience("what a picture is to show")
+            patience = Patience("the expected picture")
             while not shown(await poller.picture()):
                 patience.tick()
                 await asyncio.sleep(TICK_S)
 
         for _ in range(4):
-            replaced = MadeUpMonitor("generator 0")
+            replaced = FakeMonitor("generator 0")
             seen.monitors = [("buffer", [cast(Any, lives)]), ("generator", [cast(Any, replaced)])]
             poller.add_new()
             pid = replaced.pid
@@ -234,10 +234,10 @@ def test_what_has_ended_and_was_replaced_is_forgotten() -> None:
 @given(
     st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 1), st.booleans()), min_size=1, max_size=30), st.floats(0, 50)
 )
-def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_time_that_nobody_watched(
+def test_time_without_a_core_and_unwatched_time_do_not_count_against_a_device(
     looks: list[tuple[float, float, bool]], watched_after_s: float
 ) -> None:
-    """Looks: seconds since the last one, the share of them without a core, whether a new piece of work began then."""
+    """``looks``: seconds since the previous one, their share without a core, whether a new GPU operation began."""
     poller = ProcessPoller(cluster(), 15.0, 3.0, LoopLag())
     start = poller._watched_since = watched_after_s
     now, queued_s, ran_s, since, without_core_s = 0.0, 1000.0, 10.0, 0.0, 0.0
@@ -256,7 +256,7 @@ def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_ti
 
 
 def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
-    """On a crowded machine the threads of a process wait side by side, for more seconds than there are."""
+    """On a crowded machine the threads of a process wait in parallel, in total longer than the elapsed time."""
     poller = ProcessPoller(cluster(), 15.0, 3.0, LoopLag())
     poller._watched_since = 0.0
     for now in (0.0, 100.0):
@@ -266,8 +266,8 @@ def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
     assert process.operation_s == pytest.approx(10)
 
 
-class MadeUpPoller(ProcessPoller):
-    """Of processes that compute on machines that are not there, at a time that the test says."""
+class FakePoller(ProcessPoller):
+    """Polls computing processes on simulated machines, at times that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -278,7 +278,7 @@ class MadeUpPoller(ProcessPoller):
         return {process.pid: monitor.ProcessState("running", self.now) for process in processes if process.pid}
 
     def hang(self, now: float, **operations: tuple[str, GpuOperation]) -> set[str]:
-        """Names of the processes whose device hangs, of those with these machines and pieces."""
+        """Names of the processes whose device hangs, given their machines and GPU operations."""
         self.now, picture = now, RunPicture()
         for pid, (name, (machine, operation)) in enumerate(operations.items(), 1):
             made = Process(name.replace("_", " "), pid, machine, operation=operation, operation_s=now - operation.since)
@@ -291,29 +291,29 @@ STEP = GpuOperation("an optimiser step of 8192 tokens", 0.0, 60.0)
 COMPILES = GpuOperation("a micro-batch of 8192 tokens, with compilation", 0.0, COMPILATION_S)
 
 
-def test_a_rank_that_waits_for_another_one_that_compiles_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a collective, until the other one's compilation takes too long itself. An engine does not wait for ranks."""
-    poller = MadeUpPoller(monkeypatch)
+def test_a_rank_that_waits_for_a_compiling_rank_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a collective, until the compilation of the other rank takes too long. An engine does not wait for ranks."""
+    poller = FakePoller(monkeypatch)
     for now in range(0, 1200, 3):
         engine = {"the engine of generator 0": ("m", STEP)} if now < 60 else {}
         assert not poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES), **engine)
     assert poller.hang(1200, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES)) == {"trainer rank 1"}
 
-    poller = MadeUpPoller(monkeypatch)
+    poller = FakePoller(monkeypatch)
     for now in range(0, 900, 3):
         poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES))
     then = GpuOperation("a micro-batch of 8192 tokens", 900.0, 600.0)
     ends = [
         now for now in range(900, 1000, 3) if poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", then))
     ]
-    assert 957 <= ends[0] <= 963, "what is left of its own 60 s begins when the other one has compiled"
+    assert 957 <= ends[0] <= 963, "its remaining 60 s begin when the other rank has compiled"
 
 
-def test_an_engine_that_waits_for_another_one_on_its_machine_that_compiles_does_not_hang(
+def test_an_engine_that_waits_for_a_compiling_engine_on_its_machine_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For the lock of a kernel's files. Two that hang while they compile do not excuse each other."""
-    poller, prefill = MadeUpPoller(monkeypatch), GpuOperation("a prefill of 100 tokens", 0.0, 60.0)
+    """For the lock of the kernel files. Two engines that hang while they compile do not excuse each other."""
+    poller, prefill = FakePoller(monkeypatch), GpuOperation("a prefill of 100 tokens", 0.0, 60.0)
     elsewhere = set()
     for now in range(0, 1200, 3):
         elsewhere |= poller.hang(
@@ -325,18 +325,18 @@ def test_an_engine_that_waits_for_another_one_on_its_machine_that_compiles_does_
         )
     assert elsewhere == {"the engine of generator 2", "trainer rank 0"}
 
-    poller = MadeUpPoller(monkeypatch)
+    poller = FakePoller(monkeypatch)
     both = {f"the_engine_of_generator_{i}": ("m", COMPILES) for i in range(2)}
     for now in range(0, 3000, 3):
         poller.hang(now, **both)
     assert len(poller.hang(3000, **both)) == 2
 
 
-def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended(
+def test_a_report_has_the_pending_operations_of_a_process_and_its_helpers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the process itself to the picture. What was under way when it answered last may have ended since, in its
-    helpers, too."""
+    """From the process itself to the picture. Operations in progress at its last answer may have ended since, also
+    those of its helpers."""
 
     async def test() -> None:
         own, now = monitor.own_report(), time.monotonic()
@@ -370,7 +370,7 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
     asyncio.run(test())
 
 
-def test_a_process_reports_what_its_device_has_not_ended() -> None:
+def test_a_process_reports_its_pending_gpu_operation() -> None:
     device_work.use_device("cuda")
     try:
         with device_work.operation("a micro-batch", 10):
