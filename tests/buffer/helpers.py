@@ -41,7 +41,7 @@ def packed(
 
 
 def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **settings: Any) -> BufferCore:
-    """A core in strict order unless ``settings`` say otherwise."""
+    """A core in strict order unless ``settings`` change it."""
     if settings.get("late", "wait") == "wait":
         settings.setdefault("window", 0)
     return BufferCore(groups_per_step, BufferSettings(max_policy_lag, **settings), version)

@@ -126,7 +126,7 @@ def test_a_machine_without_cores_stretches_the_deadline_and_preserves_the_place(
                 order.append(who)
             return free
 
-        # clock: the deadline is that of the product, and is to be stretched
+        # clock: the product's own deadline, which has to be stretched
         waits = [asyncio.ensure_future(queue.wait(partial(served, who), 2.0)) for who in range(3)]
         await asyncio.sleep(3.0)  # by the wall clock the deadline is over; by its own clock it passes after 20 s
         assert not any(wait.done() for wait in waits)

@@ -42,7 +42,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "latest") == "step-000003"
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(tmp_path: Path, damage: str) -> None:
     earlier, folder = made(tmp_path, 3), made(tmp_path, 6)
     shard = folder / TRAINER / "shard"
@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(tmp_path: Pat
     data[500] ^= 1
     if damage == "flip":
         shard.write_bytes(data)
-    elif damage == "cut":
+    elif damage == "truncate":
         shard.write_bytes(data[:999])
     elif damage == "remove":
         shard.unlink()

@@ -296,13 +296,13 @@ class RouteReportingConnection(LosingConnection):
     count=st.integers(1, 40),
     stops=st.sampled_from([(), STOPS]),
     losses=st.lists(st.lists(st.integers(1, 15), max_size=4), max_size=4),
-    known=st.integers(0, 2),
+    skipped=st.integers(0, 2),
 )
 def test_wherever_replicas_are_lost_each_token_that_was_read_has_a_route(
-    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]], known: int
+    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]], skipped: int
 ) -> None:
     """Also where all tokens had arrived, but not the answer with their routes."""
-    start = min(known, len(prompt) - 1)
+    start = min(skipped, len(prompt) - 1)
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, expert_routes_from=start)
     whole = sample(prompt, wanted, 0)
     found, _ = generate_through(losses, prompt, wanted, RouteReportingConnection)

@@ -168,8 +168,8 @@ def test_a_wrong_mask_fails_only_its_request(engine: Engine, run: LoopThread, mo
         return sides
 
     async def both() -> list[Completion | BaseException]:
-        draws = (engine.generate([*PROMPT, i], sampling) for i in range(2))
-        return await asyncio.gather(*draws, return_exceptions=True)
+        completions = (engine.generate([*PROMPT, i], sampling) for i in range(2))
+        return await asyncio.gather(*completions, return_exceptions=True)
 
     sampling = Sampling(max_new_tokens=4 * PART_TOKENS, top_k=2)
     monkeypatch.setattr(requests_module, "take_side_channel", forge)
@@ -196,7 +196,7 @@ def test_masks_that_the_engine_cannot_report_are_refused(engine: Engine, run: Lo
 
 
 def test_routes_of_another_sequence_are_refused() -> None:
-    """Fewer rows than tokens, or experts that there are not, would be those of another sequence or model."""
+    """Fewer rows than tokens, or unknown experts, must come from another sequence or model."""
     config = qwen3_moe(num_experts=300, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     form = ExpertRouteFormat(config)
     reported = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)

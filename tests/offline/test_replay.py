@@ -59,7 +59,7 @@ def test_a_replay_takes_objectives_by_name() -> None:
 
 
 def test_steps_without_checksums_are_not_reported_as_equal() -> None:
-    equal, unknown, other = (ReplayedStep(7, known, {}, {}) for known in (True, None, False))
+    equal, unknown, other = (ReplayedStep(7, is_equal, {}, {}) for is_equal in (True, None, False))
     assert "checksums" in verdict([unknown]) and "bit for bit" not in verdict([unknown])
     assert exit_code([unknown]) == exit_code([]) == 2
     assert (

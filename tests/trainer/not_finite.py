@@ -53,7 +53,7 @@ from tests.trainer.ranks import packed
 LORA = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
 PROJECTION, EXPERT = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 TOKENS = 20
-"""Ids that the tiny models know."""
+"""Vocabulary size of the tiny models."""
 
 
 def policy_of(folder: Path, lora: LoraSettings = FULL_TRAINING) -> Policy:
