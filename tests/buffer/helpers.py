@@ -1,4 +1,4 @@
-"""Groups made of versions only, and cores that are settled in a line."""
+"""Groups made of versions only, and cores built in one line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from monarch_rl.episode.serialization import SerializedEpisode, SerializedGroup
 
 
 def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Episode:
-    """``prompt`` context tokens, then one token drawn by each version."""
+    """``prompt`` context tokens, then one sampled token per entry of ``versions``."""
     n = len(versions)
-    drawn = Completion(np.arange(n), np.full(n, -1.0), np.asarray(versions, np.int32), "stop")
-    return Episode([Turn.from_completion(list(range(prompt)), drawn)], reward, "stop")
+    sampled = Completion(np.arange(n), np.full(n, -1.0), np.asarray(versions, np.int32), "stop")
+    return Episode([Turn.from_completion(list(range(prompt)), sampled)], reward, "stop")
 
 
 def group(group_id: int, *versions: Sequence[int]) -> Group:
@@ -41,7 +41,7 @@ def packed(
 
 
 def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **settings: Any) -> BufferCore:
-    """A core in strict order unless ``settings`` say otherwise."""
+    """A core in strict order unless ``settings`` change it."""
     if settings.get("late", "wait") == "wait":
         settings.setdefault("window", 0)
     return BufferCore(groups_per_step, BufferSettings(max_policy_lag, **settings), version)

@@ -1,4 +1,4 @@
-"""What the buffer waits for, as its process's monitor reports it: leases by holder, and whoever brings the rest."""
+"""What the buffer's process reports that it waits for: leases by holder, or whoever has to act next."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def account() -> list[list[tuple[str, str]]]:
 
 @pytest.mark.core
 def test_leases_are_waits_on_their_holders() -> None:
-    empty, playing, full, trained = asyncio.run(patiently(account(), "the account", 300))
+    empty, running, full, trained = asyncio.run(patiently(account(), "the account", 300))
     (waits,) = empty
     assert waits[0] == "rollout workers" and "0 of 2 groups" in waits[1]
-    (waits,) = playing
+    (waits,) = running
     assert waits[0] == "rollout worker 2" and "group 1, " in waits[1] and "1 of 2 groups" in waits[1]
     assert full == []
     served, started = sorted(trained)

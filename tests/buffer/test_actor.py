@@ -1,4 +1,4 @@
-"""The buffer as an actor: waiting, deadlines that say who holds what, shards, the end of a run."""
+"""The buffer as an actor: waiting, deadlines that name who holds what, shards, the end of a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_steps_through_waiting_calls(process: Any) -> None:
     run(test)
 
 
-def test_a_held_buffer_gives_all_ranks_the_batch_under_way_and_no_other(process: Any) -> None:
+def test_a_held_buffer_serves_only_the_batch_in_training(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 2, 1)
         await fill(buffer, 2)
@@ -164,8 +164,8 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             await buffer.submit.call_one(serialize_group(one))
         calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
         shards = await asyncio.gather(*calls)
-        again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))
-        assert again.places == shards[1].places and again.data == shards[1].data
+        repeated = await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))
+        assert repeated.places == shards[1].places and repeated.data == shards[1].data
         assert len(shards[0].places) == len(shards[1].places)
         places = []
         for shard in shards:
@@ -174,7 +174,7 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
             assert [cut.tolist() for cut in shard.cut] == [[False] * 3, [False, False, True]]
             assert (shard.tasks, shard.parts) == (["t0", "t1"], [[{}, {"format": 0.5}, {}], [{}, {}, {}]])
             assert shard.seats == [["", "black", ""], [""] * 3] and shard.items == [0, 1]
-            assert [plays.tolist() for plays in shard.plays] == [[0, 0, 2], [0, 1, 2]]
+            assert [rollouts.tolist() for rollouts in shard.plays] == [[0, 0, 2], [0, 1, 2]]
             assert shard.turn_lengths == [[[1], [2], [3]], [[2], [3], [4]]]
             assert shard.turn_rewards == [[[None]] * 3, [[None], [None], [0.25]]]
             assert shard.column_names == ("other", "value") and shard.columns.keys() == {"value"}
@@ -220,7 +220,7 @@ def test_slots_of_stale_groups_go_to_waiting_workers(process: Any) -> None:
     run(test)
 
 
-def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(process: Any) -> None:
+def test_groups_of_a_lost_worker_go_to_another_and_its_late_submissions_are_ignored(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 2, 0)
         tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
@@ -238,9 +238,9 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(pro
         counts = await buffer.counts.call_one()
         assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
         assert "held: group 1 by worker 1" in await buffer.report.call_one()
-        again = group(1, [0], [0])
-        again.attempt = 1
-        await buffer.submit.call_one(serialize_group(again))
+        restarted = group(1, [0], [0])
+        restarted.attempt = 1
+        await buffer.submit.call_one(serialize_group(restarted))
         shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
         assert shard.num_episodes == 4
 
@@ -273,11 +273,11 @@ def large(group_id: int) -> bytes:
 def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 1, 3, max_mib=1)
-        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
+        queue = SubmitQueue(buffer, "worker 0", WAIT_S)
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
-        await outbox.submit(1, 0, large(1))
-        waiting = asyncio.ensure_future(outbox.submit(2, 0, large(2)))
+        await queue.submit(1, 0, large(1))
+        waiting = asyncio.ensure_future(queue.submit(2, 0, large(2)))
         with pytest.raises(ActorError) as failure:
             await buffer.reserve.call_one(3, 0, 2**20, "worker 0", 0.1)
         message = str(failure.value.exception)
@@ -286,7 +286,7 @@ def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
             await buffer.submit.call_one(large(3))
         counts = await buffer.counts.call_one()
         assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
-        await outbox.submit(0, 0, large(0))  # the next batch's: it has room, whoever waits
+        await queue.submit(0, 0, large(0))  # it belongs to the next batch: it has room, whoever waits
         await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
         assert not waiting.done()
         await buffer.trained.call_one(1)
@@ -296,18 +296,18 @@ def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
     run(test)
 
 
-def test_places_are_admitted_together_and_hear_of_deadline_and_end(process: Any) -> None:
+def test_a_ticket_queue_admits_in_batches_and_reports_deadline_and_end(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 3, 0)
-        admissions = TicketQueue(buffer, "worker 0", WAIT_S)
-        tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
+        tickets_of = TicketQueue(buffer, "worker 0", WAIT_S)
+        tickets = await asyncio.gather(*(tickets_of.ticket() for _ in range(2)))
         assert [ticket and ticket.group_id for ticket in tickets] == [0, 1]
         impatient = TicketQueue(buffer, "worker 1", 0.1)
         ticket = await impatient.ticket()
         assert ticket is not None and ticket.group_id == 2
         waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
         assert all("worker 1 waited 0.1 s" in str(error) for error in waits)
-        waiting = [asyncio.ensure_future(admissions.ticket()) for _ in range(3)]
+        waiting = [asyncio.ensure_future(tickets_of.ticket()) for _ in range(3)]
         await buffer.drop.call_one(1, "score hung")
         ticket = await within(WAIT_S, waiting[0], "the slot")
         assert ticket is not None and ticket.group_id == 3
@@ -317,29 +317,29 @@ def test_places_are_admitted_together_and_hear_of_deadline_and_end(process: Any)
     run(test)
 
 
-def test_an_outbox_hands_on_what_the_buffer_refuses(process: Any) -> None:
+def test_a_submit_queue_raises_the_buffers_refusals(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 1, 1)
-        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
+        queue = SubmitQueue(buffer, "worker 0", WAIT_S)
         with pytest.raises(ActorError, match="group 5 .*not admitted"):
-            await within(WAIT_S, outbox.submit(5, 0, serialize_group(group(5, [0]))), "the refusal")
+            await within(WAIT_S, queue.submit(5, 0, serialize_group(group(5, [0]))), "the refusal")
         await buffer.admit.call_one("worker 0", WAIT_S)
-        await within(WAIT_S, outbox.submit(0, 0, serialize_group(group(0, [0]))), "a put after a refusal")
+        await within(WAIT_S, queue.submit(0, 0, serialize_group(group(0, [0]))), "a submission after a refusal")
 
     run(test)
 
 
-def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any) -> None:
+def test_small_groups_are_submitted_without_reserving_and_wait_for_room_like_others(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 1, 3, max_mib=1)
         for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
-        outbox = SubmitQueue(buffer, "worker 0", WAIT_S)
+        queue = SubmitQueue(buffer, "worker 0", WAIT_S)
         small = serialize_group(group(2, [0] * 12_000))
         assert len(small) <= UNASKED_BYTES
-        await outbox.submit(1, 0, large(1))
+        await queue.submit(1, 0, large(1))
         await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
-        waiting = asyncio.ensure_future(outbox.submit(2, 0, small))
+        waiting = asyncio.ensure_future(queue.submit(2, 0, small))
         assert await buffer.submit_if_room.call_one(small) == [False]
         assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
         await buffer.drop.call_one(3, "makes room")
@@ -349,27 +349,27 @@ def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any
     run(test)
 
 
-def test_groups_that_are_complete_at_once_travel_in_one_call(process: Any) -> None:
+def test_groups_that_complete_together_are_submitted_in_one_call(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 8, 0)
         counting: Any = CountingBuffer(buffer)
-        outbox = SubmitQueue(counting, "worker 0", WAIT_S)
+        queue = SubmitQueue(counting, "worker 0", WAIT_S)
         ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
-        await asyncio.gather(*(outbox.submit(i, 0, serialize_group(group(i, [0]))) for i in ids))
-        assert counting.puts == [8]
+        await asyncio.gather(*(queue.submit(i, 0, serialize_group(group(i, [0]))) for i in ids))
+        assert counting.submissions == [8]
         assert (await buffer.counts.call_one()).complete == 8
 
     run(test)
 
 
 class CountingBuffer:
-    """The handle, and how many groups each put carried."""
+    """The handle, and how many groups each submission carried."""
 
     def __init__(self, buffer: Any) -> None:
-        self.reserve, self.puts = buffer.reserve, list[int]()
+        self.reserve, self.submissions = buffer.reserve, list[int]()
         self._submit_if_room = buffer.submit_if_room
         self.submit_if_room = self
 
     def call_one(self, *groups: bytes) -> Any:
-        self.puts.append(len(groups))
+        self.submissions.append(len(groups))
         return self._submit_if_room.call_one(*groups)

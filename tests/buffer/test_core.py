@@ -23,7 +23,7 @@ from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from tests.buffer.helpers import core, group, mean_lag, packed
 
 
-def play(buffer: BufferCore, groups: int) -> None:
+def complete_groups(buffer: BufferCore, groups: int) -> None:
     for _ in range(groups):
         ticket = buffer.admit()
         assert ticket is not None
@@ -40,18 +40,18 @@ def step(buffer: BufferCore) -> list[SerializedGroup]:
 def test_depth_zero_is_synchronous() -> None:
     buffer = core(3, 0)
     for version in range(4):
-        play(buffer, 3)
+        complete_groups(buffer, 3)
         assert buffer.admit() is None
         batch = step(buffer)
         assert {int(v) for g in batch for e in g.episodes for v in e.tokens_by_version} == {version}
-        assert buffer.admit() is None  # trained is not served
+        assert buffer.admit() is None  # trained, but not published
         buffer.published(version + 1)
     assert buffer.counts().lag_counts == [4 * 3]
 
 
-def test_trainer_may_be_ahead_of_what_is_served() -> None:
+def test_the_trainer_may_be_ahead_of_the_published_version() -> None:
     buffer = core(2, 2)
-    play(buffer, 6)
+    complete_groups(buffer, 6)
     for _ in range(3):
         step(buffer)
     assert (buffer.version, buffer.published_version) == (3, 0)
@@ -64,16 +64,16 @@ def test_trainer_may_be_ahead_of_what_is_served() -> None:
     assert mean_lag(buffer.counts()) == 1.0
 
 
-def test_a_group_that_is_trained_again_stands_behind_new_ones_and_keeps_its_slot() -> None:
+def test_a_replayed_group_queues_behind_new_ones_and_keeps_its_slot() -> None:
     buffer = core(1, 2, replay=2)
-    play(buffer, 2)
+    complete_groups(buffer, 2)
     assert buffer.slots == 2 and buffer.admit() is None
     assert [step(buffer)[0].group_id for _ in range(2)] == [0, 1]
     buffer.published(2)
     counts = buffer.counts()
     assert (counts.trained, counts.complete, counts.again, counts.slots_free) == (2, 0, 2, 0)
     assert step(buffer)[0].group_id == 0
-    # Group 1 would be three versions behind: it is let go, and its last version is published already.
+    # Group 1 would be three versions behind: it is retired, and its last version is published already.
     counts = buffer.counts()
     assert (counts.trained, counts.again, counts.unpublished, counts.slots_free) == (2, 0, 1, 1)
     assert not counts.dropped and not counts.wasted_tokens and counts.lag_counts == [1, 1, 1]
@@ -81,7 +81,7 @@ def test_a_group_that_is_trained_again_stands_behind_new_ones_and_keeps_its_slot
     assert buffer.slots_free == 2
 
 
-def test_groups_that_are_kept_for_another_time_make_room_for_new_ones() -> None:
+def test_groups_that_wait_for_replay_make_room_for_new_ones() -> None:
     buffer = core(2, 3, replay=2)
     buffer.budget.limit = 100
     for group_id in range(4):
@@ -89,13 +89,13 @@ def test_groups_that_are_kept_for_another_time_make_room_for_new_ones() -> None:
         buffer.submit(packed(group_id, [0], nbytes=40)) if group_id < 2 else None
     step(buffer)
     assert (buffer.counts().again, buffer.counts().nbytes) == (2, 80)
-    for group_id in (2, 3):  # they are first in line, so they always have room
+    for group_id in (2, 3):  # they are first in the queue, so they always have room
         buffer.submit(packed(group_id, [0], nbytes=40))
     assert [group.group_id for group in step(buffer)] == [2, 3]
-    assert buffer.counts().again == 2 and buffer.counts().nbytes <= 100, "the older ones were let go"
+    assert buffer.counts().again == 2 and buffer.counts().nbytes <= 100, "the older ones were retired"
     buffer.published(2)
     assert buffer.admit() is not None and buffer.slots_free == 1
-    assert not buffer.reserve(4, 101) and buffer.counts().again == 2, "nothing is let go in vain"
+    assert not buffer.reserve(4, 101) and buffer.counts().again == 2, "nothing is retired in vain"
     assert buffer.reserve(4, 60) and (buffer.counts().again, buffer.counts().nbytes) == (1, 100)
     assert buffer.reserve(4, 60) and (buffer.counts().again, buffer.slots_free) == (1, 2)
 
@@ -112,7 +112,7 @@ def test_batches_wait_for_the_oldest_group() -> None:
     assert batch is not None and [g.group_id for g in batch.groups] == [second.group_id]
 
 
-def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_promise() -> None:
+def test_stale_groups_are_never_trained_even_if_a_generator_breaks_the_premise() -> None:
     buffer = core(1, 1, version=5)
     for _ in range(2):
         ticket = buffer.admit()
@@ -123,7 +123,7 @@ def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_pr
     assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({STALE: 2}, {STALE: 6}, 2)
 
 
-def test_what_cannot_be_is_refused_by_name_and_state() -> None:
+def test_impossible_calls_are_refused_with_group_and_state() -> None:
     buffer = core(1, 1)
     with pytest.raises(ValueError, match="group 0 .*not admitted"):
         buffer.submit(packed(0, [0]))
@@ -157,12 +157,12 @@ def test_what_cannot_be_is_refused_by_name_and_state() -> None:
 
 def test_close_accounts_for_every_group() -> None:
     buffer = core(1, 3)
-    play(buffer, 2)
+    complete_groups(buffer, 2)
     late = buffer.admit()
     assert late is not None and buffer.take(0) is not None
     buffer.close()
     assert buffer.admit() is None
-    buffer.submit(packed(late.group_id, [0]))  # its worker has not heard of the end
+    buffer.submit(packed(late.group_id, [0]))  # its worker is not notified of the end yet
     buffer.drop(1, "score hung")
     buffer.trained(1)
     assert buffer.take(1) is None
@@ -170,7 +170,7 @@ def test_close_accounts_for_every_group() -> None:
     assert (counts.admitted, counts.trained, counts.dropped) == (3, 1, {RUN_ENDED: 2})
 
 
-def test_resumed_run_goes_on_with_its_tasks_and_versions() -> None:
+def test_a_resumed_run_continues_its_tasks_and_versions() -> None:
     buffer = BufferCore(1, BufferSettings(0), version=9, task_cursor=40)
     ticket = buffer.admit()
     assert ticket is not None and (ticket.group_id, ticket.task_cursor) == (0, 40)
@@ -204,7 +204,7 @@ def ids(buffer: BufferCore) -> list[int] | None:
     return [g.group_id for g in batch.groups] if batch is not None else None
 
 
-def test_a_window_lets_that_many_groups_pass_and_costs_as_many_slots() -> None:
+def test_a_window_lets_n_groups_overtake_and_costs_n_slots() -> None:
     buffer = core(2, 2, window=3)
     assert (buffer.slots, buffer.window) == (3, 3)
     slow, *others = admit(buffer, 3)
@@ -240,7 +240,7 @@ def test_the_example_of_the_docs() -> None:
     assert buffer.counts().lag_counts == [3, 2, 0]
 
 
-def test_the_window_counts_for_every_group_by_itself() -> None:
+def test_the_window_is_counted_per_group() -> None:
     buffer = core(1, 4, window=2)
     admit(buffer, 3)
     for group_id in (2, 1):
@@ -255,7 +255,7 @@ def test_the_window_counts_for_every_group_by_itself() -> None:
     assert ids(buffer) == [last]
 
 
-def test_without_a_bound_nothing_but_bytes_holds_groups_back() -> None:
+def test_without_a_lag_bound_only_bytes_hold_groups_back() -> None:
     buffer = core(1, None, window="greedy")
     slow, *others = admit(buffer, 50)
     assert (buffer.slots, buffer.slots_free, buffer.counts().slots) == (None, None, None)
@@ -269,7 +269,7 @@ def test_without_a_bound_nothing_but_bytes_holds_groups_back() -> None:
 
 
 def late(policy: str) -> BufferCore:
-    """Three versions were made while the first group was played, of tokens drawn by versions 0 to 3."""
+    """The trainer made three versions while the first group was in progress; it has tokens of versions 0 to 3."""
     buffer = core(1, 1, late=policy)
     admit(buffer, 1)
     for _ in range(3):
@@ -280,14 +280,14 @@ def late(policy: str) -> BufferCore:
     return buffer
 
 
-def test_late_drop_loses_the_group() -> None:
+def test_late_drop_drops_the_group() -> None:
     buffer = late("drop")
     assert not buffer.submit(packed(0, [0, 1, 2, 3], [3]))
     counts = buffer.counts()
     assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({LATE: 1}, {LATE: 5}, 2)
 
 
-def test_late_mask_loses_the_tokens_above_the_bound() -> None:
+def test_late_mask_masks_the_tokens_above_the_bound() -> None:
     buffer = late("mask")
     assert buffer.submit(packed(0, [0, 1, 2, 3], [1]))
     batch = buffer.take(3)
@@ -301,7 +301,7 @@ def test_late_mask_loses_the_tokens_above_the_bound() -> None:
 
 
 @pytest.mark.parametrize("reject", ["drop", "mask"])
-def test_what_is_above_reject_lag_is_left_out_when_it_would_be_trained(reject: str) -> None:
+def test_groups_above_reject_lag_are_dropped_when_they_would_be_trained(reject: str) -> None:
     buffer = core(1, 3, reject_lag=1, reject=reject)
     for group_id, versions in zip(admit(buffer, 4), ([0], [0], [0, 0], [0, 0]), strict=True):
         buffer.submit(packed(group_id, versions))
@@ -310,7 +310,7 @@ def test_what_is_above_reject_lag_is_left_out_when_it_would_be_trained(reject: s
     step(buffer)  # lag 1
     counts = buffer.counts()
     assert (counts.dropped, counts.wasted_tokens) == ({REJECTED: 2}, {REJECTED: 4})
-    assert counts.slots_free == 2  # two are not published
+    assert counts.slots_free == 2  # two groups are unpublished
     buffer.published(2)
     for group_id in admit(buffer, 1):
         buffer.submit(packed(group_id, [2]))
@@ -342,25 +342,25 @@ def test_equal_rewards_are_filtered_and_the_batch_is_refilled_exactly() -> None:
 def test_filtering_ends_at_its_limit() -> None:
     buffer = core(2, 0, drop_equal_rewards=True, max_filtered=3)
     for version in range(2):
-        puts = 0
+        submitted = 0
         while ids(buffer) is None:
             (group_id,) = admit(buffer, 1)
             buffer.submit(packed(group_id, [version], [version], equal=True))
-            puts += 1
-        assert puts == 3 * 2 + 2
+            submitted += 1
+        assert submitted == 3 * 2 + 2
         buffer.trained(version + 1)
         buffer.published(version + 1)
 
 
 def test_partial_groups_are_trained_or_dropped() -> None:
-    for policy, kept in (("train", True), ("drop", False)):
+    for policy, accepted in (("train", True), ("drop", False)):
         buffer = core(1, 0, partial=policy)
         admit(buffer, 1)
-        assert buffer.submit(packed(0, [0], [0], failed=1)) == kept
-        assert buffer.counts().dropped == ({} if kept else {PARTIAL: 1})
+        assert buffer.submit(packed(0, [0], [0], failed=1)) == accepted
+        assert buffer.counts().dropped == ({} if accepted else {PARTIAL: 1})
 
 
-def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
+def test_groups_of_a_lost_worker_restart_in_their_places() -> None:
     buffer = core(2, 1, version=0)
     admit(buffer, 4)
     buffer.submit(packed(2, [0]))
@@ -369,10 +369,10 @@ def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
     assert buffer.counts().nbytes == 0 and buffer.slots_free == 0
     with pytest.raises(ValueError, match="group 0 .*waiting for a worker"):
         buffer.submit(packed(0, [0], attempt=1))
-    assert not buffer.submit(packed(0, [0, 0]))  # its first worker was not dead after all
+    assert not buffer.submit(packed(0, [0, 0]))  # its first worker was only slow
     buffer.drop(3, "score hung")  # the same
-    again = [buffer.admit(), buffer.admit()]
-    assert [(t.group_id, t.task_cursor, t.attempt) for t in again if t] == [(0, 0, 1), (3, 3, 1)]
+    restarted = [buffer.admit(), buffer.admit()]
+    assert [(t.group_id, t.task_cursor, t.attempt) for t in restarted if t] == [(0, 0, 1), (3, 3, 1)]
     buffer.submit(packed(1, [0]))
     assert ids(buffer) is None
     assert buffer.submit(packed(0, [0], attempt=1))
@@ -385,7 +385,7 @@ def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
 MIB = 2**20
 
 
-def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
+def test_groups_that_do_not_fit_wait_unless_the_next_batch_needs_them() -> None:
     buffer = core(2, 2, max_mib=1)
     admit(buffer, 6)
     for group_id in (2, 3):
@@ -406,7 +406,7 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
     assert buffer.counts().nbytes == 1
 
 
-def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
+def test_columns_count_in_the_bytes_of_their_group() -> None:
     buffer = core(1, 1)
     sizes = []
     for columns in range(2):
@@ -424,7 +424,7 @@ def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
     assert buffer.admit() is None
 
 
-def test_a_core_goes_on_from_its_state() -> None:
+def test_a_core_resumes_from_its_state() -> None:
     from monarch_rl.episode.serialization import SerializedGroup as Read
     from tests.buffer.helpers import group
 
@@ -439,9 +439,10 @@ def test_a_core_goes_on_from_its_state() -> None:
     assert ids(buffer) == [2, 3]
     resumed = BufferCore.restore(2, settings, buffer.state())
     assert (resumed.version, resumed.published_version) == (1, 1)
-    assert ids(resumed) == [2, 3]  # its update was not made
-    again, new = resumed.admit(), resumed.admit()
-    assert again is not None and (again.group_id, again.task_cursor, again.attempt) == (4, 11, 1)
+    assert ids(resumed) == [2, 3]  # it was not trained
+    restarted, new = resumed.admit(), resumed.admit()
+    assert restarted is not None
+    assert (restarted.group_id, restarted.task_cursor, restarted.attempt) == (4, 11, 1)
     assert new is not None and (new.group_id, new.task_cursor) == (5, 12)
     resumed.trained(2)
     assert resumed.counts().trained == 4 and resumed.counts().lag_counts == [4, 4, 0]
@@ -449,9 +450,10 @@ def test_a_core_goes_on_from_its_state() -> None:
         BufferCore.restore(2, BufferSettings(2, window=0), buffer.state())
 
 
-def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
-    """A checkpoint with group 0 being played; then 0 is dropped, and 1, 3 and 4 are trained, the last two admitted
-    since. Group 2, which was not, is admitted before all others. 0 is begun anew, overtaken as often as it may be."""
+def test_batches_of_a_journal_are_replayed_after_a_restore() -> None:
+    """At the checkpoint group 0 is in progress. Then 0 is dropped, and 1, 3 and 4 are trained, of which 3 and 4 were
+    admitted after the checkpoint. Group 2 was admitted, too, but not trained: it is admitted again before all others.
+    Group 0 restarts; it has been overtaken as often as the window allows."""
     settings = BufferSettings(3, window=1)
     buffer = BufferCore(1, settings)
     admit(buffer, 2)
@@ -477,8 +479,8 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
         resumed.note_replayed(4, [2], np.zeros(0, np.int64))
 
 
-def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:
-    """A buffer's state that is newer than the trainer's: its groups are begun anew where they were."""
+def test_tokens_of_rolled_back_versions_are_dropped_and_counted() -> None:
+    """A buffer's state that is newer than the trainer's: its groups restart in their places."""
     settings = BufferSettings(2, window=1)
     buffer = BufferCore(2, settings)
     admit(buffer, 4)
@@ -488,9 +490,9 @@ def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:
     step(buffer)
     buffer.submit(SerializedGroup.read(serialize_group(group(2, [0, 1], [1]))))
     buffer.submit(SerializedGroup.read(serialize_group(group(3, [0], [0]))))
-    undone = BufferCore.restore(2, settings, buffer.state() | {"version": 0}, generation=1)
-    assert undone.counts().wasted_tokens == {ROLLED_BACK: 3}
-    assert (undone.counts().complete, undone.counts().playing) == (1, 1)
-    again = undone.admit()
-    assert again is not None and (again.group_id, again.attempt) == (2, ATTEMPTS)
-    assert not undone.submit(SerializedGroup.read(serialize_group(group(2, [0], [0])))), "of the generation before"
+    rolled_back = BufferCore.restore(2, settings, buffer.state() | {"version": 0}, generation=1)
+    assert rolled_back.counts().wasted_tokens == {ROLLED_BACK: 3}
+    assert (rolled_back.counts().complete, rolled_back.counts().playing) == (1, 1)
+    restarted = rolled_back.admit()
+    assert restarted is not None and (restarted.group_id, restarted.attempt) == (2, ATTEMPTS)
+    assert not rolled_back.submit(SerializedGroup.read(serialize_group(group(2, [0], [0])))), "an earlier generation's"

@@ -35,25 +35,25 @@ def make(group_id: int, version: int, attempt: int) -> Group:
     return Group(group_id, group_id, episodes, attempt=attempt)
 
 
-class Player(Actor):
+class Worker(Actor):
     @concurrent_endpoint
-    async def play(self, buffer: Any) -> int:
-        """Until the buffer is closed; some groups are dropped. Returns how many were put."""
-        name, puts = f"player {current_rank().rank}", 0
-        admissions, outbox = TicketQueue(buffer, name, WAIT_S), SubmitQueue(buffer, name, WAIT_S)
+    async def work(self, buffer: Any) -> int:
+        """Runs until the buffer is closed; some groups are dropped. Returns how many were submitted."""
+        name, submitted = f"worker {current_rank().rank}", 0
+        tickets, submissions = TicketQueue(buffer, name, WAIT_S), SubmitQueue(buffer, name, WAIT_S)
 
-        async def place() -> None:
-            nonlocal puts
-            while (ticket := await admissions.ticket()) is not None:
+        async def run_episodes() -> None:
+            nonlocal submitted
+            while (ticket := await tickets.ticket()) is not None:
                 version = (await buffer.counts.call_one()).published
                 if ticket.group_id % 7 == 3:
                     await buffer.drop.call_one(ticket.group_id, "score hung")
                     continue
-                await outbox.submit(ticket.group_id, 0, serialize_group(make(ticket.group_id, version, 0)))
-                puts += 1
+                await submissions.submit(ticket.group_id, 0, serialize_group(make(ticket.group_id, version, 0)))
+                submitted += 1
 
-        await asyncio.gather(*(place() for _ in range(3)))
-        return puts
+        await asyncio.gather(*(run_episodes() for _ in range(3)))
+        return submitted
 
 
 class Rank(Actor):
@@ -72,8 +72,8 @@ async def system() -> None:
     meshes = [host.spawn_procs(per_host={"p": n}, name=name) for name, n in (("b", 1), ("w", WORKERS), ("t", RANKS))]
     try:
         buffer = meshes[0].spawn("buffer", Buffer, GROUPS, BufferSettings(2))
-        players, ranks = meshes[1].spawn("players", Player), meshes[2].spawn("ranks", Rank)
-        playing = asyncio.ensure_future(players.play.call(buffer))
+        workers, ranks = meshes[1].spawn("workers", Worker), meshes[2].spawn("ranks", Rank)
+        working = asyncio.ensure_future(workers.work.call(buffer))
         trained: list[float] = []
         for version in range(STEPS):
             shards = list((await within(WAIT_S, ranks.take.call(buffer, version), "all ranks' shards")).values())
@@ -81,7 +81,7 @@ async def system() -> None:
             await buffer.trained.call_one(version + 1)
             await buffer.published.call_one(version + 1)
         counts = await buffer.close.call_one()
-        await within(WAIT_S, playing, "the players to end")
+        await within(WAIT_S, working, "the workers to end")
         assert counts.trained == STEPS * GROUPS and counts.dropped["score hung"] >= 1
         assert counts.admitted == counts.trained + sum(counts.dropped.values())
         assert len(trained) == len(set(trained)) == STEPS * GROUPS * SIZE
@@ -91,7 +91,7 @@ async def system() -> None:
 
 
 def check(shards: list[Any], trained: list[float]) -> None:
-    """All ranks have one batch, every episode of it once, and what they compute is within the budget and balanced."""
+    """All ranks have one batch, each episode in it once; their compute is within the budget and balanced."""
     rewards, places, tokens, inputs = shards[0][0], [], [], 0
     assert len({len(microbatches) for _, microbatches in shards}) == 1
     for of_batch, microbatches in shards:

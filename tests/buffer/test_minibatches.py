@@ -1,4 +1,4 @@
-"""A batch that is cut into mini-batches: each is a batch of its own to the ranks."""
+"""A batch that is split into mini-batches: each is a batch of its own to the ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size
 
 
 def shards(lengths: list[list[int]], ranks: int, minibatches: int, oldest: int | None) -> list[PackedShard]:
-    """Of groups of episodes that drew so many tokens each, every second one by version 1."""
+    """Shards of groups of episodes with so many sampled tokens each, every second episode sampled by version 1."""
     groups = [
         Group(g, g, [episode([(g + place) % 2] * n, reward=float(place)) for place, n in enumerate(of_group)])
         for g, of_group in enumerate(lengths)
     ]
-    drawn = np.bincount(
+    by_version = np.bincount(
         [(g + e) % 2 for g, of_group in enumerate(lengths) for e, n in enumerate(of_group) for _ in range(n)]
     )
-    lag_counts = np.asarray([drawn[1] if len(drawn) > 1 else 0] + ([] if oldest else [drawn[0]]))
+    lag_counts = np.asarray([by_version[1] if len(by_version) > 1 else 0] + ([] if oldest else [by_version[0]]))
     batch = Batch(1, [SerializedGroup.read(serialize_group(group)) for group in groups], oldest, lag_counts)
     return cut(batch, ShardPlan(ranks, 40, minibatches=minibatches))
 
 
 def by_minibatch(shard: PackedShard) -> list[list[list[tuple[int, int, int]]]]:
-    """Its places."""
+    """The shard's places."""
     places = iter(shard.places)
     return [list(islice(places, minibatch.microbatches)) for minibatch in shard.minibatches]
 
@@ -67,7 +67,7 @@ def test_each_group_is_in_one_minibatch_and_all_ranks_have_equally_many_microbat
 def test_the_weights_of_every_minibatch_are_those_of_a_batch(
     lengths: list[list[int]], ranks: int, minibatches: int, oldest: int | None
 ) -> None:
-    """Their sum over all ranks, of tokens that are not masked for their lag."""
+    """Their sum over all ranks, without the tokens that are masked for their lag."""
     minibatches = min(minibatches, len(lengths))
     made = shards(lengths, ranks, minibatches, oldest)
     advantages = [[torch.tensor(0.0)] * len(of_group) for of_group in lengths]

@@ -1,12 +1,12 @@
 """Every reachable state of a small buffer, breadth first: up to 3 groups, 2 workers, lag up to 2, every window; and
 with groups that are trained up to three times.
 
-A state is a core and what surrounds it: who plays which group, and who was lost while he did. Tokens are drawn by the
-oldest or the newest version that the premise allows (from the one published when the group was admitted to the
+A state is a core and its surroundings: which worker runs which group, and which workers were lost. Tokens are sampled
+by the oldest or the newest version that the premise allows (from the one published when the group was admitted to the
 newest trained one): the lag depends on these two alone.
 
-From every state the run also goes back to a checkpoint of it, once: what was begun or trained after the checkpoint is
-gone then, but whoever played may still put it.
+From every state the run also returns once to a checkpoint of it: what was begun or trained after the checkpoint is
+gone then, but workers that were in progress may still submit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ GROUPS, WORKERS, LOSSES = 3, 2, 2
 
 @dataclass(frozen=True)
 class State:
-    """Who plays what: ``(group, attempt)`` of each worker that has one."""
+    """Who runs what: ``(group, attempt)`` of each worker that has one."""
 
     core: BufferCore
-    plays: tuple[tuple[int, int] | None, ...] = (None,) * WORKERS
+    attempts: tuple[tuple[int, int] | None, ...] = (None,) * WORKERS
     lost: tuple[tuple[int, int], ...] = ()
     losses: int = 0
     generation: int = 0
@@ -46,17 +46,17 @@ class State:
         state = self.core.state()
         live = tuple(
             ((one[0], *one[3:7]), self.core.groups._live[one[0]].group is None)
-            for one in state["live"]  # in line
+            for one in state["live"]  # in queue order
             if self._live(one[0])
         )
-        drawn = tuple((g, _oldest(one)) for g, one in self.core.groups._live.items())
+        oldest = tuple((g, _oldest(one)) for g, one in self.core.groups._live.items())
         batch = self.core._batch
         taken = tuple((one.group_id, _oldest(one), one.times_trained, one.place) for one in batch[1]) if batch else ()
         counts = self.core.counts()
         totals = (counts.trained, tuple(sorted(counts.dropped.items())), tuple(self.core._unpublished.items()))
         versions = (self.core.version, self.core.published_version, tuple(sorted(self.published_at.items())))
-        outside = self.plays, self.lost, self.losses, self.generation, self.uses
-        return live, drawn, taken, totals, versions, outside, tuple(self.core.groups._idle)
+        outside = self.attempts, self.lost, self.losses, self.generation, self.uses
+        return live, oldest, taken, totals, versions, outside, tuple(self.core.groups._idle)
 
     def _live(self, group_id: int) -> bool:
         return group_id in self.core.groups._live
@@ -72,7 +72,7 @@ def groups_are_read_from_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def drawn_group(group_id: int, attempt: int, version: int) -> SerializedGroup:
+def sampled_group(group_id: int, attempt: int, version: int) -> SerializedGroup:
     return packed(group_id, [version], attempt=attempt)
 
 
@@ -87,36 +87,36 @@ def clone(state: State) -> State:
 
 
 def successors(state: State) -> Iterator[tuple[bool, State]]:
-    """``(whether this is progress, the state after)`` of all that can happen: losses and drops are not progress."""
+    """``(whether this is progress, the state after)`` for each possible event: losses and drops are not progress."""
 
-    def with_play(after: State, worker: int, play: tuple[int, int] | None) -> State:
-        return replace(after, plays=tuple(play if w == worker else old for w, old in enumerate(after.plays)))
+    def with_attempt(after: State, worker: int, attempt: tuple[int, int] | None) -> State:
+        return replace(after, attempts=tuple(attempt if w == worker else old for w, old in enumerate(after.attempts)))
 
-    for worker, play in enumerate(state.plays):
-        if play is None:
+    for worker, attempt in enumerate(state.attempts):
+        if attempt is None:
             if state.core.groups.admitted < GROUPS or state.core.groups._idle:
                 after = clone(state)
                 ticket = after.core.admit()
                 if ticket is not None:
                     after.published_at.setdefault(ticket.group_id, after.core.published_version)
-                    yield True, with_play(after, worker, (ticket.group_id, ticket.attempt))
+                    yield True, with_attempt(after, worker, (ticket.group_id, ticket.attempt))
             continue
-        for version in {state.published_at[play[0]], state.core.version}:
+        for version in {state.published_at[attempt[0]], state.core.version}:
             after = clone(state)
-            after.core.submit(drawn_group(*play, version))
-            yield True, with_play(after, worker, None)
+            after.core.submit(sampled_group(*attempt, version))
+            yield True, with_attempt(after, worker, None)
         after = clone(state)
-        after.core.drop(play[0], "score raised", attempt=play[1])
-        yield False, with_play(after, worker, None)
+        after.core.drop(attempt[0], "score raised", attempt=attempt[1])
+        yield False, with_attempt(after, worker, None)
         if state.losses < LOSSES:
             after = clone(state)
-            assert after.core.requeue([play[0]]) == [play[0]]
-            after = replace(after, lost=(*after.lost, play), losses=after.losses + 1)
-            yield False, with_play(after, worker, None)
-    for play in state.lost:
+            assert after.core.requeue([attempt[0]]) == [attempt[0]]
+            after = replace(after, lost=(*after.lost, attempt), losses=after.losses + 1)
+            yield False, with_attempt(after, worker, None)
+    for attempt in state.lost:
         after = clone(state)
-        assert not after.core.submit(drawn_group(*play, state.core.version))
-        yield False, replace(after, lost=tuple(other for other in state.lost if other != play))
+        assert not after.core.submit(sampled_group(*attempt, state.core.version))
+        yield False, replace(after, lost=tuple(other for other in state.lost if other != attempt))
     if state.core._batch is None:
         after = clone(state)
         if after.core.take(after.core.version) is not None:
@@ -132,15 +132,15 @@ def successors(state: State) -> Iterator[tuple[bool, State]]:
         yield True, after
 
 
-def gone_back_to(state: State) -> State:
-    """The run goes on from a checkpoint of this state, whatever came after it."""
+def rolled_back_to(state: State) -> State:
+    """The run resumes from a checkpoint of this state, whatever happened since."""
     core = BufferCore.restore(state.core.groups_per_step, state.core.settings, _as_bytes(state.core), generation=1)
     core.slots = state.core.slots
     return State(core, losses=state.losses, generation=1, published_at=state.published_at, uses=state.uses)
 
 
 def _as_bytes(core: BufferCore) -> dict[str, Any]:
-    """The core's state, in which groups are what they are read from: these have no bytes."""
+    """The core's state, with the groups themselves instead of their bytes, which these groups do not have."""
     groups = {one.group_id: one.group for one in core.groups} | {
         group.group_id: group for group in (core._batch[0].groups if core._batch else [])
     }
@@ -152,10 +152,10 @@ def _as_bytes(core: BufferCore) -> dict[str, Any]:
 def check(state: State) -> None:
     """Invariants 1 to 3, and at depth 0 the sixth."""
     buffer, counts = state.core, state.core.counts()
-    if state.generation:  # of the generation before, by versions that may exist again or not
+    if state.generation:  # of the previous generation; its versions may exist again or not
         for group_id, version in itertools.product(range(GROUPS), range(GROUPS + 1)):
             if group_id in buffer.groups._attempts or buffer.groups.get(group_id) is None:
-                assert not buffer.submit(drawn_group(group_id, 0, version))
+                assert not buffer.submit(sampled_group(group_id, 0, version))
     assert STALE not in counts.dropped, "the bound did not hold by structure"
     assert max(state.uses) <= buffer.settings.replay
     assert counts.trained == sum(n > 0 for n in state.uses)
@@ -163,7 +163,7 @@ def check(state: State) -> None:
     assert counts.slots == held + (counts.slots_free or 0)
     ended = counts.trained + sum(counts.dropped.values())
     assert counts.admitted == ended + counts.playing + counts.complete + counts.taken
-    assert counts.playing == sum(play is not None for play in state.plays) + len(buffer.groups._idle)
+    assert counts.playing == sum(attempt is not None for attempt in state.attempts) + len(buffer.groups._idle)
     assert all(one.overtaken <= (buffer.window or 0) for one in buffer.groups)
     if buffer._batch is not None:
         lags = [
@@ -176,21 +176,21 @@ def check(state: State) -> None:
 
 
 def explore(first: State) -> int:
-    """Check every state that can be reached; returns how many there are."""
+    """Check every state that can be reached; returns their number."""
     seen, waiting = {first.key()}, deque([first])
     while waiting:
         state = waiting.popleft()
         check(state)
-        can_go_on = False
+        has_progress = False
         for progress, after in successors(state):
-            can_go_on |= progress
+            has_progress |= progress
             if (key := after.key()) not in seen:
                 seen.add(key)
                 waiting.append(after)
-        if state.generation == 0 and (key := (back := gone_back_to(state)).key()) not in seen:
+        if state.generation == 0 and (key := (back := rolled_back_to(state)).key()) not in seen:
             seen.add(key)
             waiting.append(back)
-        if not can_go_on:  # then all is done but what is too little for a batch
+        if not has_progress:  # then all is done, except groups that are too few for a batch
             counts = state.core.counts()
             assert counts.admitted == GROUPS, counts
             assert counts.complete + counts.again < state.core.groups_per_step, counts
@@ -211,9 +211,9 @@ def marked(k: int, lag: int, window: int, replay: int) -> Any:
 
 
 @pytest.mark.parametrize(("k", "lag", "window", "replay"), [marked(*case) for case in CASES])
-def test_every_state_keeps_the_invariants_and_leads_on(k: int, lag: int, window: int, replay: int) -> None:
+def test_every_state_satisfies_the_invariants_and_allows_progress(k: int, lag: int, window: int, replay: int) -> None:
     states = explore(State(core(k, lag, window=window, replay=replay)))
-    print(f"{k} groups a step, lag <= {lag}, window {window}, {replay} batches of a group: {states} states")
+    print(f"{k} groups per step, lag <= {lag}, window {window}, {replay} batches per group: {states} states")
     assert states > 50
 
 

@@ -1,13 +1,13 @@
-"""Slow groups are not lost: the lengths that are trained are distributed as those that were generated.
+"""Slow groups are not lost: the lengths that are trained are distributed as the lengths that were generated.
 
-What a group's play takes is proportional to its length, lengths are long-tailed (Pareto), and the buffer's core runs in
-virtual time. Two tests of the same null hypothesis, "a group's length does not decide whether it is trained":
+A group takes time in proportion to its length, lengths are long-tailed (Pareto), and the buffer's core runs in virtual
+time. Two tests of the same null hypothesis, "a group's length does not decide whether it is trained":
 
-- Exact: of a fixed window of admissions, every group is trained. There is nothing to estimate.
+- Exact: of a fixed window of admissions, every group is trained. Nothing is estimated.
 - Statistical, as one would test a run: two-sample Kolmogorov-Smirnov between the lengths of the first N groups trained
-  and those of N groups drawn afresh, at level ALPHA. Under the default the trained groups are the first N admitted but
-  for at most the window and a batch, so it rejects in about ALPHA of the runs. Against the greedy order that drops what
-  is late, its power is measured over RUNS seeds.
+  and N freshly sampled lengths, at level ALPHA. Under the default the trained groups are the first N admitted, except
+  for at most the window and a batch, so it rejects in about ALPHA of the runs. Against the greedy order that drops
+  late groups, its power is measured over RUNS seeds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_every_group_of_a_window_of_admissions_is_trained(window: int | str) -> 
         assert sum(other > group for other in outcome.trained[:place]) <= overtaking
 
 
-def test_greedy_order_loses_the_slow_groups_of_it() -> None:
+def test_greedy_order_loses_slow_groups() -> None:
     core, outcome = run(GREEDY, seed=0)
     lost = sorted(set(range(N)) - set(outcome.trained))
     assert core.counts().dropped[LATE] > N / 50

@@ -1,11 +1,12 @@
-"""The buffer's promises under arbitrary orders of events, against a model that keeps its own books.
+"""The buffer's promises under arbitrary orders of events, against a model with books of its own.
 
-The generators are modelled as the buffer's premise states: a token of a group is drawn by any version from the one
+The generators are modelled as the buffer's premise states: a token of a group is sampled by any version from the one
 published when the group was admitted up to the newest trained one (a replica may commit a version before all did, that
-is, before it is published). Checkpoints are made at any moment and gone back to at any later one, also several times:
-what was trained and drawn since then is of versions that do not exist any more, and others get their numbers. Or some
-of the batches that were trained since the checkpoint are trained again, as from a journal. Few orders are tried each
-time, always the same; and slowly many, each time others: the seed is printed, and ``BUFFER_SEED=<seed>`` repeats them.
+is, before it is published). Checkpoints are made at any moment, and the run returns to one at any later moment, also
+several times: tokens trained and sampled since then belong to versions that do not exist any more, and new versions get
+their numbers. Or some of the batches that were trained since the checkpoint are replayed, as from a journal. Each run
+of the quick test tries the same few orders; the slow one tries many, each time others: the seed is printed, and
+``BUFFER_SEED=<seed>`` repeats them.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ BOUND = GroupBound(max_sequences=6, max_tokens=18)
 def read_group(
     group_id: int, attempt: int, versions: tuple[int, ...], failed: int, equal: bool, sequences: int = 2
 ) -> SerializedGroup:
-    """Two plays: the first of one sequence, the second of all others, which are branches; from four sequences on they
-    have two seats."""
+    """Two rollouts: the first of one sequence, the second of all others, which are branches; groups of four or more
+    sequences have two seats."""
     episodes = [episode(versions, 1.0)]
     episodes += [episode(versions[-1:], 1.0 if equal else float(n)) for n in range(sequences - 1)]
     for place, one in enumerate(episodes):
@@ -72,7 +73,7 @@ def read_group(
 
 @functools.cache
 def most_bytes() -> int:
-    """Of any group within the bound."""
+    """The largest size of a group within the bound."""
     largest = [
         read_group(999, 9, (97, 98, 99)[:n], 1, False, sequences) for n in (1, 2, 3) for sequences in range(2, 9)
     ]
@@ -80,7 +81,7 @@ def most_bytes() -> int:
 
 
 def all_equal(group: SerializedGroup) -> bool:
-    """Of each seat, all rewards are."""
+    """Whether all rewards of each seat are equal."""
     by_seat: dict[str, set[float]] = {}
     for one in group.episodes:
         by_seat.setdefault(one.seat, set()).add(one.reward)
@@ -88,8 +89,8 @@ def all_equal(group: SerializedGroup) -> bool:
 
 
 @dataclass
-class Rollout:
-    """A group that a worker plays, or played when it was lost."""
+class Attempt:
+    """A group that a worker runs, or ran when it was lost."""
 
     worker: int
     attempt: int
@@ -98,10 +99,10 @@ class Rollout:
 
 @dataclass
 class Books:
-    """What the model knows of the groups: each is in exactly one place."""
+    """The model's books of the groups: each is in exactly one place."""
 
     published_at: dict[int, int] = field(default_factory=dict)
-    playing: dict[int, Rollout] = field(default_factory=dict)
+    playing: dict[int, Attempt] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)
     """Attempts of the groups that wait for a worker."""
     complete: dict[int, SerializedGroup] = field(default_factory=dict)
@@ -109,34 +110,36 @@ class Books:
     trained: list[int] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
-    """Plays (group, attempt) whose worker was lost: it may still put them."""
+    """Attempts (group, attempt) whose worker was lost: it may still submit them."""
     again_tokens: int = 0
     unpublished: dict[int, int] = field(default_factory=dict)
     overtaken: Counter[int] = field(default_factory=Counter)
     filtered: int = 0
-    line: list[int] = field(default_factory=list)
-    """Groups in the order in which batches take them; those of the batch that is trained keep their places."""
+    queue: list[int] = field(default_factory=list)
+    """Groups in the order in which batches take them; groups of the batch in training keep their places."""
     again: dict[int, SerializedGroup] = field(default_factory=dict)
-    """Trained, and waiting to be trained again."""
+    """Trained, and waiting for a replay."""
     uses: Counter[int] = field(default_factory=Counter)
     made: dict[int, int] = field(default_factory=dict)
-    """By group, the version that its last batch made."""
+    """By group, the version made from its last batch."""
     passed: list[int] = field(default_factory=list)
     """Not admitted, although later ones were trained."""
     sampled_by: dict[int, list[int]] = field(default_factory=dict)
-    """By group, of each token the version that drew it, by its name in ``AnyOrder.lineage``."""
+    """By group, the version that sampled each token, by its name in ``AnyOrder.lineage``."""
 
     def copied(self) -> Books:
         """Groups never change."""
         values = {name: copy.copy(value) for name, value in vars(self).items()}
-        return Books(**values | {"playing": {group_id: copy.copy(play) for group_id, play in self.playing.items()}})
+        return Books(
+            **values | {"playing": {group_id: copy.copy(running) for group_id, running in self.playing.items()}}
+        )
 
     def everything_is_complete_or_idle(self, first_attempt: int) -> None:
-        """What a restored buffer begins with: nothing is left of what was outside of it."""
+        """The state a restored buffer begins with: nothing outside of it survives."""
         for group_id, group in self.taken.items():
             (self.again if self.uses[group_id] else self.complete)[group_id] = group
         self.taken, self.unpublished = {}, {}
-        begun = self.idle | {group_id: play.attempt for group_id, play in self.playing.items()}
+        begun = self.idle | {group_id: running.attempt for group_id, running in self.playing.items()}
         self.idle = {group_id: max(attempt + 1, first_attempt) for group_id, attempt in begun.items()}
         self.playing = {}
 
@@ -192,10 +195,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.limit = min([x for x in (lag, self.settings.reject_lag) if x is not None], default=None)
         self.generation, self.names = 0, itertools.count(1)
         self.lineage = [0]
-        """A name for each version that the trainer has made, or read: a number may be made again, a name may not."""
+        """A name for each version that the trainer has made, or read: a number may be reused, a name may not."""
         self.checkpoint: tuple[dict[str, Any], Books, Counter[int], list[int]] | None = None
         self.journal: list[tuple[list[int], Counter[int]]] = []
-        """Of each version made in this lineage: the groups of its batch, and their tokens by lag."""
+        """For each version made in this lineage: the groups of its batch, and their tokens by lag."""
         self.books = Books()
         self.lags: Counter[int] = Counter()
 
@@ -224,20 +227,20 @@ class AnyOrder(RuleBasedStateMachine):
         """Groups that were in no batch."""
         return sorted([*self.books.playing, *self.books.idle, *self.books.complete])
 
-    def line(self) -> list[int]:
-        return [group_id for group_id in self.books.line if group_id not in self.books.taken]
+    def queue(self) -> list[int]:
+        return [group_id for group_id in self.books.queue if group_id not in self.books.taken]
 
     def nbytes(self) -> int:
         b = self.books
         held = [*b.complete.values(), *b.again.values(), *b.taken.values()]
-        return sum(group.nbytes for group in held) + sum(play.reserved for play in b.playing.values())
+        return sum(group.nbytes for group in held) + sum(running.reserved for running in b.playing.values())
 
     def may_pass(self, group_id: int, batch: Sequence[int]) -> bool:
         over = self.books.overtaken[group_id] + sum(other > group_id for other in batch)
         return self.window is None or over <= self.window
 
     def make(self, group_id: int, attempt: int, pick: int) -> SerializedGroup:
-        """A group of up to three tokens a sequence, by versions that the premise allows, of two sequences or more."""
+        """Two or more sequences with up to three sampled tokens each, by versions that the premise allows."""
         first = min(self.books.published_at.get(group_id, 0), self.core.version)
         span = self.core.version - first + 1
         versions = sorted(first + (pick // divisor) % span for divisor in (1, 7, 49)[: 1 + pick % 3])
@@ -258,46 +261,46 @@ class AnyOrder(RuleBasedStateMachine):
             group_id = b.passed.pop(0) if b.passed else len(b.published_at)
             assert (ticket.group_id, ticket.attempt) == (group_id, self.generation * ATTEMPTS)
             b.published_at[ticket.group_id] = self.core.published_version
-            b.line.append(ticket.group_id)
-        b.playing[ticket.group_id] = Rollout(worker, ticket.attempt)
+            b.queue.append(ticket.group_id)
+        b.playing[ticket.group_id] = Attempt(worker, ticket.attempt)
 
     @precondition(lambda self: self.books.playing)
     @rule(which=ANY, pick=ANY)
-    def put(self, which: int, pick: int) -> None:
+    def end_attempt(self, which: int, pick: int) -> None:
         group_id = sorted(self.books.playing)[which % len(self.books.playing)]
-        play = self.books.playing[group_id]
-        group = self.make(group_id, play.attempt, pick)
+        running = self.books.playing[group_id]
+        group = self.make(group_id, running.attempt, pick)
         if BOUND.excess(len(group.episodes), group.tokens) is not None:
             before = self.core.counts()
             with pytest.raises(ValueError, match="may have"):
                 self.core.submit(group)
             assert self.core.counts() == before
             return
-        if not self.reserve(group, play):
+        if not self.reserve(group, running):
             return
         if pick % 3 == 0:
-            play.reserved = play.reserved or group.nbytes
+            running.reserved = running.reserved or group.nbytes
             return
-        self.hand_in(group)
+        self.submit(group)
 
-    def reserve(self, group: SerializedGroup, play: Rollout) -> bool:
-        always = group.group_id in self.line()[: self.k] or play.reserved > 0
-        room = self.core.reserve(group.group_id, group.nbytes, play.attempt)
+    def reserve(self, group: SerializedGroup, running: Attempt) -> bool:
+        always = group.group_id in self.queue()[: self.k] or running.reserved > 0
+        room = self.core.reserve(group.group_id, group.nbytes, running.attempt)
         assert room == (always or self.make_room(group.nbytes))
         return room
 
     def make_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` fit, without groups that were trained, of which no more than necessary are let go."""
+        """Whether ``nbytes`` fit once replayable groups are retired, as few as necessary."""
         limit = self.core.budget.limit
-        again = [group_id for group_id in self.line() if group_id in self.books.again]
+        again = [group_id for group_id in self.queue() if group_id in self.books.again]
         if self.nbytes() - sum(self.books.again[group_id].nbytes for group_id in again) + nbytes > limit:
             return False
         for group_id in again:
             if self.nbytes() + nbytes > limit:
-                self.let_go(group_id)
+                self.retire(group_id)
         return True
 
-    def hand_in(self, group: SerializedGroup) -> None:
+    def submit(self, group: SerializedGroup) -> None:
         b, s = self.books, self.settings
         del b.playing[group.group_id]
         reason = None
@@ -312,15 +315,15 @@ class AnyOrder(RuleBasedStateMachine):
         if reason is None:
             b.complete[group.group_id] = group
         else:
-            b.line.remove(group.group_id)
+            b.queue.remove(group.group_id)
             b.dropped.append((group.group_id, reason))
 
     @rule(worker=st.integers(0, WORKERS - 1), pick=ANY)
     def a_quick_group(self, worker: int, pick: int) -> None:
-        """All at once, or slow groups would rarely be overtaken."""
+        """Admit and submit in one event, or slow groups would rarely be overtaken."""
         self.admit(worker)
         if self.books.playing:
-            self.put(len(self.books.playing) - 1, pick)
+            self.end_attempt(len(self.books.playing) - 1, pick)
         self.take()
         if self.books.taken and pick % 2:
             self.train()
@@ -331,17 +334,17 @@ class AnyOrder(RuleBasedStateMachine):
     def drop(self, which: int, reason: str) -> None:
         group_id = sorted(self.books.playing)[which % len(self.books.playing)]
         self.core.drop(group_id, reason, attempt=self.books.playing.pop(group_id).attempt)
-        self.books.line.remove(group_id)
+        self.books.queue.remove(group_id)
         self.books.dropped.append((group_id, reason))
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def lose_worker(self, worker: int) -> None:
         b = self.books
-        held = {group_id: play for group_id, play in b.playing.items() if play.worker == worker}
+        held = {group_id: running for group_id, running in b.playing.items() if running.worker == worker}
         assert self.core.requeue([*held, *b.complete, *b.taken]) == list(held)
-        for group_id, play in held.items():
-            b.lost.append((group_id, play.attempt))
-            b.idle[group_id] = play.attempt + 1
+        for group_id, running in held.items():
+            b.lost.append((group_id, running.attempt))
+            b.idle[group_id] = running.attempt + 1
             del b.playing[group_id]
 
     @precondition(lambda self: self.books.lost)
@@ -362,10 +365,10 @@ class AnyOrder(RuleBasedStateMachine):
         if b.taken:
             return
         ready = b.complete | b.again
-        choices = itertools.combinations([group_id for group_id in b.line if group_id in ready], self.k)
+        choices = itertools.combinations([group_id for group_id in b.queue if group_id in ready], self.k)
         slow = (*b.playing, *b.idle)
         first = next((ids for ids in choices if all(self.may_pass(group_id, ids) for group_id in slow)), None)
-        assert (batch is not None) == (first is not None), "the first in line that the window allows"
+        assert (batch is not None) == (first is not None), "the first in the queue that the window allows"
         if batch is None or first is None:
             return
         assert tuple(group.group_id for group in batch.groups) == first
@@ -379,8 +382,9 @@ class AnyOrder(RuleBasedStateMachine):
     def train(self) -> None:
         b, version, by_lag = self.books, self.core.version, Counter[int]()
         for group in b.taken.values():
-            lags = [version - drew for drew in tokens(group)]
-            assert b.sampled_by[group.group_id] == [self.lineage[drew] for drew in tokens(group)], "of a version undone"
+            lags = [version - sampled_by for sampled_by in tokens(group)]
+            names = [self.lineage[sampled_by] for sampled_by in tokens(group)]
+            assert b.sampled_by[group.group_id] == names, "sampled by a rolled-back version"
             if self.settings.late == "wait" and self.lag is not None:
                 assert max(lags) <= self.lag  # by structure, whatever is masked
             by_lag.update(lag for lag in lags if self.limit is None or lag <= self.limit)
@@ -391,33 +395,33 @@ class AnyOrder(RuleBasedStateMachine):
         for group_id in self.live():
             b.overtaken[group_id] += sum(other > group_id for other in b.taken)
             assert self.window is None or b.overtaken[group_id] <= self.window
-        b.line = [*self.line(), *b.taken]
+        b.queue = [*self.queue(), *b.taken]
         for group_id, group in b.taken.items():
             b.uses[group_id] += 1
             b.made[group_id] = version + 1
             b.trained += [group_id] if b.uses[group_id] == 1 else []
             b.again[group_id] = group
         b.taken, b.filtered = {}, 0
-        for group_id in self.line():
+        for group_id in self.queue():
             self.leave_out(group_id)
 
     def leave_out(self, group_id: int) -> None:
-        """After a step: what can be trained no more. A group that was trained is no loss, and makes room."""
+        """After a step: groups that can be trained no more. A group that was trained is no loss, and makes room."""
         b = self.books
         if group_id in b.again:
             reason = self.reason(b.again[group_id])
             assert b.uses[group_id] <= self.replay
             if reason or b.uses[group_id] == self.replay or self.nbytes() > self.core.budget.limit:
-                self.let_go(group_id)
+                self.retire(group_id)
         elif group_id in b.complete and (reason := self.reason(b.complete[group_id])) is not None:
             del b.complete[group_id]
-            b.line.remove(group_id)
+            b.queue.remove(group_id)
             b.dropped.append((group_id, reason))
 
-    def let_go(self, group_id: int) -> None:
+    def retire(self, group_id: int) -> None:
         b = self.books
         del b.again[group_id]
-        b.line.remove(group_id)
+        b.queue.remove(group_id)
         if b.made[group_id] > self.core.published_version:
             b.unpublished[b.made[group_id]] = b.unpublished.get(b.made[group_id], 0) + 1
 
@@ -443,8 +447,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """Of all that is outside of the core, nothing is left; every generator serves the newest version."""
-        self.go_on_from(self.core.state(), self.books)
+        """Nothing outside of the core survives; every generator serves the newest version."""
+        self.restore_from(self.core.state(), self.books)
 
     @rule()
     def make_a_checkpoint(self) -> None:
@@ -452,13 +456,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule(steps=st.integers(0, 6))
-    def go_back(self, steps: int) -> None:
-        """The trainer reads the checkpoint, and so do all. Workers of before may still put what they play. Then the
-        trainer makes the next ``steps`` versions again, if there were so many: the same ones."""
+    def roll_back(self, steps: int) -> None:
+        """The trainer reads the checkpoint, and so do all others. Earlier workers may still submit. Then the trainer
+        replays the next ``steps`` versions, as many as there were."""
         made = self.lineage
         state, books, lags, lineage = copy.copy(self.checkpoint)  # type: ignore[misc]
         self.lags, self.lineage = lags.copy(), lineage.copy()
-        self.go_on_from(state, books.copied())
+        self.restore_from(state, books.copied())
         journal, self.journal = self.journal, self.journal[: len(lineage) - 1]
         for group_ids, by_lag in journal[len(lineage) - 1 :][:steps]:
             self.lineage.append(made[len(self.lineage)])
@@ -472,8 +476,8 @@ class AnyOrder(RuleBasedStateMachine):
         for group_id in group_ids:
             for place in (b.complete, b.again, b.idle):
                 place.pop(group_id, None)
-            if group_id in b.line:
-                b.line.remove(group_id)
+            if group_id in b.queue:
+                b.queue.remove(group_id)
             for passed in range(len(b.published_at), group_id + 1):
                 b.published_at[passed] = version
                 b.passed.append(passed)
@@ -483,40 +487,40 @@ class AnyOrder(RuleBasedStateMachine):
             b.trained += [group_id] if b.uses[group_id] == 1 else []
         for group_id in self.live():
             b.overtaken[group_id] += sum(other > group_id for other in group_ids)
-            if group_id in b.idle:  # it is drawn anew, by this version or later ones
+            if group_id in b.idle:  # it is sampled again, by this version or later ones
                 b.published_at[group_id] = version
                 b.overtaken[group_id] = min(b.overtaken[group_id], self.window if self.window is not None else 10**9)
             assert self.window is None or b.overtaken[group_id] <= self.window
         b.filtered = 0
-        for group_id in self.line():
+        for group_id in self.queue():
             self.leave_out(group_id)
 
-    def go_on_from(self, state: dict[str, Any], books: Books) -> None:
+    def restore_from(self, state: dict[str, Any], books: Books) -> None:
         before = self.books
         self.generation += 1
         self.core = BufferCore.restore(self.k, self.settings, state, self.generation, BOUND)
         if self.tight:
             self.core.budget.limit = TIGHT_BYTES
-        lost = [*before.lost, *((group_id, play.attempt) for group_id, play in before.playing.items())]
+        lost = [*before.lost, *((group_id, running.attempt) for group_id, running in before.playing.items())]
         books.everything_is_complete_or_idle(self.generation * ATTEMPTS)
         self.books = books
         books.lost = lost
 
     @rule()
     def fair_workers_feed_the_trainer(self) -> None:
-        """Once everybody does what he can, the trainer gets its batch: nothing starves it, not even bytes."""
+        """Once everybody acts, the trainer gets its batch: nothing starves it, not even bytes."""
         if self.books.taken:
             self.train()
         self.publish(self.core.version - self.core.published_version)
         for _ in range(100):
             self.admit(0)
             for group_id in self.live():  # the first ones always have room
-                play = self.books.playing.get(group_id)
-                if play is None:
+                running = self.books.playing.get(group_id)
+                if running is None:
                     continue
-                group = read_group(group_id, play.attempt, (self.core.version,), 0, False)
-                if self.reserve(group, play):
-                    self.hand_in(group)
+                group = read_group(group_id, running.attempt, (self.core.version,), 0, False)
+                if self.reserve(group, running):
+                    self.submit(group)
             self.take()
             if self.books.taken:
                 return
@@ -548,7 +552,7 @@ class AnyOrder(RuleBasedStateMachine):
         counts = self.core.counts()
         assert {lag: n for lag, n in enumerate(counts.lag_counts) if n} == dict(self.lags)
         assert self.limit is None or max(self.lags, default=0) <= self.limit
-        assert self.lag != 0 or set(self.lags) <= {0}  # depth 0: each batch is drawn by the version it updates
+        assert self.lag != 0 or set(self.lags) <= {0}  # depth 0: each batch is sampled by the version it updates
         assert counts.wasted_tokens.get(PLAYED_AGAIN, 0) == self.books.again_tokens
 
     @invariant()
@@ -556,7 +560,7 @@ class AnyOrder(RuleBasedStateMachine):
         b = self.books
         held = [group.nbytes for group in (*b.complete.values(), *b.again.values(), *b.taken.values())]
         assert self.core.counts().nbytes == self.nbytes()
-        largest = sorted([*held, *(play.reserved for play in b.playing.values())])[-2 * self.k :]
+        largest = sorted([*held, *(running.reserved for running in b.playing.values())])[-2 * self.k :]
         assert self.core.counts().nbytes <= self.core.budget.limit + sum(largest)
         assert self.core.counts().nbytes <= self.core.budget.limit + 2 * self.k * most_bytes()
 
@@ -569,8 +573,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert counts.again == sum(self.books.uses[group_id] > 0 for group_id in self.books.taken)
         assert counts.dropped.get(RUN_ENDED, 0) == live
         assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.taken
-        for group_id, play in self.books.playing.items():
-            assert not self.core.submit(read_group(group_id, play.attempt, (self.core.version,), 0, False))
+        for group_id, running in self.books.playing.items():
+            assert not self.core.submit(read_group(group_id, running.attempt, (self.core.version,), 0, False))
 
 
 def run(name: str, first: int, orders: int) -> None:
@@ -589,12 +593,12 @@ def run(name: str, first: int, orders: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_any_order(part: int) -> None:
+def test_the_promises_hold_in_any_order_of_events(part: int) -> None:
     run(f"AnyOrder{part}", part, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
-def test_any_of_many_orders(part: int) -> None:
+def test_the_promises_hold_in_many_orders_of_events(part: int) -> None:
     print(f"BUFFER_SEED={SEED}")
     run(f"AnyOfManyOrders{part}", SEED + part, 2000)

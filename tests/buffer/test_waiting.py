@@ -16,9 +16,9 @@ from tests.patience import patiently
 WAIT_S = 600.0
 
 
-def test_first_come_first_served_and_nobody_else_is_tried() -> None:
+def test_waits_are_served_in_order_and_no_other_is_tried() -> None:
     async def test() -> None:
-        line, free, tried, order = WaitQueue(alike=True), 0, 0, list[int]()
+        queue, free, tried, order = WaitQueue(alike=True), 0, 0, list[int]()
 
         def served(who: int) -> bool:
             nonlocal free, tried
@@ -29,13 +29,13 @@ def test_first_come_first_served_and_nobody_else_is_tried() -> None:
             order.append(who)
             return True
 
-        waits = [asyncio.ensure_future(line.wait(partial(served, who), WAIT_S)) for who in range(100)]
+        waits = [asyncio.ensure_future(queue.wait(partial(served, who), WAIT_S)) for who in range(100)]
         await asyncio.sleep(0)
         free, tried = 3, 0
-        line.serve()
+        queue.serve()
         assert (order, tried) == ([0, 1, 2], 4)
         free = 97
-        line.serve()
+        queue.serve()
         assert all(await asyncio.gather(*waits)) and order == list(range(100))
 
     run_virtual(test())
@@ -43,7 +43,7 @@ def test_first_come_first_served_and_nobody_else_is_tried() -> None:
 
 def test_a_wait_that_is_over_takes_nothing() -> None:
     async def test() -> None:
-        line, given = WaitQueue(), list[str]()
+        queue, given = WaitQueue(), list[str]()
         free = False
 
         def served() -> bool:
@@ -51,53 +51,53 @@ def test_a_wait_that_is_over_takes_nothing() -> None:
                 given.append("it")
             return free
 
-        assert not await line.wait(served, 0.01)
-        cancelled = asyncio.ensure_future(line.wait(served, WAIT_S))
+        assert not await queue.wait(served, 0.01)
+        cancelled = asyncio.ensure_future(queue.wait(served, WAIT_S))
         await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         free = True
-        line.serve()
+        queue.serve()
         assert given == []
-        assert await line.wait(served, WAIT_S) and given == ["it"]
+        assert await queue.wait(served, WAIT_S) and given == ["it"]
 
     run_virtual(test())
 
 
-def test_everybody_is_tried_when_they_are_not_alike_or_on_demand() -> None:
+def test_all_are_tried_if_they_are_not_alike_or_on_demand() -> None:
     async def test(alike: bool) -> None:
-        line, able = WaitQueue(alike), set[int]()
-        waits = [asyncio.ensure_future(line.wait(partial(able.__contains__, who), WAIT_S)) for who in range(3)]
+        queue, able = WaitQueue(alike), set[int]()
+        waits = [asyncio.ensure_future(queue.wait(partial(able.__contains__, who), WAIT_S)) for who in range(3)]
         await asyncio.sleep(0)
         able.add(1)
-        line.serve()
+        queue.serve()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert [wait.done() for wait in waits] == [False, not alike, False]
-        line.serve(everybody=True)
+        queue.serve(everybody=True)
         assert await waits[1]
         able |= {0, 2}
-        line.serve()
+        queue.serve()
         assert all(await asyncio.gather(*waits))
 
     run_virtual(test(alike=False))
     run_virtual(test(alike=True))
 
 
-def test_what_goes_wrong_is_the_waiters() -> None:
+def test_an_exception_is_raised_to_the_wait_that_caused_it() -> None:
     async def test() -> None:
-        line, wrong = WaitQueue(), False
+        queue, wrong = WaitQueue(), False
 
         def served() -> bool:
             if wrong:
                 raise ValueError("no such version")
             return False
 
-        wait = asyncio.ensure_future(line.wait(served, WAIT_S))
+        wait = asyncio.ensure_future(queue.wait(served, WAIT_S))
         await asyncio.sleep(0)
         wrong = True
-        line.serve()
+        queue.serve()
         with pytest.raises(ValueError, match="no such version"):
             await wait
 
@@ -113,23 +113,25 @@ def never() -> bool:
     return False
 
 
-def test_a_machine_without_cores_stretches_the_deadline_and_the_place_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_cores_stretches_the_deadline_and_preserves_the_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(starvation, "look", starved_look)
 
     async def test() -> None:
-        line, free, order = WaitQueue(alike=True), False, list[int]()
+        queue, free, order = WaitQueue(alike=True), False, list[int]()
 
         def served(who: int) -> bool:
             if free:
                 order.append(who)
             return free
 
-        # clock: the deadline is that of the product, and is to be stretched
-        waits = [asyncio.ensure_future(line.wait(partial(served, who), 2.0)) for who in range(3)]
-        await asyncio.sleep(3.0)  # by everybody's clock, the deadline is over; by its own it passes after 20 s
+        # clock: the product's own deadline, which has to be stretched
+        waits = [asyncio.ensure_future(queue.wait(partial(served, who), 2.0)) for who in range(3)]
+        await asyncio.sleep(3.0)  # by the wall clock the deadline is over; by its own clock it passes after 20 s
         assert not any(wait.done() for wait in waits)
         free = True
-        line.serve()
+        queue.serve()
         assert await asyncio.gather(*waits) == [True] * 3 and order == [0, 1, 2]
 
     asyncio.run(test())
@@ -141,7 +143,7 @@ def test_a_deadline_passes_on_a_machine_with_cores(seconds: float, monkeypatch: 
     assert not asyncio.run(patiently(WaitQueue().wait(never, seconds)))
 
 
-def test_virtual_time_knows_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_time_has_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> Look:
         raise AssertionError("nobody looks at real processes in virtual time")
 

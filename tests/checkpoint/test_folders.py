@@ -1,4 +1,4 @@
-"""Checkpoints as folders: whole or not there, checked, and as many as are to be kept."""
+"""Checkpoints as folders: whole or absent, verified, and as many as the settings retain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "latest") == "step-000003"
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(tmp_path: Path, damage: str) -> None:
     earlier, folder = made(tmp_path, 3), made(tmp_path, 6)
     shard = folder / TRAINER / "shard"
@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(tmp_path: Pat
     data[500] ^= 1
     if damage == "flip":
         shard.write_bytes(data)
-    elif damage == "cut":
+    elif damage == "truncate":
         shard.write_bytes(data[:999])
     elif damage == "remove":
         shard.unlink()
@@ -98,24 +98,24 @@ while code:
 
 
 def test_a_kill_at_any_line_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    """While one is made, replaces an older one of the same step, and the older ones are removed."""
+    """While one is written, replaces an older one of the same step, and older ones are removed."""
     done = patience.run([sys.executable, "-c", KILLED, str(tmp_path)], seconds=300)
     assert done.returncode == 0, done.stderr
     roots = list(tmp_path.iterdir())
-    assert len(roots) > 50, "no kill came while a folder was removed"
+    assert len(roots) > 50, "no kill happened while a folder was removed"
     for root in roots:
         for folder in complete(root).values():
             folders.verify(folder)
         assert complete(root), f"no checkpoint is left at line {root.name}"
         made(root, 12)
-        assert not list(root.glob(".step-*")), "what a kill had left is still there"
+        assert not list(root.glob(".step-*")), "leftovers of a kill are still there"
 
 
 @given(st.lists(st.sampled_from([None, 0.1, 0.5, 0.9]), min_size=1, max_size=8), st.integers(1, 3), st.booleans())
-def test_the_newest_stay_and_the_best(
+def test_the_newest_and_the_best_checkpoints_remain(
     tmp_path_factory: pytest.TempPathFactory, metrics: list[float | None], newest: int, best: bool
 ) -> None:
-    root = tmp_path_factory.mktemp("kept")
+    root = tmp_path_factory.mktemp("checkpoints")
     everything: dict[int, float | None] = {}
     for version, metric in enumerate(metrics, 1):
         made(root, version, metric)
@@ -124,7 +124,7 @@ def test_the_newest_stay_and_the_best(
         expected = sorted(everything)[-newest:]
         measured = {v: m for v, m in everything.items() if m is not None}
         if best and measured:
-            # One that was removed before is gone: what stays is the best of those that were there.
+            # A checkpoint that was removed before stays removed: the best of those still there remains.
             expected = sorted({*expected, max(measured, key=lambda v: (measured[v], -v))})
             assert os.readlink(root / "best") == f"step-{max(measured, key=lambda v: (measured[v], -v)):06d}"
         assert list(complete(root)) == expected
@@ -158,20 +158,20 @@ def test_a_later_evaluation_counts_for_the_checkpoint_of_its_version_or_the_next
     assert noted(5, 0.75, best=True) and noted(3, 0.625)
     assert measured() == [Measurement(ACCURACY, 0.625, 3), Measurement(ACCURACY, 0.75, 5)]
     assert [folders.verify(folder).best for folder in complete(tmp_path).values()] == [None, measured()[1]]
-    assert noted(6, 0.25) and not noted(5, 1.0), "what an evaluation of its own has found is closer"
+    assert noted(6, 0.25) and not noted(5, 1.0), "an evaluation of the same version is closer"
     assert noted(6, 0.125, metric="held_out/reward")
     assert measured()[1] == Measurement("held_out/reward", 0.125, 6)
 
 
-def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_makes_then(tmp_path: Path) -> None:
-    """Also if the broken one stays, and has the better metric: the run no longer comes from there."""
-    for gone in (False, True):
-        root = tmp_path / str(gone)
+def test_a_run_rolled_back_behind_a_broken_checkpoint_retains_its_new_ones(tmp_path: Path) -> None:
+    """Also if the broken one remains, and has the better metric: it is no longer part of the run's history."""
+    for rolled_back in (False, True):
+        root = tmp_path / str(rolled_back)
         made(root, 100), made(root, 120, 0.9)
         folders.keep(root, 120, 2, ACCURACY)
         (root / "step-000120" / TRAINER / "shard").write_bytes(b"")
         assert newest_whole(root)[1].version == 100
-        if gone:
+        if rolled_back:
             folders.go_back(root, 100)
             assert list(complete(root)) == [100] and os.readlink(root / "latest") == "step-000100"
             assert not os.path.lexists(root / "best")
@@ -181,8 +181,8 @@ def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_mak
         assert {os.readlink(root / link) for link in ("latest", "best")} == {"step-000110"}
 
 
-def test_one_that_gets_its_name_while_others_are_removed_stays(tmp_path: Path) -> None:
-    """Unless the run went back behind it since."""
+def test_a_checkpoint_renamed_while_others_are_removed_remains(tmp_path: Path) -> None:
+    """Unless the run was rolled back to before it."""
     for version in (1, 2, 4):
         made(tmp_path, version)
     folders.keep(tmp_path, 2, 1)
@@ -192,8 +192,8 @@ def test_one_that_gets_its_name_while_others_are_removed_stays(tmp_path: Path) -
     assert list(complete(tmp_path)) == [3]
 
 
-def test_what_was_given_up_is_not_named_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a thread that a stalled disk has held in the middle, and that goes on before all files are removed."""
+def test_an_abandoned_checkpoint_is_not_renamed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example by a thread that a stalled disk has delayed, and that continues before all files are removed."""
 
     def stalled(folder: Path) -> None:
         if folder.name == ".step-000003.partial":
@@ -206,10 +206,10 @@ def test_what_was_given_up_is_not_named_later(tmp_path: Path, monkeypatch: pytes
     assert not complete(tmp_path)
 
 
-def test_what_cannot_be_removed_of_another_checkpoint_costs_none(
+def test_files_that_cannot_be_removed_do_not_prevent_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a file that an NFS client still has open. Of the folder that is to be written nothing may be left."""
+    """For example a file that an NFS client still has open. The folder to be written must be empty."""
     stuck = folders.begin(tmp_path, 3) / TRAINER / "shard"
     stuck.write_bytes(b"old")
     unlink = os.unlink

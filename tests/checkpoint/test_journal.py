@@ -1,4 +1,4 @@
-"""The journal's files: whatever is cut off or spoilt, what is read is what was written."""
+"""The journal's files: whatever is truncated or corrupted, records that are read are the ones that were written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RECORDS = st.lists(st.builds(Record, st.sampled_from(["BTCH", "STEP"]), st.integ
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """A disk that writes is waited for, however long the machine stands still."""
+    """Wait for a slow disk, however long the machine stands still."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "END_S", 600.0)
         yield
@@ -68,11 +68,11 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @given(VALUES)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_survive_a_round_trip(value: Any) -> None:
     assert same(decode(encode(value)), value)
 
 
-def test_dataclasses_come_back_as_what_they_were() -> None:
+def test_dataclasses_survive_a_round_trip() -> None:
     record = Record("BTCH", 3, b"x")
     assert decode(encode([record, None]), Record) == [record, None]
     with pytest.raises(ValueError, match="another version"):
@@ -80,7 +80,7 @@ def test_dataclasses_come_back_as_what_they_were() -> None:
 
 
 @given(VALUES, st.data())
-def test_a_value_that_was_cut_off_is_refused(value: Any, data: st.DataObject) -> None:
+def test_a_truncated_value_is_refused(value: Any, data: st.DataObject) -> None:
     packed = encode(value)
     length = data.draw(st.integers(0, len(packed) - 1))
     with pytest.raises(ValueError):
@@ -88,7 +88,7 @@ def test_a_value_that_was_cut_off_is_refused(value: Any, data: st.DataObject) ->
 
 
 @given(RECORDS, st.data())
-def test_of_a_file_that_was_cut_off_all_whole_records_are_read(records: list[Record], data: st.DataObject) -> None:
+def test_all_whole_records_of_a_truncated_file_are_read(records: list[Record], data: st.DataObject) -> None:
     packed = [serialize_record(record) for record in records]
     whole = MAGIC + b"".join(packed)
     length = data.draw(st.integers(0, len(whole)))
@@ -104,7 +104,7 @@ def test_of_a_file_that_was_cut_off_all_whole_records_are_read(records: list[Rec
 
 
 @given(RECORDS.filter(bool), st.data())
-def test_a_spoilt_byte_costs_its_record_and_what_follows(records: list[Record], data: st.DataObject) -> None:
+def test_a_corrupted_byte_costs_its_record_and_the_following_ones(records: list[Record], data: st.DataObject) -> None:
     packed = [serialize_record(record) for record in records]
     ends = np.cumsum([len(MAGIC), *map(len, packed)])
     place = data.draw(st.integers(len(MAGIC), int(ends[-1]) - 1))
@@ -150,8 +150,8 @@ def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def test_what_a_rank_took_is_read_as_it_was(tmp_path: Path) -> None:
-    """Also with supervised rows beside the groups, or with these alone."""
+def test_batches_are_read_as_a_rank_took_them(tmp_path: Path) -> None:
+    """Also with supervised rows mixed into the groups, or with rows alone."""
     taken = {version: shards(version, 2) for version in range(5)}
     for of_rank in taken[1]:
         of_rank.supervised = SUPERVISED
@@ -177,8 +177,8 @@ def test_what_a_rank_took_is_read_as_it_was(tmp_path: Path) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=4, max_size=4))
-def test_what_a_resumed_run_makes_anew_replaces_what_was(starts: list[int], steps: list[int]) -> None:
-    """Each run begins at a version that the one before has reached, or at one before."""
+def test_replayed_batches_replace_those_before_the_resume(starts: list[int], steps: list[int]) -> None:
+    """Each run begins at the version that the run before has reached, or at an earlier one."""
     expected: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         reached = 0
@@ -198,7 +198,7 @@ def test_what_a_resumed_run_makes_anew_replaces_what_was(starts: list[int], step
 
 
 def append(writer: JournalWriter, shard: PackedShard) -> None:
-    """Append a batch once there is room for it and for what it makes."""
+    """Append a batch once there is room for it and for its record of results."""
     wait_until(writer._waiting.empty, "room for a batch", every_s=0.001)
     writer.batch(shard)
 
@@ -217,8 +217,10 @@ def test_the_newest_batches_stay_within_the_bound(tmp_path: Path) -> None:
     assert writer.lost == 0
 
 
-def test_a_disk_that_refuses_is_said_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "rank0").write_text("a file where the folder should be")
+def test_a_disk_that_refuses_writes_is_reported_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rank0").write_text("a file in the place of the folder")
     writer = JournalWriter(tmp_path, 0, 10**6)
     for version in range(3):
         append(writer, shards(version, 1)[0])
@@ -233,7 +235,7 @@ def has_lost(writer: JournalWriter, records: int) -> bool:
 
 
 def test_a_full_disk_leaves_whole_records_and_no_files_without_any(tmp_path: Path) -> None:
-    """Each record that is lost counts once. When there is room again, the next one follows the last whole one."""
+    """Each lost record counts once. When there is room again, the next one follows the last whole one."""
     made = Made(np.arange(50), {"loss": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     begun, empty = JournalWriter(tmp_path, 0, 10**6), JournalWriter(tmp_path, 1, 10**6)

@@ -1,4 +1,4 @@
-"""A model's folder that is replaced: the old one or the new one has the name, whatever ends the process."""
+"""A model's folder that is replaced: the old one or the new one has the name, however the process ends."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_after_a_kill_at_any_line_the_name_has_the_old_folder_or_the_new_one(tmp
         assert len(texts) == 1
         found |= texts
         assert {path.name for path in run.iterdir()} <= {"model", ".model.partial"}
-    assert found == {"old", "new"} and without, "no kill came between the two renames"
+    assert found == {"old", "new"} and without, "no kill happened between the two renames"
 
 
-def test_an_old_folder_that_alone_is_left_gets_its_name_back(tmp_path: Path) -> None:
+def test_an_old_folder_without_a_new_one_gets_its_name_back(tmp_path: Path) -> None:
     written(tmp_path / "model", "old")
     replace_folder(tmp_path / "model")
     (tmp_path / "model").rename(tmp_path / ".model.old")
@@ -75,7 +75,7 @@ def test_an_old_folder_that_alone_is_left_gets_its_name_back(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_all_of_a_folder_is_flushed_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_flushed_completely_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = list[str]()
     rename = Path.rename
 

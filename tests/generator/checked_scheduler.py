@@ -2,8 +2,9 @@
 
 Other processes take and give memory meanwhile (:class:`OtherProcesses`), which must make no difference.
 
-What is served is ours. So the engines of these tests check parity in all that they do: prompts with and without cached
-prefixes, sequences that decode, mixtures of experts, LoRA, latent attention, several ranks.
+The modified scheduler's output is what is served, so the engines of these tests check parity in all that they do:
+prompts with and without cached prefixes, sequences that decode, mixtures of experts, LoRA, latent attention, several
+ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
 
 PARITY = 5e-6
-"""Of a row's log-probs, all of them, in float32, relative to its largest logit where that is above 1. A logit of 16 is
-rounded by up to 9.5e-7, and layers add up. The largest seen in thousands of forwards was 3.5e-6 (DeepSeek-V3 with
-random weights), 2.3e-6 in other families, 1.4e-6 on a trained model."""
+"""Bound on the difference of a row's log-probs, of all ids, in float32, relative to its largest logit where that is
+above 1. A logit of 16 is rounded by up to 9.5e-7, and layers add up. The largest observed in thousands of forwards was
+3.5e-6 (DeepSeek-V3 with random weights), 2.3e-6 in other families, 1.4e-6 on a trained model."""
 FOLDER = "MONARCH_RL_PARITY_FOLDER"
-"""Where each scheduler writes what it has compared."""
+"""Variable with the folder to which each scheduler writes its comparisons."""
 
 
 class CheckedTarget(SchedulerTarget):
@@ -41,10 +42,10 @@ class CheckedTarget(SchedulerTarget):
 
 
 class OtherProcesses:
-    """They take half of the memory that is free each time that somebody looks, and give all of it back at the end.
+    """They take half of the free memory at each look, and give all of it back at the end.
 
-    SGLang would refuse to start: after four looks there is less than a tenth of what there was, and ranks see different
-    amounts.
+    SGLang would refuse to start: after four looks less than a tenth of the initial memory is left, and ranks see
+    different amounts.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class OtherProcesses:
 
 
 class Tally:
-    """The forwards of a scheduler by kind, and the largest difference of each, relative as ``PARITY`` says."""
+    """The forwards of a scheduler by kind, and the largest difference of each, relative like ``PARITY``."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, float]] = {}

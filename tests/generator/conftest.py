@@ -21,12 +21,12 @@ from tests.forking import forking
 from tests.generator.checked_scheduler import FOLDER, CheckedTarget
 from tests.generator.helpers import PART_TOKENS, RUN_S, LoopThread, Staging, make_model, weights_in
 
-# Before Monarch is first used: how often it looks for dead processes.
+# Set before Monarch's first use: how often it looks for dead processes.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FORKED = ("torch", "text", ENGINE_PRELOAD)
-"""What a scheduler is forked from."""
+"""Preloads of the process from which schedulers are forked."""
 SETTINGS = GeneratorSettings(
     max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS, start_deadline_s=RUN_S
 )
@@ -34,12 +34,12 @@ SETTINGS = GeneratorSettings(
 
 @pytest.fixture(scope="session", autouse=True)
 def parity(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Engines that these tests start in their own process compare every forward with SGLang's own; the folder has what
-    they found."""
+    """Engines that these tests start in their own process compare every forward with SGLang's own; the folder has the
+    results."""
     folder = tmp_path_factory.mktemp("parity")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
-        # By its name: a fixture of every test that refers to what starts engines would make all of them heavy.
+        # By its name: if this autouse fixture referred to engine-starting code, all tests would count as heavy.
         patch.setattr("monarch_rl.generator.launching.SchedulerTarget", CheckedTarget)
         yield folder
 
@@ -57,7 +57,7 @@ def fork_server() -> Iterator[subprocess.Popen[bytes]]:
     preloads = [preload for preload in PRELOADS if preload.name in FORKED]
     with forking(preloads) as (name, server), pytest.MonkeyPatch.context() as patch:
         patch.setenv(ADDRESS_VARIABLE, name)
-        # No start's deadline, and none of Monarch's, is to pass while the server has its imports before it.
+        # No deadline of a start or of Monarch should pass while the server still imports.
         ready = ForkContext(ENGINE_PRELOAD).Process(target=os.getpid)
         ready.start()
         ready.join()
@@ -81,8 +81,8 @@ def run(fork_server: subprocess.Popen[bytes]) -> Iterator[LoopThread]:
 
 
 class EngineKeeper:
-    """Keeps one engine for all rules that a module tries: what becomes of running sequences is decided here, at each
-    commit, and nothing of it is given to SGLang."""
+    """Keeps one engine for all rules that a module tests: this process decides at each commit what happens to running
+    sequences, and SGLang is not configured for it."""
 
     def __init__(self, run: LoopThread) -> None:
         self._run = run
@@ -115,7 +115,7 @@ def engines(run: LoopThread) -> Iterator[EngineKeeper]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    """A dense Qwen3. Tests that commit say so by their own versions, ever higher; see ``engine.requests.version``."""
+    """A dense Qwen3. Tests that commit use their own, ever higher, versions; see ``engine.requests.version``."""
     engine = run(Engine.start(str(models["qwen3"]), SETTINGS))
     yield engine
     run(engine.shutdown())

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, an event loop on a thread, and what tests do with weights and processes."""
+"""Tiny models with random weights, an event loop on a thread, and helpers for weights and processes."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ EXPERTS, EXPERT_WIDTH = 4, 48
 TIED = ("qwen2", "llama")
 """Kinds of models whose embeddings are the LM head as well."""
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 24, 32, 16, 8, 20
-"""Of a DeepSeek's latent attention: ranks, and widths of a head."""
+"""Ranks and head widths of a DeepSeek's latent attention."""
 LOGPROB_BOUND = 2e-5
-"""Engine against transformers or trainer, float32, natural log, at temperature 1. The largest seen on these models:
-against transformers 5.3e-6 of one version, 1.0e-5 of 600 tokens that three versions drew in turn; against the trainer,
-in 120 batches each, 7.6e-6 dense, 8.1e-6 of the Qwen3-MoE, 1.0e-5 of the DeepSeek-V3."""
+"""Engine against transformers or trainer, float32, natural log, at temperature 1. The largest difference observed on
+these models: against transformers 5.3e-6 for one version, 1.0e-5 for 600 tokens that three versions sampled in turn;
+against the trainer, in 120 batches each, 7.6e-6 dense, 8.1e-6 for the Qwen3-MoE, 1.0e-5 for the DeepSeek-V3."""
 PART_TOKENS = 16
-"""Engines pass on what they draw every this many tokens."""
+"""Engines send sampled tokens in parts of this many."""
 RUN_S = 500.0
-"""Limit of what :class:`LoopThread` runs, and of an engine's start: below that of a test."""
+"""Time limit of what :class:`LoopThread` runs, and of an engine's start: below the limit of a test."""
 
 
 def make_model(folder: Path, kind: str) -> Path:
@@ -91,7 +91,7 @@ def make_model(folder: Path, kind: str) -> Path:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    if kind == "qwen2":  # as Qwen writes it: biases, and how wide heads are, go without saying
+    if kind == "qwen2":  # as Qwen writes it: biases and the head width are implicit
         config |= {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 1}
         del config["head_dim"], config["attention_bias"]
     if kind == "mistral":
@@ -101,7 +101,7 @@ def make_model(folder: Path, kind: str) -> Path:
             "num_key_value_heads": HEADS,
             "n_routed_experts": EXPERTS,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": HIDDEN,  # what SGLang would pad of a shared expert is not merely copied
+            "moe_intermediate_size": HIDDEN,  # SGLang would pad a shared expert, which a plain copy does not handle
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "moe_layer_freq": 1,
@@ -208,18 +208,18 @@ def checksums_of(weights: Weights) -> dict[str, int]:
 
 
 def expected_of(weights: Weights) -> np.ndarray:
-    """Checksums in the order of :func:`manifest_of`, as the trainer gives them."""
+    """Checksums in the order of :func:`manifest_of`, as the trainer sends them."""
     return np.array(list(checksums_of(weights).values()), np.int64)
 
 
 def in_order(manifest: Manifest, checksums: dict[str, int]) -> np.ndarray:
-    """The same of checksums by name; those of tensors that it does not have come last."""
+    """Checksums by name, in the manifest's order; checksums of tensors that it does not have come last."""
     named = [checksums[name] for name in manifest.names if name in checksums]
     return np.array(named + [x for name, x in checksums.items() if name not in manifest.names], np.int64)
 
 
 class Staging:
-    """The areas in which versions arrive in turn, filled as a transport does."""
+    """The areas that receive versions in turn, filled as a transport fills them."""
 
     def __init__(self, weights: Weights, areas: int = 2) -> None:
         self.manifest = manifest_of(weights)
@@ -233,7 +233,7 @@ class Staging:
             spec.view(self.area(version).buffer).copy_(weights[spec.name])
 
     def byte(self, version: int, name: str, offset: int) -> torch.Tensor:
-        """One byte of a tensor in the area, to be spoilt."""
+        """One byte of a tensor in the area, for corruption."""
         spec = self.manifest.tensors[self.manifest.names.index(name)]
         return self.area(version).buffer[spec.offset + offset : spec.offset + offset + 1]
 
@@ -242,21 +242,21 @@ class Staging:
 
 
 def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A figure that SGLang reports of its requests, message by message from now on."""
-    figures: list[Any] = []
+    """The values that SGLang reports for its requests in one field, message by message from now on."""
+    values: list[Any] = []
     manager = engine._sglang.manager
     handle = manager._handle_batch_output
 
     async def watch(output: Any) -> None:
-        figures.extend(getattr(output, field) or [])
+        values.extend(getattr(output, field) or [])
         await handle(output)
 
     monkeypatch.setattr(manager, "_handle_batch_output", watch)
-    return figures
+    return values
 
 
-def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
-    """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
+def check_masks(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
+    """Each token was sampled from its mask, by the distribution restricted to it; the mask has the most likely ids."""
     sampling_masks = completion.sampling_masks
     assert sampling_masks is not None and len(sampling_masks.counts) == len(completion.token_ids)
     assert sampling_masks.counts.min() >= 1 and sampling_masks.counts.max() <= at_most
@@ -270,26 +270,26 @@ def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_m
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Requests on their way, and the parts of each that have arrived."""
+class RunningRequests:
+    """Requests in progress, and the parts of each that have arrived."""
 
     engine: Engine
     tasks: list[asyncio.Task[Completion]]
     parts: list[list[Completion]]
 
     @classmethod
-    def start(cls, engine: Engine, prompts: Sequence[list[int]], *samplings: Sampling) -> Drawing:
-        """By one ``Sampling``, or one for each prompt."""
+    def start(cls, engine: Engine, prompts: Sequence[list[int]], *samplings: Sampling) -> RunningRequests:
+        """With one ``Sampling`` for all, or one per prompt."""
         parts: list[list[Completion]] = [[] for _ in prompts]
         wanted = samplings if len(samplings) > 1 else samplings * len(prompts)
         asked = zip(prompts, wanted, parts, strict=True)
         return cls(engine, [asyncio.ensure_future(engine.generate(p, s, of.append)) for p, s, of in asked], parts)
 
-    async def goes_on(self) -> None:
-        """Wait until ``2 * PART_TOKENS`` more tokens of each have arrived, the last one of the served version."""
+    async def wait_for_tokens(self) -> None:
+        """Wait until ``2 * PART_TOKENS`` more tokens of each request have arrived, the last by the served version."""
         version, goals = self.engine.requests.version, [count + 2 * PART_TOKENS for count in self.counts()]
 
-        def drawn() -> bool:
+        def all_arrived() -> bool:
             short = [
                 task
                 for task, parts, count, goal in zip(self.tasks, self.parts, self.counts(), goals, strict=True)
@@ -299,7 +299,7 @@ class Drawing:
                 assert not task.done(), f"a request ended too early: {task.result()}"
             return not short
 
-        await until(drawn, f"the requests to draw {2 * PART_TOKENS} more tokens, now by version {version}", RUN_S)
+        await until(all_arrived, f"{2 * PART_TOKENS} more tokens of each request, now by version {version}", RUN_S)
 
     async def completions(self) -> list[Completion]:
         return await asyncio.gather(*self.tasks)
@@ -309,26 +309,26 @@ class Drawing:
         return [sum(len(part.token_ids) for part in parts) for parts in self.parts]
 
 
-async def check_nothing_is_served(engine: Engine, *drawings: Drawing) -> None:
-    """After a commit that failed: new requests wait for the next one, and the scheduler draws nothing though it runs.
+async def check_nothing_is_served(engine: Engine, *running: RunningRequests) -> None:
+    """After a failed commit: new requests wait for the next one, and the scheduler samples nothing though it runs.
 
-    Its answers show that it runs. Each takes a turn of its loop, in which it would draw a token of each sequence.
+    Its answers prove that it runs. Each takes one turn of its loop, in which it would sample a token of each sequence.
 
     Args:
-        engine: has a request that came after the commit.
-        drawings: what was running before.
+        engine: has a request that was submitted after the commit.
+        running: requests that ran before.
     """
     state = engine._sglang.manager.get_internal_state
-    await state()  # what it had drawn before has arrived then
-    before = [drawing.counts() for drawing in drawings]
+    await state()  # by then all earlier tokens have arrived
+    before = [requests.counts() for requests in running]
     for _ in range(2 * PART_TOKENS):
         await state()
-    assert [drawing.counts() for drawing in drawings] == before
+    assert [requests.counts() for requests in running] == before
     assert [wait.what for wait in engine.requests.waits()][-1:] == ["a commit to end"], engine.requests.waits()
 
 
 def check_parts(parts: list[Completion], completion: Completion) -> None:
-    """Parts are the beginning of the completion: never all of it, and all but its last ``PART_TOKENS``."""
+    """Parts are a prefix of the completion: never all of it, and all but its last ``PART_TOKENS``."""
     count = sum(len(part.token_ids) for part in parts)
     whole = len(completion.token_ids)
     assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens came in parts"
@@ -382,9 +382,9 @@ def reference_logprobs(
     weights: Weights | None = None,
     lora: LoraSettings = FULL_TRAINING,
 ) -> list[np.ndarray]:
-    """transformers' float32 log-probs of drawn tokens, from a process that never imported SGLang.
+    """transformers' float32 log-probs of sampled tokens, from a process that never imported SGLang.
 
-    ``weights`` stand in for those in ``folder`` if given; with ``lora`` they are an adapter, for peft.
+    ``weights`` replace the weights in ``folder`` if given; with ``lora`` they are an adapter, for peft.
     """
     folders = [folder]
     if weights is not None and not lora.rank:
@@ -401,11 +401,11 @@ def reference_logprobs(
 def reference_in_turn(
     folder: Path, completions: Sequence[tuple[list[int], Completion]], weights: dict[int, Weights]
 ) -> list[np.ndarray]:
-    """transformers' float32 log-probs of drawn tokens, each under the version that it carries, which reads the keys and
-    values that the versions before it have left.
+    """transformers' float32 log-probs of sampled tokens, each under the version that it carries, over the keys and
+    values left by the versions before it.
 
     Args:
-        weights: by version; they stand in for those in ``folder``.
+        weights: by version; they replace the weights in ``folder``.
     """
     versions = sorted(weights)
     asked = [
@@ -423,16 +423,16 @@ class Reading:
     expert_routes: np.ndarray
     """int [n, layers, k], sorted: the experts of each token."""
     logprobs: np.ndarray
-    """float32 [n, vocabulary]: of the token after each."""
+    """float32 [n, vocabulary]: of the next token after each."""
 
 
 def reference_reading(
     folder: Path, sequences: Sequence[tuple[list[int], list[int]]], weights: dict[int, Weights]
 ) -> list[Reading]:
-    """How transformers reads ``(ids, the version that reads each)``, each with the past that those before it left.
+    """How transformers reads ``(ids, the version that reads each)``, each over the past left by the versions before it.
 
     Args:
-        weights: by version; they stand in for those in ``folder``.
+        weights: by version; they replace the weights in ``folder``.
     """
     versions = sorted(weights)
     asked = [[ids, [versions.index(version) for version in readers]] for ids, readers in sequences]
@@ -453,7 +453,7 @@ def _ask_transformers(module: str, folders: list[Path], asked: list[list[list[in
 
 
 class LoopThread:
-    """An event loop on a thread of its own: engines belong to one loop, and no signal handler is touched there."""
+    """An event loop on a thread of its own: engines belong to one loop, and signal handlers stay untouched there."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -466,7 +466,7 @@ class LoopThread:
 
         future = asyncio.run_coroutine_threadsafe(awaited(), self.loop)
         try:
-            return result_of(future, "what runs on the loop of the engines", RUN_S)
+            return result_of(future, "a coroutine on the loop of the engines", RUN_S)
         finally:
             future.cancel()
 

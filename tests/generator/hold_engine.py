@@ -1,4 +1,4 @@
-"""A program that starts an engine, says what processes it has, and waits to be ended by a signal.
+"""A program that starts an engine, prints its processes, and waits to be ended by a signal.
 
 python hold_engine.py FOLDER
 """
@@ -10,7 +10,7 @@ import sys
 
 
 async def main() -> None:
-    # Here, because the engine's process imports this file first.
+    # Imported here, because the engine's process imports this file first.
     from monarch_rl.generator.engine import Engine
     from monarch_rl.generator.settings import GeneratorSettings
 

@@ -1,4 +1,4 @@
-"""What SGLang's own ServerArgs make of an engine's arguments on a GPU that is not there:  resolve_on_gpu.py < JOBS
+"""What SGLang's own ServerArgs make of an engine's arguments on a faked GPU:  resolve_on_gpu.py < JOBS
 
 A program of its own, because it fakes SGLang's platform for the whole process. Reads a JSON list of jobs: capability,
 GiB of memory, arguments. Writes a JSON list: the resolved values.
@@ -34,7 +34,7 @@ FIELDS = (
 
 
 def facts(capability: tuple[int, int]) -> dict[str, Any]:
-    """What SGLang would find out of the machine."""
+    """What SGLang would detect on the machine."""
     sm = capability[0] * 10 + capability[1]
     return {
         "is_cuda": True,

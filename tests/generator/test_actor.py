@@ -1,4 +1,4 @@
-"""Two replicas as Monarch actors in processes of their own, new weights by the collective, and their ends.
+"""Two replicas as Monarch actors in processes of their own, new weights by a collective, and their ends.
 
 The model is a tied Llama: its output layer is its embedding, sent once.
 """
@@ -47,7 +47,7 @@ from tests.patience import patiently, until, wait_until
 pytestmark = pytest.mark.core
 
 DEADLINE_S = 300.0
-"""Of what is to succeed, or to end by its cause: no test waits for it."""
+"""Seconds for calls that succeed, or fail for a reason of their own: no test waits for it."""
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=DEADLINE_S)
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ class Replicas:
     setup_seconds: list[float]
 
     async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> list[Any]:
-        """Transfer while decoding goes on, then commit; returns the reports."""
+        """Transfer during decoding, then commit; returns the reports."""
         await self.transfer(version, weights)
         slot, checksums = version % SNAPSHOTS, expected_of(weights)
         return await asyncio.gather(*[wait(actor.commit.call_one(version, slot, checksums)) for actor in self.actors])
@@ -137,22 +137,22 @@ def replicas(models: dict[str, Path], run: LoopThread, fork_server: subprocess.P
     run(stop())
 
 
-async def play(dispatcher: Dispatcher, groups: int, tokens: int) -> list[Completion]:
+async def generate_groups(dispatcher: Dispatcher, groups: int, tokens: int) -> list[Completion]:
     wanted = Sampling(max_new_tokens=tokens)
     return await asyncio.gather(*[dispatcher.generate([5, 6, 7 + i // 4], wanted, i // 4) for i in range(4 * groups)])
 
 
-def test_two_replicas_draw_while_they_take_new_weights(
+def test_two_replicas_generate_while_they_receive_new_weights(
     replicas: Replicas, run: LoopThread, models: dict[str, Path]
 ) -> None:
-    """Every commit is bit-exact on both, no request is lost, and both replicas draw."""
+    """Every commit is bit-exact on both, no request is lost, and both replicas generate."""
     dispatcher = Dispatcher(replicas.actors, DEADLINE_S)
 
     async def rounds() -> tuple[list[Completion], list[Any]]:
-        playing, reports = asyncio.ensure_future(play(dispatcher, 4, 500)), []
+        generating, reports = asyncio.ensure_future(generate_groups(dispatcher, 4, 500)), []
         for version in range(1, 4):
             reports += await replicas.publish(version, next_version(replicas.base, version))
-        return await playing, reports
+        return await generating, reports
 
     completions, reports = run(rounds())
     assert [len(c.token_ids) for c in completions] == [500] * 16
@@ -172,7 +172,7 @@ def test_two_replicas_draw_while_they_take_new_weights(
         assert numbers["busy_seconds"] > 0
         assert numbers["last_commit"]["version"] == 3
 
-    fresh = run(play(dispatcher, 1, 30))
+    fresh = run(generate_groups(dispatcher, 1, 30))
     weights = next_version(replicas.base, 3)
     asked = [([5, 6, 7], completion) for completion in fresh]
     for completion, reference in zip(fresh, reference_logprobs(models["llama"], asked, weights), strict=True):
@@ -180,13 +180,13 @@ def test_two_replicas_draw_while_they_take_new_weights(
         assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
 
 
-def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread) -> None:
+def test_only_a_received_version_is_committed(replicas: Replicas, run: LoopThread) -> None:
     with pytest.raises(Exception, match="version 3"):
         run(wait(replicas.actors[0].commit.call_one(9, 1, np.zeros(0, np.int64))))
 
 
-def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
-    """The last commit of these tests but one: replica 0 is right, replica 1 is given another checksum."""
+def test_a_wrong_checksum_stops_only_that_replica(replicas: Replicas, run: LoopThread) -> None:
+    """The last commit of these tests but one: replica 0 gets the right checksum, replica 1 another one."""
     weights = next_version(replicas.base, 4)
     checksums, name = expected_of(weights), "model.layers.0.mlp.up_proj.weight"
     wrong = np.where(np.array(list(weights)) == name, 1, checksums)
@@ -203,27 +203,27 @@ def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: Loop
     run(publish())
 
 
-def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -> None:
-    """They travel in one message."""
+def test_a_refused_request_does_not_affect_others(replicas: Replicas, run: LoopThread) -> None:
+    """They are sent in one message."""
 
-    async def play() -> list[Any]:
+    async def scenario() -> list[Any]:
         dispatcher = Dispatcher(replicas.actors[:1], DEADLINE_S)
         prompts = [[5, 6], [5] * 5000, [5, 7]]
         asked = (dispatcher.generate(prompt, Sampling(max_new_tokens=3), 0) for prompt in prompts)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    first, refused, last = run(play())
+    first, refused, last = run(scenario())
     assert len(first.token_ids) == len(last.token_ids) == 3
     assert isinstance(refused, GenerationError) and "5000" in str(refused)
 
 
 LONG = Sampling(max_new_tokens=1000, seed=17)
 BEGINNING = replace(LONG, max_new_tokens=200)
-"""Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
+"""Submitted in one message with ``LONG``: when it is answered, as many tokens of ``LONG`` have arrived, in parts."""
 
 
 def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
-    """Parts go on being sent to a channel of which the other end is closed."""
+    """Parts are still sent to a channel whose other end is closed."""
     actor = replicas.actors[0]
 
     async def cancel() -> ReplicaLost:
@@ -234,19 +234,19 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
         with pytest.raises(ReplicaLost, match="enough") as caught:
             await request
 
-        async def drawn() -> bool:
+        async def finished() -> bool:
             return not (await actor.stats.call_one())["requests_in_flight"]
 
-        await until(drawn, "the rest to be drawn")
+        await until(finished, "the rest to be generated")
         return caught.value
 
     lost = run(cancel())
-    drawn = sum(len(part.token_ids) for part in lost.parts)
-    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < drawn < LONG.max_new_tokens
+    arrived = sum(len(part.token_ids) for part in lost.parts)
+    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < arrived < LONG.max_new_tokens
     assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
 
 
-def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
+def test_unsent_requests_are_cancelled_too() -> None:
     """They wait for the pace of messages, and would be sent to a replica that is given up."""
 
     class Silent:
@@ -278,10 +278,10 @@ def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
     run_virtual(cancel())
 
 
-def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: Replicas, run: LoopThread) -> None:
-    """It is heard of by who waits for the replica's end, and a request that is refused is no such failure."""
+def test_a_failure_that_no_request_caused_ends_the_replica(replicas: Replicas, run: LoopThread) -> None:
+    """Callers that wait for the replica's end are notified; a request that is refused is no such failure."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         actor = replicas.actors[0]
         life = asyncio.ensure_future(wait(actor.block_until_lost.call_one()))
         with pytest.raises(GenerationError):
@@ -293,11 +293,13 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
         with pytest.raises(ActorError, match="AttributeError"):
             await patiently(life, "the end of the replica")
 
-    run(play())
+    run(scenario())
 
 
-def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
-    """The last test on replica 0: what it had drawn is not drawn again."""
+def test_a_killed_replica_ends_its_engine_and_another_one_continues_its_requests(
+    replicas: Replicas, run: LoopThread
+) -> None:
+    """The last test on replica 0: the tokens it had sent are not sampled again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
     actor = run(wait(replicas.actors[0].stats.call_one()))["pid"]
 
@@ -308,21 +310,21 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
         alone = await ask(replicas.actors[1], [5], LONG)
         before, dispatcher = await tokens(), Dispatcher(replicas.actors, DEADLINE_S)
         request = ReplicaConnection(replicas.actors[0]).ask([5], LONG)
-        playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
+        running = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
-        # A process killed while Monarch asks it for its state is noticed later, and in other words.
+        # A process killed while Monarch asks it for its state is noticed later, with another message.
         lost = r"(?s)generator\.answer\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
             await request
-        return alone, await playing, await tokens() - before
+        return alone, await running, await tokens() - before
 
-    alone, across, again = run(lose())
+    alone, across, resampled = run(lose())
     assert across.token_ids.tolist() == alone.token_ids.tolist()
     assert np.abs(across.logprobs - alone.logprobs).max() < LOGPROB_BOUND
     assert across.policy_versions.tolist() == alone.policy_versions.tolist()
     assert across.finish_reason == "length"
-    arrived = LONG.max_new_tokens - again
+    arrived = LONG.max_new_tokens - resampled
     assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < arrived < LONG.max_new_tokens
     assert arrived % SETTINGS.part_tokens == 0
     wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
@@ -330,7 +332,7 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
     assert len(completion.token_ids) == 3
 
 
-def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: LoopThread) -> None:
+def test_a_lost_engine_fails_its_requests(replicas: Replicas, run: LoopThread) -> None:
     """The last test on replica 1, which then ends in order and leaves nothing."""
     actor, mesh = replicas.actors[1], replicas.meshes[1]
     scheduler = run(scheduler_of(actor))

@@ -1,4 +1,4 @@
-"""A connection to a replica, over real channels: each request gets its own answer, or is lost with its parts."""
+"""A connection to a replica, over real channels: each request gets its own answer, or fails with its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Replica:
     ``n`` is negative, and fails where it is 0."""
 
     def __init__(self) -> None:
-        self.answering = Answering(self.draw, Refused)
+        self.answering = Answering(self.sample, Refused)
         self.answer = self.generate = self
         self.opened = 0
         """Connections."""
@@ -39,7 +39,7 @@ class Replica:
     def broadcast(self, connection: str, requests: bytes) -> None:
         self.answering.start(connection, requests)
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def sample(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         value, parts, turns = prompt_ids
         for _ in range(parts):
             on_part(completion(value, UNFINISHED))
@@ -61,47 +61,47 @@ def connect() -> tuple[ReplicaConnection, Any]:
     return ReplicaConnection(replica), replica
 
 
-def test_many_messages_take_one_connection() -> None:
-    async def play() -> None:
+def test_many_messages_share_one_connection() -> None:
+    async def scenario() -> None:
         connection, replica = connect()
         for value in range(1, 20):
             answer = await patiently(connection.ask([value, 2, 0], Sampling()))
             assert answer.token_ids.tolist() == [value] and answer.finish_reason == "stop"
         assert replica.opened == 1
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_a_failure_ends_all_requests_and_the_next_one_opens_the_connection_again() -> None:
-    async def play() -> None:
+def test_a_failure_ends_all_requests_and_the_next_one_reconnects() -> None:
+    async def scenario() -> None:
         connection, replica = connect()
         slow, fatal = connection.ask([1, 3, 10**6], Sampling()), connection.ask([0, 1, 30], Sampling())
         for request, parts in ((slow, 3), (fatal, 1)):
             with pytest.raises(ReplicaLost, match="the engine is gone") as lost:
                 await patiently(request)
-            assert len(lost.value.parts) in (0, parts), "they may arrive after the news"
+            assert len(lost.value.parts) in (0, parts), "they may arrive after the loss"
         assert (await patiently(connection.ask([7, 0, 0], Sampling()))).token_ids.tolist() == [7]
         assert replica.opened == 2
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_requests_that_cannot_be_read_end_the_connection() -> None:
     """Not the replica's process: Monarch ends an actor that cannot read its arguments."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         _, replica = connect()
         replica.broadcast("here", b"no requests")
         with pytest.raises(pickle.UnpicklingError):
             await patiently(replica.call_one("here", None))
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_an_error_of_sending_reaches_who_waits() -> None:
-    """It comes up in a callback of the event loop, which would log it and leave them waiting."""
+def test_a_send_error_reaches_the_waiting_caller() -> None:
+    """It is raised in a callback of the event loop, which would log it and leave the callers waiting."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         connection, replica = connect()
         slow = connection.ask([1, 0, 10**6], Sampling())
         assert (await patiently(connection.ask([2, 0, 0], Sampling()))).token_ids.tolist() == [2]
@@ -119,7 +119,7 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
         replica.answer = replica
         assert (await patiently(connection.ask([5, 0, 0], Sampling()))).token_ids.tolist() == [5]
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 class Unsendable:
@@ -132,9 +132,9 @@ class Unsendable:
 
 
 def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> None:
-    """And those that have failed; others of the same process stay."""
+    """And connections that have failed; others of the same process stay."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         replica: Any = Replica()
         senders = replica.answering._callers.senders
         names = ["worker 0/11/a", "worker 0/11/b", "worker 1/12/a", "/13/a", "/14/a"]
@@ -153,18 +153,18 @@ def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> N
         for task in opened.values():
             task.cancel()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 REQUEST = st.tuples(st.integers(-3, 50), st.integers(0, 3), st.integers(0, 20), st.integers(0, 4), st.booleans())
-"""Value (mostly there is one), parts, turns; turns before it is asked; whether the caller gives it up."""
+"""Value (mostly there is one), parts, turns; turns before it is submitted; whether the caller gives it up."""
 
 
 @given(st.lists(REQUEST, max_size=40))
 def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
     requests: list[tuple[int, int, int, int, bool]],
 ) -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         connection, _ = connect()
         asked = []
         for value, parts, turns, pause, given_up in requests:
@@ -183,4 +183,4 @@ def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
                 assert [part.token_ids.tolist() for part in lost.parts] == [[value]] * len(lost.parts)
                 assert len(lost.parts) <= parts
 
-    asyncio.run(play())
+    asyncio.run(scenario())

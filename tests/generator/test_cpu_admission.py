@@ -1,4 +1,4 @@
-"""Which requests wait for another one's prompt, and what is published to the prefix cache: without SGLang."""
+"""Which requests wait for another one's prompt, and which tokens enter the prefix cache: without SGLang."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SMALL, LARGE = 600_000, 130_000_000
 """Parameters of models."""
 
 
-def request(prompt: list[int], salt: str = "0", drawn: list[int] | None = None) -> Any:
+def request(prompt: list[int], salt: str = "0", sampled: list[int] | None = None) -> Any:
     ids = array("q", prompt)
-    return SimpleNamespace(origin_input_ids=ids, extra_key=None, cache_salt=salt, output_ids=array("q", drawn or []))
+    return SimpleNamespace(origin_input_ids=ids, extra_key=None, cache_salt=salt, output_ids=array("q", sampled or []))
 
 
 def scheduler(
@@ -41,7 +41,7 @@ def held(scheduler: Any, cached: int = 0) -> list[Any]:
         return admission._held_back(scheduler)
 
 
-def test_a_group_waits_for_its_first_if_the_prompt_is_worth_a_batch() -> None:
+def test_a_group_waits_for_its_first_request_if_the_prompt_is_worth_a_batch() -> None:
     group = [request(list(range(30))) for _ in range(8)]
     assert held(scheduler(group, LARGE)) == group[1:]
     assert held(scheduler(group, SMALL)) == group[1:]  # 7 * 29 tokens * 0.6 million parameters
@@ -52,10 +52,10 @@ def test_a_group_waits_for_its_first_if_the_prompt_is_worth_a_batch() -> None:
     assert held(scheduler(group, LARGE, overlap=True)) == []
 
 
-def test_only_what_the_first_computes_is_waited_for() -> None:
+def test_requests_wait_only_for_tokens_that_the_first_one_computes() -> None:
     prompt = list(range(40))
     first, same, forked = request(prompt), request(prompt + [1]), request([*prompt[:20], 99, *prompt[21:]])
-    other, later, retracted = request(prompt[::-1]), request(prompt, salt="1"), request(prompt, drawn=[5])
+    other, later, retracted = request(prompt[::-1]), request(prompt, salt="1"), request(prompt, sampled=[5])
     waiting = [first, other, same, later, forked, retracted]
     assert held(scheduler(waiting, LARGE)) == [same, forked]
     assert held(scheduler(waiting, LARGE), cached=20) == [same]
@@ -68,7 +68,7 @@ def test_only_what_the_first_computes_is_waited_for() -> None:
     parameters=st.sampled_from([SMALL, LARGE]),
     cached=st.integers(0, 40),
 )
-def test_whoever_waits_waits_for_one_that_does_not(prompts: list[list[int]], parameters: int, cached: int) -> None:
+def test_each_waiting_request_waits_for_one_that_runs(prompts: list[list[int]], parameters: int, cached: int) -> None:
     """So every batch makes progress, and the queue keeps its requests and their order."""
     waiting = [request([0] * 16 + prompt) for prompt in prompts]
     behind = held(scheduler(list(waiting), parameters), cached)
@@ -95,7 +95,7 @@ def test_whoever_waits_waits_for_one_that_does_not(prompts: list[list[int]], par
     assert list(map(id, of.waiting_queue)) == [id(req) for req in waiting if id(req) not in started]
 
 
-def test_the_next_batch_follows_at_once() -> None:
+def test_the_next_batch_follows_immediately() -> None:
     def original(of: Any, _batch: Any) -> None:
         of._prefill_decode_interval_remaining = 2
 
@@ -121,7 +121,7 @@ def test_an_idle_engine_gathers_requests_but_no_commit_waits(
     of = SimpleNamespace(idle_sleeper=sleeper, _engine_paused=paused)
     admission.gather_after_idle(of, lambda _of: slept.append(0.0))
     assert slept == [0.0, admission.GATHER_S][: 1 + gathers]
-    admission.gather_after_idle(SimpleNamespace(idle_sleeper=None), lambda _of: None)  # ranks but the first
+    admission.gather_after_idle(SimpleNamespace(idle_sleeper=None), lambda _of: None)  # ranks other than the first
 
 
 def read(prompt: list[int], cached: int = 0) -> Any:
@@ -144,7 +144,7 @@ def test_a_prompt_is_published_once_and_only_if_it_adds_something() -> None:
     assert publishing.wants_prompt(read(short))
 
 
-def test_answers_are_published_if_they_are_dearer_to_compute() -> None:
+def test_answers_are_published_if_computing_them_costs_more() -> None:
     publishing = Publishing()
     publishing.parameters = SMALL
     tokens = list(range(ANSWER_FROM))

@@ -26,7 +26,7 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int]]:
 def attended_alone(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, entries: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """float64, one head and one row after the other: the last rows of a sequence whose keys lie in ``entries``."""
+    """float64, one head and one row after the other: the last rows of a sequence whose keys are in ``entries``."""
     rows, keys, values = query.double(), keys[entries].double(), values[entries].double()
     first = len(entries) - len(rows)
     out = torch.empty(len(rows), HEADS, VALUE_WIDTH, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_sequences_attended_to_together_equal_each_alone(
         patch.setattr(attention, "PADDING", attention.PADDING._replace(free_pairs=free))
         calls = attention.plan(table, requests, lengths, new, blocks)
     output = torch.full((sum(new), HEADS, VALUE_WIDTH), torch.nan)
-    for _layer in range(2):  # the second one reuses what the first has made
+    for _layer in range(2):  # the second layer reuses the first one's index tensors
         attention.attend(calls, query, output, keys, values, 0.3)
     for rows, attended, request, length in zip(query.split(new), output.split(new), requests, lengths, strict=True):
         expected = attended_alone(rows, keys, values, table[request, :length], 0.3)

@@ -20,14 +20,14 @@ from monarch_rl.generator.cpu import install
 if sys.argv[1] == "shared":
     install.share_gloo_device()
 store, found = dist.HashStore(), [[], []]
-def meet(rank):
+def reduce_in_groups(rank):
     for number, seconds in enumerate((60, 77, 88)):
         prefixed = dist.PrefixStore(str(number), store)
         group = dist.ProcessGroupGloo(prefixed, rank, 2, timedelta(seconds=seconds))
         tensor = torch.full((3,), 1.0 + rank + number)
         group.allreduce([tensor]).wait()
         found[rank].append((tensor.tolist(), group.options._timeout.total_seconds(), group))
-ranks = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+ranks = [threading.Thread(target=reduce_in_groups, args=(rank,)) for rank in range(2)]
 for each in ranks: each.start()
 for each in ranks: each.join()
 names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
@@ -37,9 +37,9 @@ os._exit(0)
 """Two ranks, one on each thread, which reduce in three groups."""
 
 
-@pytest.mark.parametrize(("way", "devices"), [("shared", 1), ("own", 6)])
-def test_groups_reduce_over_one_device(way: str, devices: int) -> None:
-    done = patience.run([sys.executable, "-c", GROUPS, way], env=dict(os.environ))
+@pytest.mark.parametrize(("device", "devices"), [("shared", 1), ("own", 6)])
+def test_groups_reduce_over_one_device(device: str, devices: int) -> None:
+    done = patience.run([sys.executable, "-c", GROUPS, device], env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     of_rank = [([3.0 + 2 * number] * 3, seconds) for number, seconds in enumerate((60.0, 77.0, 88.0))]
     assert done.stdout.strip() == f"{[of_rank, of_rank]} {devices}"

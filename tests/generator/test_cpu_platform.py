@@ -1,4 +1,4 @@
-"""What SGLang can do through the plug-in on a machine without an accelerator."""
+"""SGLang's features through the plug-in on a machine without an accelerator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 async def ask(engine: Engine, **request: Any) -> dict[str, Any]:
-    """SGLang's own answer to a request with more in it than :class:`Sampling` has."""
+    """SGLang's own answer to a request with more fields than :class:`Sampling` has."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     given = GenerateReqInput(input_ids=PROMPT, return_logprob=True, **request)
@@ -54,18 +54,18 @@ def test_mixture_of_experts_agrees_with_transformers_and_takes_new_weights(
             staging.fill(version, weights)
             run(staging.commit(moe_engine, version, checksums_of(weights)))
         if version == 1:
-            continue  # the commit that makes the plan; what replays it is looked at
-        drawn = run(moe_engine.generate(PROMPT, Sampling(max_new_tokens=40)))
-        assert set(drawn.policy_versions.tolist()) == {version}
-        (reference,) = reference_logprobs(models["moe"], [(PROMPT, drawn)], weights)
-        assert np.abs(drawn.logprobs - reference).max() < LOGPROB_BOUND
+            continue  # the commit that makes the plan; later ones, which replay it, are tested
+        sampled = run(moe_engine.generate(PROMPT, Sampling(max_new_tokens=40)))
+        assert set(sampled.policy_versions.tolist()) == {version}
+        (reference,) = reference_logprobs(models["moe"], [(PROMPT, sampled)], weights)
+        assert np.abs(sampled.logprobs - reference).max() < LOGPROB_BOUND
 
 
-def test_a_seed_holds_for_truncated_draws_too(moe_engine: Engine, run: LoopThread) -> None:
+def test_a_seed_also_repeats_truncated_samples(moe_engine: Engine, run: LoopThread) -> None:
     params = {"max_new_tokens": 15, "top_p": 0.9, "top_k": 20, "sampling_seed": 4}
-    once, again = (run(ask(moe_engine, sampling_params=params))["output_ids"] for _ in range(2))
+    once, repeated = (run(ask(moe_engine, sampling_params=params))["output_ids"] for _ in range(2))
     other = run(ask(moe_engine, sampling_params=params | {"sampling_seed": 5}))["output_ids"]
-    assert once == again != other
+    assert once == repeated != other
 
 
 def test_an_adapter_from_tensors_changes_only_its_own_requests(moe_engine: Engine, run: LoopThread) -> None:
@@ -103,7 +103,7 @@ def test_an_adapter_from_tensors_changes_only_its_own_requests(moe_engine: Engin
 
 
 @pytest.mark.parametrize("kind", ["image_data", "video_data", "audio_data"])
-def test_images_are_refused_with_what_to_do(moe_engine: Engine, run: LoopThread, kind: str) -> None:
+def test_images_are_refused_with_a_remedy(moe_engine: Engine, run: LoopThread, kind: str) -> None:
     with pytest.raises(ValueError, match="torchvision"):
         run(ask(moe_engine, sampling_params={"max_new_tokens": 2}, **{kind: "picture.png"}))
 
@@ -137,39 +137,39 @@ def murmur3_of_bytes(data: bytes) -> int:
     return state
 
 
-def test_seeded_draws_follow_the_probabilities() -> None:
+def test_seeded_samples_follow_the_probabilities() -> None:
     from monarch_rl.generator.cpu.platform import UNSEEDED, multinomial_with_seed
 
     probabilities = torch.tensor([0.5, 0.25, 0.2, 0.05, 0.0])
-    draws = 20_000
+    samples = 20_000
     for seed in (3, UNSEEDED):
         torch.manual_seed(0)
-        drawn = multinomial_with_seed(
-            probabilities.log().expand(draws, -1), torch.full((draws,), seed), torch.arange(draws)
+        sampled = multinomial_with_seed(
+            probabilities.log().expand(samples, -1), torch.full((samples,), seed), torch.arange(samples)
         )
-        shares = torch.bincount(drawn[:, 0], minlength=5) / draws
+        shares = torch.bincount(sampled[:, 0], minlength=5) / samples
         for share, probability in zip(shares.tolist(), probabilities.tolist(), strict=True):
-            assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / draws)
+            assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / samples)
 
 
 @settings(max_examples=20, deadline=None)
 @given(weights=st.lists(st.sampled_from([0.0, 1e-9, 0.05, 0.3, 2.0]), min_size=1, max_size=9).filter(any))
-def test_unseeded_draws_follow_the_probabilities(weights: list[float]) -> None:
+def test_unseeded_samples_follow_the_probabilities(weights: list[float]) -> None:
     from monarch_rl.generator.cpu.install import draw
 
-    draws = 20_000
+    samples = 20_000
     torch.manual_seed(len(weights))
-    drawn = draw(torch.tensor(weights).expand(draws, -1))
-    assert drawn.dtype == torch.int32
-    counts = torch.bincount(drawn.long(), minlength=len(weights))
+    sampled = draw(torch.tensor(weights).expand(samples, -1))
+    assert sampled.dtype == torch.int32
+    counts = torch.bincount(sampled.long(), minlength=len(weights))
     for count, weight in zip(counts.tolist(), weights, strict=True):
         probability = weight / sum(weights)
-        assert abs(count / draws - probability) <= 5 * math.sqrt(probability * (1 - probability) / draws) + 1e-4
+        assert abs(count / samples - probability) <= 5 * math.sqrt(probability * (1 - probability) / samples) + 1e-4
         assert weight or not count
 
 
-def test_the_last_draw_is_of_a_token_that_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the uniform number is the largest there is, or would be rounded up to 1."""
+def test_tokens_of_probability_zero_are_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the uniform number is the largest possible one, or would be rounded up to 1."""
     from monarch_rl.generator.cpu.install import draw
 
     probabilities = torch.tensor([[0.1, 0.7, 1e-7, 0.0], [0.0, 0.3, 0.0, 0.0]])

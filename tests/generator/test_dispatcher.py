@@ -27,11 +27,11 @@ COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros
 
 
 class Lost(RuntimeError):
-    """What a call to a replica that ended raises."""
+    """The error of a call to a replica that ended."""
 
 
 class Replica:
-    """What the dispatcher sees of an actor: ``answer.call_one`` and ``generate.broadcast``.
+    """The endpoints of an actor that the dispatcher uses: ``answer.call_one`` and ``generate.broadcast``.
 
     It answers on a real port, once it is ``open``.
     """
@@ -42,10 +42,10 @@ class Replica:
         self.open = asyncio.Event()
         self.error: Exception | None = None
         self.sent = 0
-        """Messages that answers took."""
+        """Messages with answers."""
         self.ports: list[Port[Any]] = []
-        """One for each time that a connection was opened."""
-        self.answering = Answering(lambda *asked: self.draw(*asked), ValueError)
+        """One entry each time that a connection was opened."""
+        self.answering = Answering(lambda *asked: self.sample(*asked), ValueError)
 
     @property
     def answer(self) -> Any:
@@ -67,7 +67,7 @@ class Replica:
         self.messages.append([prompt[0] for _, prompt, _ in pickle.loads(requests)])
         self.answering.start(connection, requests)
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def sample(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         await self.open.wait()
         if self.error:
             raise self.error
@@ -80,8 +80,8 @@ def start(dispatcher: Dispatcher, group: int) -> asyncio.Task[Completion]:
     return asyncio.ensure_future(dispatcher.generate([group], Sampling(), group))
 
 
-def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
-    async def play() -> None:
+def test_groups_go_to_the_replica_with_fewest_requests_in_flight_and_stay_there() -> None:
+    async def scenario() -> None:
         replicas = [Replica(), Replica()]
         dispatcher = Dispatcher(replicas, LIMIT_S)
         tasks = [start(dispatcher, group) for group in (0, 0, 0, 1, 2, 0, 1)]
@@ -92,34 +92,36 @@ def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
             replica.open.set()
         await asyncio.gather(*tasks)
         assert dispatcher.in_flight == (0, 0)
-        assert [replica.sent for replica in replicas] == [1, 1], "what is ready together is one message"
+        assert [replica.sent for replica in replicas] == [1, 1], (
+            "requests that are ready together are sent in one message"
+        )
         await dispatcher.generate([1], Sampling(), 1)
         assert replicas[1].messages[-1] == [1]
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 async def round_trip() -> None:
-    """Another dispatcher's request is sent, drawn and answered: whatever was ready to be sent before has been sent."""
+    """Another dispatcher's request is sent and answered: all messages that were ready before have been sent."""
     replica = Replica()
     replica.open.set()
     assert await Dispatcher([replica], LIMIT_S).generate([0], Sampling(), 0) == COMPLETION
 
 
 def test_an_answer_waits_for_no_other() -> None:
-    """Requests of one message: one is answered, one refused, while the last one is still being drawn."""
+    """Requests of one message: one is answered, one refused, while the last one is still generated."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         replica = Replica()
         slow = asyncio.Event()
-        draw = replica.draw
+        sample = replica.sample
 
-        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+        async def sample_slowly(prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
             if prompt_ids == [2]:
                 await slow.wait()
-            return await draw(prompt_ids, sampling, on_part)
+            return await sample(prompt_ids, sampling, on_part)
 
-        replica.draw = draw_slowly  # type: ignore[method-assign]
+        replica.sample = sample_slowly  # type: ignore[method-assign]
         replica.open.set()
         dispatcher = Dispatcher([replica], LIMIT_S)
         first, refused, last = (start(dispatcher, group) for group in (1, -1, 2))
@@ -130,17 +132,17 @@ def test_an_answer_waits_for_no_other() -> None:
         slow.set()
         assert await last == COMPLETION
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_a_request_past_its_deadline_names_the_replica() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         dispatcher = Dispatcher([Replica(), Replica()], 0.05)
         with pytest.raises(DeadlineExceeded, match="generator 0 .*group 7"):
             await dispatcher.generate([1, 2], Sampling(), 7)
         assert dispatcher.in_flight == (0, 0)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 class SlowConnection:
@@ -166,10 +168,10 @@ class SlowConnection:
         ([SlowConnection(20.0)], "group 7.*generator 0 .*it was killed"),
     ],
 )
-def test_a_request_has_one_deadline_whatever_replicas_are_lost(connections: list[Any], late: str) -> None:
-    """In virtual time; also what other endpoints answer."""
+def test_a_request_has_one_deadline_however_many_replicas_are_lost(connections: list[Any], late: str) -> None:
+    """In virtual time; also for answers of other endpoints."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         for request in ("generate", "call"):
             dispatcher = Dispatcher(connections, 60.0)
             dispatcher._connections = connections
@@ -182,13 +184,13 @@ def test_a_request_has_one_deadline_whatever_replicas_are_lost(connections: list
                 await asking
             assert 60.0 <= now() - began < 61.0
 
-    run_virtual(play())
+    run_virtual(scenario())
 
 
-def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:
-    """As in the controller: its own waits end as soon as a process is known to be lost."""
+def test_a_caller_notified_of_a_loss_before_its_call_fails_asks_another_replica() -> None:
+    """As in the controller: its own waits end as soon as a process is reported lost."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         hangs, asked = asyncio.Event(), list[int]()
         dispatcher = Dispatcher([Replica(), Replica()], LIMIT_S, "frozen judge")
 
@@ -203,11 +205,11 @@ def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:
         lose("frozen judge 0", "killed")
         assert await asking == "answer" and asked == [0, 1] and dispatcher.in_flight == (0, 0)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_what_a_lost_replica_owes_another_one_answers() -> None:
-    async def play() -> None:
+def test_requests_of_a_lost_replica_are_answered_by_another_one() -> None:
+    async def scenario() -> None:
         replicas = [Replica(), Replica()]
         replicas[0].error = Lost("the process this actor was running on failed")
         dispatcher = Dispatcher(replicas, LIMIT_S)
@@ -219,63 +221,63 @@ def test_what_a_lost_replica_owes_another_one_answers() -> None:
         assert replicas[0].messages == [[0, 0]] and replicas[1].messages == [[1], [0, 0], [0]]
         assert dispatcher.in_flight == (0, 0)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 STOPS = (0,)
 
 
-def draw(prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
-    """A policy: each token, and its log-prob, follows from all that are before it."""
+def sample(prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
+    """A policy: each token, and its log-prob, follows from all tokens before it."""
     ids = list(prompt_ids)
     logprobs: list[float] = []
     while not (reason := finish_reason_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
         noise = random.Random(str(ids))
         ids.append(noise.randrange(20))
         logprobs.append(-noise.random())
-    drawn = np.asarray(ids[len(prompt_ids) :], np.int32)
-    return Completion(drawn, np.asarray(logprobs, np.float32), np.full(len(drawn), version, np.int32), reason)
+    sampled = np.asarray(ids[len(prompt_ids) :], np.int32)
+    return Completion(sampled, np.asarray(logprobs, np.float32), np.full(len(sampled), version, np.int32), reason)
 
 
-def cut(whole: Completion, start: int, end: int) -> Completion:
-    """A part of it."""
-    piece = slice(start, end)
-    return Completion(whole.token_ids[piece], whole.logprobs[piece], whole.policy_versions[piece], UNFINISHED)
+def part_of(whole: Completion, start: int, end: int) -> Completion:
+    """One part of the completion."""
+    span = slice(start, end)
+    return Completion(whole.token_ids[span], whole.logprobs[span], whole.policy_versions[span], UNFINISHED)
 
 
 class LosingConnection:
-    """Replaces a connection: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
+    """Replaces a connection: its replica samples by ``sample`` and is lost when parts of given lengths have arrived."""
 
     def __init__(self, version: int, parts: list[int] | None) -> None:
         self._version = version
         self._parts = parts
         self.asked: list[tuple[list[int], int]] = []
-        """Prompts, and tokens asked for."""
+        """Prompts, and numbers of tokens requested."""
         self.arrived: list[int] = []
         """Ids in the parts."""
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
         self.asked.append((prompt_ids, sampling.max_new_tokens))
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        whole = draw(prompt_ids, sampling, self._version)
+        whole = sample(prompt_ids, sampling, self._version)
         if self._parts is None:
             answer.set_result(whole)
             return answer
         ends = np.cumsum([0, *self._parts]).tolist()
-        parts = [cut(whole, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        parts = [part_of(whole, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
         self.arrived = [int(token) for part in parts for token in part.token_ids]
         answer.set_exception(ReplicaLost("it was killed", parts))
         return answer
 
 
 def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
-    """How any replica reads a sequence: of each token but the last, by those up to it."""
+    """How any replica reads a sequence: each token but the last, from the tokens up to it."""
     read = [[[sum(ids[: place + 1]) % 251, place]] for place in range(start, len(ids) - 1)]
     return np.asarray(read, np.uint8).reshape(-1, 1, 2)
 
 
 class RouteReportingConnection(LosingConnection):
-    """Tells routes with its answer, and never with parts of it."""
+    """Sends routes with its answer, and never with parts of it."""
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
         answer = super().ask(prompt_ids, sampling)
@@ -294,15 +296,15 @@ class RouteReportingConnection(LosingConnection):
     count=st.integers(1, 40),
     stops=st.sampled_from([(), STOPS]),
     losses=st.lists(st.lists(st.integers(1, 15), max_size=4), max_size=4),
-    known=st.integers(0, 2),
+    skipped=st.integers(0, 2),
 )
-def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_read(
-    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]], known: int
+def test_wherever_replicas_are_lost_each_token_that_was_read_has_a_route(
+    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]], skipped: int
 ) -> None:
     """Also where all tokens had arrived, but not the answer with their routes."""
-    start = min(known, len(prompt) - 1)
+    start = min(skipped, len(prompt) - 1)
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, expert_routes_from=start)
-    whole = draw(prompt, wanted, 0)
+    whole = sample(prompt, wanted, 0)
     found, _ = generate_through(losses, prompt, wanted, RouteReportingConnection)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.finish_reason == whole.finish_reason
@@ -313,16 +315,16 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
 def generate_through(
     losses: list[list[int]], prompt: list[int], wanted: Sampling, connection: type[LosingConnection] = LosingConnection
 ) -> tuple[Completion, list[LosingConnection]]:
-    """What a dispatcher makes of replicas that are lost in turn, as ``losses`` says, and a last one that is not."""
+    """The dispatcher's completion when replicas are lost in turn after ``losses``, and a last one survives."""
     connections = [connection(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
-    async def play() -> Completion:
+    async def scenario() -> Completion:
         stand_ins: Any = connections
         dispatcher = Dispatcher(stand_ins, LIMIT_S)
         dispatcher._connections = stand_ins
         return await dispatcher.generate(prompt, wanted, 0)
 
-    return asyncio.run(play()), connections
+    return asyncio.run(scenario()), connections
 
 
 @given(
@@ -331,12 +333,12 @@ def generate_through(
     stops=st.sampled_from([(), STOPS]),
     losses=st.lists(st.lists(st.integers(1, 15), max_size=4), max_size=4),
 )
-def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
+def test_wherever_replicas_are_lost_the_tokens_equal_those_of_a_single_replica(
     prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]]
 ) -> None:
-    """Also where the last part that arrived ends with a stop token, or has all the tokens that were asked for."""
+    """Also where the last part that arrived ends with a stop token, or has all the requested tokens."""
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops)
-    whole = draw(prompt, wanted, 0)
+    whole = sample(prompt, wanted, 0)
     found, connections = generate_through(losses, prompt, wanted)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.logprobs.tolist() == whole.logprobs.tolist()
@@ -350,7 +352,7 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
     versions: list[int] = []
     for index, connection in enumerate(connections):
         ended = bool(arrived) and len(arrived) == len(whole.token_ids)
-        assert connection.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
+        assert connection.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was sampled again"
         arrived += connection.arrived
         versions += [9 - index] * len(connection.arrived)
     versions += [9 - len(losses)] * (len(whole.token_ids) - len(arrived))
@@ -359,7 +361,7 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
 
 def test_a_part_that_ends_with_a_stop_token_is_the_answer() -> None:
     wanted = Sampling(max_new_tokens=1000, stop_token_ids=STOPS)
-    whole = draw([4], wanted, 9)
+    whole = sample([4], wanted, 9)
     found, (lost, other) = generate_through([[len(whole.token_ids)]], [4], wanted)
     assert whole.token_ids[-1] == 0 and found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.finish_reason == "stop" and lost.asked and not other.asked
@@ -372,7 +374,7 @@ def test_parts_with_all_tokens_are_the_answer() -> None:
 
 
 class PartSendingReplica(Replica):
-    """Draws by ``draw``: sends this many tokens in parts of four, then answers, except prompts that it ``holds``."""
+    """Samples by ``sample``: sends this many tokens in parts of four, then answers, except prompts in ``holds``."""
 
     def __init__(self, version: int, tokens: int, holds: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -381,20 +383,20 @@ class PartSendingReplica(Replica):
         self._holds = holds
         self.asked: list[tuple[list[int], int]] = []
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def sample(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         self.asked.append((prompt_ids, sampling.max_new_tokens))
-        whole = draw(prompt_ids, sampling, self._version)
+        whole = sample(prompt_ids, sampling, self._version)
         for start in range(0, self._tokens, 4):
-            on_part(cut(whole, start, start + 4))
+            on_part(part_of(whole, start, start + 4))
         if prompt_ids[0] in self._holds:
             await self.open.wait()
         return whole
 
 
-def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
+def test_tokens_that_a_lost_replica_had_sent_are_not_sampled_again() -> None:
     """Over real channels. The parts of one request have arrived when another one of its message is answered."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         replicas = [
             PartSendingReplica(5, 8, holds=(3, 4)),
             PartSendingReplica(4, 4, holds=(3,)),
@@ -403,7 +405,7 @@ def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
         dispatcher = Dispatcher(replicas, LIMIT_S)
         wanted = Sampling(max_new_tokens=20)
         thrice, twice, once = (asyncio.ensure_future(dispatcher.generate([i], wanted, 0)) for i in (3, 4, 5))
-        whole = draw([3], wanted, 0)
+        whole = sample([3], wanted, 0)
         ids = whole.token_ids.tolist()
         assert (await once).policy_versions.tolist() == [5] * 20
         dispatcher.update_replicas(paused=[], lost=[0])
@@ -417,17 +419,17 @@ def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
         assert replicas[2].asked == [([3, *ids[:12]], 8)]
         assert dispatcher.in_flight == (0, 0, 0)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked() -> None:
-    """Not an entry in the log of the replica, while the request waits for its deadline."""
+def test_an_answer_that_cannot_be_sent_counts_as_the_loss_of_its_replica() -> None:
+    """Not only a line in the replica's log while the request waits for its deadline."""
 
     class Mute(Replica):
         def send(self, obj: Any, /) -> None:
             raise BrokenPipeError("no such port")
 
-    async def play() -> None:
+    async def scenario() -> None:
         mute, other = Mute(), Replica()
         mute.open.set()
         dispatcher = Dispatcher([mute, other], LIMIT_S)
@@ -437,7 +439,7 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
         assert (await answer).token_ids.tolist() == [0] and mute.messages == [[5]]
 
         alone, asked = Mute(), asyncio.get_running_loop().create_future()
-        alone.draw = lambda *_: asked  # type: ignore[method-assign,assignment]
+        alone.sample = lambda *_: asked  # type: ignore[method-assign,assignment]
         both = asyncio.ensure_future(alone.answering.answer("here", alone))
         alone.broadcast("here", pickle.dumps([(0, [1], Sampling()), (1, [2], Sampling())]))
         await asyncio.sleep(0)
@@ -446,11 +448,11 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
         with pytest.raises(BrokenPipeError, match="no such port"):
             await both
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         lost, new = Replica(), Replica()
         lost.error = Lost("gone")
         lost.open.set()
@@ -465,11 +467,11 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
         assert await waiting == COMPLETION
         assert new.messages == [[0]] and dispatcher.in_flight == (0,)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_without_a_new_replica_the_deadline_names_the_losses() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         replica = Replica()
         replica.error = Lost("gone")
         replica.open.set()
@@ -478,29 +480,29 @@ def test_without_a_new_replica_the_deadline_names_the_losses() -> None:
             await dispatcher.generate([1], Sampling(), 3)
         assert dispatcher.in_flight == (0,)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
-    """The old replica hangs and is replaced, and only then its requests fail."""
+def test_the_loss_of_a_replaced_replica_does_not_affect_its_replacement() -> None:
+    """The old replica hangs and is replaced, and only then do its requests fail."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         old, new = Replica(), Replica()
         new.open.set()
         dispatcher = Dispatcher([old], LIMIT_S)
         waiting = start(dispatcher, 0)
         await until(lambda: bool(old.messages), "the request at the old replica")
-        dispatcher.replace(0, new)  # the dispatcher does not know that it is lost
+        dispatcher.replace(0, new)  # the dispatcher is not notified of its loss
         assert await waiting == COMPLETION
         assert not dispatcher._lost and new.messages == [[0]]
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_requests_of_a_removed_replica_are_cancelled_even_if_it_was_known_to_be_lost() -> None:
-    """One request has failed there; another one hangs there until the controller removes the replica, too."""
+def test_requests_of_a_removed_replica_are_cancelled_even_if_its_loss_was_noted_before() -> None:
+    """One request has failed there; another one hangs there until the controller also removes the replica."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         replicas = [Replica(), Replica()]
         dispatcher = Dispatcher(replicas, LIMIT_S)
         hanging = start(dispatcher, 0)
@@ -510,13 +512,13 @@ def test_requests_of_a_removed_replica_are_cancelled_even_if_it_was_known_to_be_
         dispatcher.update_replicas(paused=[], lost=[0])
         assert await hanging == COMPLETION
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
-    """It never answers; the request in flight there is answered by the other one."""
+def test_requests_of_a_hanging_replica_that_is_removed_are_answered_by_another_one() -> None:
+    """It never answers; the other replica answers its request."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         replicas = [Replica(), Replica()]
         dispatcher = Dispatcher(replicas, LIMIT_S)
         task = start(dispatcher, 0)
@@ -524,14 +526,14 @@ def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
         replicas[1].open.set()
         dispatcher.update_replicas(paused=[], lost=[0])
         assert await task == COMPLETION
-        dispatcher.update_replicas(paused=[], lost=[])  # it came back
+        dispatcher.update_replicas(paused=[], lost=[])  # it is back
         assert dispatcher._replica_of(1) == 0
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_a_paused_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
-    async def play() -> None:
+def test_a_paused_replica_gets_no_new_requests_and_finishes_its_own() -> None:
+    async def scenario() -> None:
         replicas = [Replica(), Replica()]
         dispatcher = Dispatcher(replicas, LIMIT_S)
         first = start(dispatcher, 0)
@@ -549,13 +551,13 @@ def test_a_paused_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
         replicas[0].open.set()
         assert await first == COMPLETION
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED_GROUPS", 3)
 
-    async def play() -> None:
+    async def scenario() -> None:
         replica = Replica()
         replica.open.set()
         dispatcher = Dispatcher([replica], LIMIT_S)
@@ -563,7 +565,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             await dispatcher.generate([1], Sampling(), group)
         assert list(dispatcher._groups) == [2, 0, 3]
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_a_copy_counts_its_own_requests() -> None:

@@ -1,4 +1,4 @@
-"""A dense engine: draws, versions, commits in flight, and what happens when a commit is not what it should be."""
+"""A dense engine: sampling, versions, commits in flight, and commits that go wrong."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
     PART_TOKENS,
-    Drawing,
     LoopThread,
+    RunningRequests,
     Staging,
     check_nothing_is_served,
     check_parts,
@@ -46,12 +46,12 @@ from tests.patience import until
 pytestmark = pytest.mark.core
 
 
-def start(engine: Engine, count: int, tokens: int, **sampling: object) -> Drawing:
+def start(engine: Engine, count: int, tokens: int, **sampling: object) -> RunningRequests:
     wanted = Sampling(max_new_tokens=tokens, **sampling)  # type: ignore[arg-type]
-    return Drawing.start(engine, [[5, 6, 7, 8 + i] for i in range(count)], wanted)
+    return RunningRequests.start(engine, [[5, 6, 7, 8 + i] for i in range(count)], wanted)
 
 
-async def draw(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
+async def generate(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
     return await start(engine, count, tokens, **sampling).completions()
 
 
@@ -75,7 +75,7 @@ def test_warnings_of_the_process_are_still_logged(engine: Engine, caplog: pytest
 
 
 def test_arrays_have_the_contracts_types(engine: Engine, run: LoopThread) -> None:
-    (completion,) = run(draw(engine, 1, 7))
+    (completion,) = run(generate(engine, 1, 7))
     assert len(completion.token_ids) == len(completion.logprobs) == len(completion.policy_versions) == 7
     assert completion.token_ids.dtype == np.int32
     assert completion.logprobs.dtype == np.float32
@@ -84,25 +84,25 @@ def test_arrays_have_the_contracts_types(engine: Engine, run: LoopThread) -> Non
 
 
 def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopThread) -> None:
-    (whole,) = run(draw(engine, 1, 12, temperature=0.0))
+    (whole,) = run(generate(engine, 1, 12, temperature=0.0))
     stop = int(whole.token_ids[5])
     first = int(np.flatnonzero(whole.token_ids == stop)[0])
-    (stopped,) = run(draw(engine, 1, 12, temperature=0.0, stop_token_ids=(stop,)))
+    (stopped,) = run(generate(engine, 1, 12, temperature=0.0, stop_token_ids=(stop,)))
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
 
 
-def test_what_a_request_draws_comes_in_parts_and_short_answers_do_not(engine: Engine, run: LoopThread) -> None:
+def test_tokens_arrive_in_parts_except_in_short_answers(engine: Engine, run: LoopThread) -> None:
     size = PART_TOKENS
     lengths = (3 * size + 5, 2 * size, 10 * size, size, size - 1, 1)
     before = engine.requests.generated_tokens, engine.requests.finished_requests
 
-    async def play() -> tuple[list[list[Completion]], list[Completion]]:
-        drawing = Drawing.start(engine, [[5] for _ in lengths], *[Sampling(max_new_tokens=n) for n in lengths])
-        return drawing.parts, await drawing.completions()
+    async def scenario() -> tuple[list[list[Completion]], list[Completion]]:
+        running = RunningRequests.start(engine, [[5] for _ in lengths], *[Sampling(max_new_tokens=n) for n in lengths])
+        return running.parts, await running.completions()
 
-    arrived, played = run(play())
-    for parts, completion in zip(arrived, played, strict=True):
+    arrived, completions = run(scenario())
+    for parts, completion in zip(arrived, completions, strict=True):
         check_parts(parts, completion)
     assert [[len(part.token_ids) for part in parts] for parts in arrived] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
     counted = engine.requests.generated_tokens - before[0], engine.requests.finished_requests - before[1]
@@ -110,21 +110,21 @@ def test_what_a_request_draws_comes_in_parts_and_short_answers_do_not(engine: En
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(engine: Engine, run: LoopThread) -> None:
-    first, second = run(draw(engine, 1, 1, seed=3)), run(draw(engine, 1, 1, seed=3, temperature=0.5))
-    many = run(draw(engine, 1, 1, temperature=1e-3))
-    assert many[0].logprobs[0] > -0.1  # a cold distribution is nearly certain of what it draws
+    first, second = run(generate(engine, 1, 1, seed=3)), run(generate(engine, 1, 1, seed=3, temperature=0.5))
+    many = run(generate(engine, 1, 1, temperature=1e-3))
+    assert many[0].logprobs[0] > -0.1  # a cold distribution is nearly certain of its sample
     if first[0].token_ids[0] == second[0].token_ids[0]:
         assert first[0].logprobs[0] != second[0].logprobs[0]
 
 
-def test_a_seed_repeats_and_its_absence_does_not(engine: Engine, run: LoopThread) -> None:
+def test_seeded_samples_repeat_and_unseeded_ones_do_not(engine: Engine, run: LoopThread) -> None:
     async def three() -> list[list[int]]:
         asked = [Sampling(max_new_tokens=20, seed=seed) for seed in (11, 11, 12)]
         return [(await engine.generate([9, 8, 7], sampling)).token_ids.tolist() for sampling in asked]
 
-    once, again, other = run(three())
-    assert once == again != other
-    free = run(draw(engine, 2, 20)) + run(draw(engine, 2, 20))
+    once, repeated, other = run(three())
+    assert once == repeated != other
+    free = run(generate(engine, 2, 20)) + run(generate(engine, 2, 20))
     assert len({tuple(c.token_ids.tolist()) for c in free}) == 4
 
 
@@ -138,41 +138,41 @@ def test_seeded_and_free_requests_run_in_one_batch(engine: Engine, run: LoopThre
     assert len({tuple(one), tuple(free), tuple(also_free)}) == 3
 
 
-def test_refused_requests_say_why(engine: Engine, run: LoopThread) -> None:
+def test_refused_requests_report_why(engine: Engine, run: LoopThread) -> None:
     with pytest.raises(GenerationError, match="1024"):
-        run(draw(engine, 1, 2000))
+        run(generate(engine, 1, 2000))
 
 
 def test_logprobs_agree_with_transformers(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
-    """In float32, within LOGPROB_BOUND; after five updates in flight: the next test's end."""
-    drawn = run(draw(engine, 8, 40))
+    """In float32, within LOGPROB_BOUND. The end of the next test checks it after five updates in flight."""
+    sampled = run(generate(engine, 8, 40))
     if engine.requests.version:
         pytest.skip("the engine serves other weights than the folder's by now")
-    for completion, reference in zip(drawn, reference_logprobs(models["qwen3"], prompts(drawn)), strict=True):
+    for completion, reference in zip(sampled, reference_logprobs(models["qwen3"], prompts(sampled)), strict=True):
         assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
 
 
-def test_sequences_go_on_across_commits(
+def test_sequences_continue_across_commits(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
-    """8 sequences decode across five commits: none is lost or cut, and each token has the version that drew it."""
+    """8 sequences decode across five commits: none is lost or truncated, each token has the version that sampled it."""
     folder, before = models["qwen3"], engine.requests.version
 
-    async def play() -> list[Completion]:
-        drawing = start(engine, 8, 700)
+    async def scenario() -> list[Completion]:
+        running = start(engine, 8, 700)
         for seed in range(5):
-            await drawing.goes_on()
+            await running.wait_for_tokens()
             await commit_seed(engine, staging, folder, seed)
-        return await drawing.completions()
+        return await running.completions()
 
-    played = run(play())
+    completions = run(scenario())
     seen = set()
-    for completion in played:
+    for completion in completions:
         assert len(completion.token_ids) == 700
         assert (np.diff(completion.policy_versions) >= 0).all()
         seen |= set(completion.policy_versions.tolist())
     assert seen == set(range(before, before + 6))
-    fresh = run(draw(engine, 8, 40))
+    fresh = run(generate(engine, 8, 40))
     assert {v for c in fresh for v in c.policy_versions.tolist()} == {before + 5}
     weights = next_version(weights_in(folder), 4)
     for completion, reference in zip(fresh, reference_logprobs(folder, prompts(fresh), weights), strict=True):
@@ -182,7 +182,7 @@ def test_sequences_go_on_across_commits(
 def test_a_new_request_never_starts_from_older_keys_and_values(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
-    """The same long prompt before and after a commit: its prefix is computed again under the new weights."""
+    """The same long prompt before and after a commit: its prefix is computed again with the new weights."""
     prompt, greedy = list(range(10, 410)), Sampling(max_new_tokens=8, temperature=0.0)
 
     async def around() -> Completion:
@@ -196,7 +196,7 @@ def test_a_new_request_never_starts_from_older_keys_and_values(
     assert np.abs(after.logprobs - reference).max() < LOGPROB_BOUND
 
 
-def test_the_same_weights_again_change_nothing(
+def test_a_commit_of_the_same_weights_changes_nothing(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     async def rounds() -> list[tuple[list[int], list[float]]]:
@@ -225,7 +225,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_served(
         with pytest.raises(WeightMismatch) as caught:
             await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=3)))
-        await asyncio.sleep(0)  # it begins to wait
+        await asyncio.sleep(0)  # it starts to wait
         await check_nothing_is_served(engine)
         assert not waiting.done()
         return str(caught.value), waiting
@@ -267,31 +267,31 @@ def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: S
         run(staging.commit(engine, served - 1, {}))
 
 
-def test_an_engine_goes_back_to_a_version_of_another_trainer(
+def test_an_engine_rolls_back_to_a_version_of_another_trainer(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
-    """What ran under the trainer before fails, also where it waits for a place; then the engine serves on."""
+    """Requests of the previous trainer fail, also if they wait for a place; then the engine serves on."""
     weights = weights_in(models["qwen3"])
 
     async def back() -> None:
         await commit_seed(engine, staging, models["qwen3"], 61)
         await commit_seed(engine, staging, models["qwen3"], 62)
         places = engine._sglang.running_requests
-        drawing = Drawing.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
+        running = RunningRequests.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
         await until(lambda: engine.requests.clock.requests >= places, "requests in all places")
         version = engine.requests.version - 1
         engine.requests.reset_versions()
-        failed = await asyncio.gather(*drawing.tasks, return_exceptions=True)
+        failed = await asyncio.gather(*running.tasks, return_exceptions=True)
         assert {str(error) for error in failed} == {"the trainer whose policy was asked is lost"}
         staging.fill(version, weights)
         await staging.commit(engine, version, checksums_of(weights))
         assert engine.requests.version == version and not engine.requests.clock.requests
-        assert (await draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
+        assert (await generate(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
 
     run(back())
 
 
-def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
+def test_checksums_of_other_tensors_are_refused_and_serving_continues(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     checksums = checksums_of(weights_in(models["qwen3"])) | {"lm_head.bias": 0}
@@ -299,20 +299,20 @@ def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
     tensors = len(staging.manifest.tensors)
     with pytest.raises(ValueError, match=rf"\b{tensors + 1}\b.*\b{tensors}\b"):
         run(staging.commit(engine, version + 1, checksums))
-    assert run(draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
+    assert run(generate(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
 
 
-def test_a_commit_says_what_it_cost(engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging) -> None:
-    """The parts of a pause add up to it; the pause is short beside the messages of the whole commit."""
+def test_a_commit_reports_its_cost(engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging) -> None:
+    """The parts of a pause add up to it; the pause is short compared to the messages of the whole commit."""
     weights = weights_in(models["qwen3"])
 
     async def commit() -> list[CommitReport]:
-        playing = asyncio.ensure_future(draw(engine, 8, 300))
+        generating = asyncio.ensure_future(generate(engine, 8, 300))
         reports = []
         for _ in range(10):
             staging.fill(engine.requests.version + 1, weights)
             reports.append(await staging.commit(engine, engine.requests.version + 1, checksums_of(weights)))
-        await playing
+        await generating
         return reports
 
     for report in run(commit()):
@@ -327,13 +327,13 @@ def test_a_cancelled_request_is_ended_and_waits_are_named(
 ) -> None:
     async def cancel() -> None:
         reasons = watched(engine, "finished_reasons", monkeypatch)
-        drawing = Drawing.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
-        await drawing.goes_on()
+        running = RunningRequests.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
+        await running.wait_for_tokens()
         waits = [(wait.what, wait.on) for wait in engine.requests.waits()]
         assert waits == [(f"new tokens after {n} prompt tokens", "the engine of generator 0") for n in (1, 2)]
-        for task in drawing.tasks:
+        for task in running.tasks:
             task.cancel()
-        await asyncio.wait(drawing.tasks)
+        await asyncio.wait(running.tasks)
         assert not engine.requests.waits() and not engine.requests.clock.requests
 
         def both_ended() -> bool:
@@ -344,9 +344,9 @@ def test_a_cancelled_request_is_ended_and_waits_are_named(
     run(cancel())
 
 
-def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -> None:
-    """While this process spins, which an engine that looks for messages all the time would do as much."""
-    run(draw(engine, 1, 4))
+def test_an_idle_engine_uses_no_cpu(engine: Engine, run: LoopThread) -> None:
+    """While this process spins, so that polling for messages would show as CPU time of the engine."""
+    run(generate(engine, 1, 4))
     (pid,) = engine.child_pids
     process = psutil.Process(pid)
     before, began = sum(process.cpu_times()[:2]), time.thread_time()
@@ -360,11 +360,11 @@ def test_a_process_holds_one_engine(engine: Engine, run: LoopThread) -> None:
         run(Engine.start("anything", SETTINGS))
 
 
-def test_a_fork_finds_what_it_shares_in_the_prefix_cache(
+def test_a_fork_finds_its_shared_turns_in_the_prefix_cache(
     engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An episode that forks after two turns: each branch reads anew what it alone was given."""
-    template: Any = Spelled()
+    """An episode that forks after two turns: each branch computes only its own new tokens."""
+    template: Any = CharacterTemplate()
     cached = watched(engine, "cached_tokens", monkeypatch)
 
     async def episode(item: Any, policy: Policy) -> list[float]:
@@ -375,17 +375,17 @@ def test_a_fork_finds_what_it_shares_in_the_prefix_cache(
         await asyncio.gather(*(branch.reply(f"{number}") for number, branch in enumerate(branches)))
         return [0.0, 1.0, 2.0, 3.0]
 
-    generator: Any = Drawn(engine)
-    player = EpisodeRunner(generator, template, RolloutSettings(max_new_tokens=30))
-    played = run(player.play(Task(lambda cursor: cursor, episode), 0, "", Sampling(30), group=0))
-    assert [sequence.reward for sequence in played] == [0.0, 1.0, 2.0, 3.0]
-    shared = sum(len(turn.token_ids) for turn in played[0].turns[:2])
-    assert all(sequence.fork == (0, 2) and len(sequence.turns) == 3 for sequence in played[1:])
-    assert len(cached) >= 4 and min(cached) >= shared - 1  # the last one drawn was not read before
+    generator: Any = EngineHandle(engine)
+    runner = EpisodeRunner(generator, template, RolloutSettings(max_new_tokens=30))
+    sequences = run(runner.play(Task(lambda cursor: cursor, episode), 0, "", Sampling(30), group=0))
+    assert [sequence.reward for sequence in sequences] == [0.0, 1.0, 2.0, 3.0]
+    shared = sum(len(turn.token_ids) for turn in sequences[0].turns[:2])
+    assert all(sequence.fork == (0, 2) and len(sequence.turns) == 3 for sequence in sequences[1:])
+    assert len(cached) >= 4 and min(cached) >= shared - 1  # the last sampled token was not read before
 
 
-class Drawn:
-    """The engine as the handle of a worker."""
+class EngineHandle:
+    """The engine in the role of a worker's generator handle."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -398,13 +398,13 @@ def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: Loop
     """The last test with this module's engine."""
 
     async def stop() -> int:
-        drawing = Drawing.start(engine, [[5]], Sampling(max_new_tokens=1000))
-        await drawing.goes_on()
+        running = RunningRequests.start(engine, [[5]], Sampling(max_new_tokens=1000))
+        await running.wait_for_tokens()
         (pid,) = engine.child_pids
         await engine.shutdown()
         await engine.shutdown()
         with pytest.raises(EngineStopped, match="was stopped"):
-            await drawing.completions()
+            await running.completions()
         with pytest.raises(EngineStopped, match="was stopped"):
             await engine.generate([5], Sampling())
         return pid
@@ -412,16 +412,16 @@ def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: Loop
     assert not psutil.pid_exists(run(stop()))
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_here(
+def test_a_model_that_cannot_be_loaded_raises_in_this_process(
     models: dict[str, Path], run: LoopThread, tmp_path: Path
 ) -> None:
-    """SGLang's way is to end this process by a signal."""
+    """SGLang itself would end this process by a signal."""
     (tmp_path / "config.json").write_text((models["qwen3"] / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(RuntimeError, match="scheduler died|exit code"):
         run(Engine.start(str(tmp_path), SETTINGS))
     assert not [p for p in psutil.Process().children(recursive=True) if "scheduler" in p.name()]
-    gc.collect()  # would wait forever for sockets that are left open
+    gc.collect()  # it would wait forever for sockets that are left open
 
 
 @pytest.mark.parametrize(
@@ -433,8 +433,8 @@ def test_a_model_that_cannot_be_loaded_is_an_error_here(
         Sampling(top_k=5, min_p=0.1),
     ],
 )
-def test_a_request_is_what_sglang_would_make_of_it(engine: Engine, run: LoopThread, kind: Sampling) -> None:
-    """Also the second one of its kind, which is a copy of the first with other ids, seed and length."""
+def test_a_request_equals_the_one_that_sglang_would_build(engine: Engine, run: LoopThread, kind: Sampling) -> None:
+    """Also the second request of its kind, which is a copy of the first with other ids, seed and length."""
     manager, requests = engine._sglang.manager, RequestFormat(engine._sglang.manager)
 
     async def of_sglang(ids: list[int], sampling: Sampling, seed: int | None) -> dict[str, Any]:
@@ -470,12 +470,12 @@ def test_a_request_is_what_sglang_would_make_of_it(engine: Engine, run: LoopThre
     run(compare())
 
 
-def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
+def test_an_aborted_request_raises_the_engines_message() -> None:
     with pytest.raises(GenerationError, match="out of memory"):
         read_reason({"type": "abort", "message": "out of memory"})
 
 
-def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_seconds_exclude_pauses_and_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("monarch_rl.generator.requests.time.perf_counter", lambda: now[0])
     clock = BusyClock()
@@ -495,8 +495,8 @@ def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPat
     assert clock.request_seconds == 1 + 2 * 2 + 4 + 1
 
 
-class Spelled:
-    """Stands for a chat template: an id for each character."""
+class CharacterTemplate:
+    """A chat template with one id per character."""
 
     stop_token_ids: tuple[int, ...] = ()
     system = ""
@@ -513,7 +513,7 @@ class Spelled:
     def between(self, messages: list[Message], tools: None, end: int | None, thinking: bool) -> list[int]:
         return self.opening(messages, tools)
 
-    def cut_while_thinking(self, drawn: list[int], tools: None) -> bool:
+    def cut_while_thinking(self, token_ids: list[int], tools: None) -> bool:
         return False
 
     def read(self, ids: list[int], tools: None, stop: tuple[str, ...]) -> ParsedReply:

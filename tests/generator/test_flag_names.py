@@ -15,7 +15,7 @@ from tests.recipe.flags import flags
 
 MEMORY = "Not enough memory. Please try to increase --mem-fraction-static. Current value: mem_fraction_static=0.1"
 LONG = "Input length (9 tokens) exceeds the maximum allowed length (5 tokens). Use a shorter input or enable"
-"""As SGLang's pool_configurator.py and managers/utils.py say them."""
+"""As in SGLang's pool_configurator.py and managers/utils.py."""
 
 
 def test_every_flag_is_one_of_a_recipe_and_of_sglang() -> None:
@@ -30,16 +30,16 @@ def test_every_flag_is_one_of_a_recipe_and_of_sglang() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_what_is_advised_can_be_given(on_gpu: bool) -> None:
+def test_advised_flags_exist(on_gpu: bool) -> None:
     of_recipe = {flag for flag, _, _ in flags(RunSettings())}
     for text in (MEMORY, f"{LONG} --allow-auto-truncate.", "1. lower --max-running-requests 2. set --cuda-graph-bs"):
-        said = recipe_flags(text, on_gpu)
-        assert set(re.findall(r"--([a-z][a-z.-]*[a-z])", said)) <= of_recipe, said
-        assert recipe_flags(said, on_gpu) == said
+        renamed = recipe_flags(text, on_gpu)
+        assert set(re.findall(r"--([a-z][a-z.-]*[a-z])", renamed)) <= of_recipe, renamed
+        assert recipe_flags(renamed, on_gpu) == renamed
     assert ("--generator.memory-fraction" in recipe_flags(MEMORY, on_gpu)) == on_gpu
 
 
-def test_errors_answers_and_the_log_are_renamed(caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_are_renamed_in_errors_answers_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     error = RuntimeError(MEMORY.replace("mem-fraction-static", "max-total-tokens"), 3)
     rename_in(error)
     assert "--generator.max-total-tokens" in str(error) and error.args[1] == 3
@@ -52,8 +52,8 @@ def test_errors_answers_and_the_log_are_renamed(caplog: pytest.LogCaptureFixture
         logging.getLogger("other").error("lower %s", "--context-length")
     finally:
         logging.setLogRecordFactory(before)
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.rpartition("] ")[2] for text in said] == [  # Monarch puts an actor's name before it
+    messages = [record.getMessage() for record in caplog.records]
+    assert [text.rpartition("] ")[2] for text in messages] == [  # Monarch puts an actor's name before it
         "lower --generator.context-length",
         "lower --context-length",
     ]

@@ -13,13 +13,13 @@ from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import PART_TOKENS, LoopThread
 
 
-def test_a_forked_scheduler_takes_what_was_set_after_its_imports(
+def test_a_forked_scheduler_uses_variables_set_after_its_imports(
     models: dict[str, Path], run: LoopThread, fork_server: subprocess.Popen[bytes]
 ) -> None:
-    """SGLang reads some variables of the environment when it is imported, which the server has done before."""
+    """SGLang reads some environment variables when it is imported, which the server did before."""
     parts: list[Completion] = []
 
-    async def draw() -> None:
+    async def generate() -> None:
         engine = await Engine.start(str(models["qwen3"]), SETTINGS)
         try:
             parents = [psutil.Process(pid).parent() for pid in engine.child_pids]
@@ -29,5 +29,5 @@ def test_a_forked_scheduler_takes_what_was_set_after_its_imports(
         finally:
             await engine.shutdown()
 
-    run(draw())
+    run(generate())
     assert [len(part.token_ids) for part in parts] == [PART_TOKENS] * 3

@@ -1,4 +1,4 @@
-"""What an engine is started with on GPUs, as SGLang's own ServerArgs resolve it on faked ones, and what is refused."""
+"""The arguments of engines on GPUs, as SGLang's own ServerArgs resolve them on faked GPUs, and refused settings."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ JOBS: dict[str, Job] = {
     "experts, SGLang's choice": Job("B200", MOE),
 }
 OURS = ("moe_runner_backend",)
-"""Arguments that jobs of SGLang's choice leave out."""
+"""Arguments that are left out of jobs whose values SGLang chooses."""
 
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By job: what SGLang makes of the arguments. Takes some 20 CPU-seconds, so tests that ask for it are slow."""
+    """By job: the arguments that SGLang resolves. Takes some 20 CPU-seconds, so tests that use it are slow."""
     jobs = []
     for name, job in JOBS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -119,7 +119,7 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
-def test_every_engine_on_a_gpu_launches_a_step_before_the_one_before_has_ended(
+def test_every_engine_on_a_gpu_launches_a_step_before_the_previous_one_ends(
     name: str, resolved: dict[str, dict[str, Any]]
 ) -> None:
     """By SGLang's overlap scheduler, on which the speed of a GPU depends, and with which commits are tested."""
@@ -154,8 +154,8 @@ def sglang_source(*path: str) -> str:
     return Path(spec.origin).parent.joinpath(*path).read_text()
 
 
-def test_the_project_sets_what_sglang_would_set_of_nccl() -> None:
-    """SGLang leaves what is set; of the variable that only decode-context parallelism needs, members need not agree."""
+def test_the_project_sets_the_nccl_variables_that_sglang_would_set() -> None:
+    """SGLang overrides no set variable; ranks need not agree on the one that only decode-context parallelism needs."""
     source = sglang_source("srt", "entrypoints", "engine.py")
     source = source[source.index("def _set_envs_and_config") :]
     assert set(re.findall(r'os\.environ\["(NCCL_\w+)"\] = ', source)) == {*MUST_AGREE, "NCCL_GRAPH_MIXING_SUPPORT"}
@@ -198,7 +198,7 @@ def test_sglang_still_calls_kernels_for_half_precision_in_its_norms() -> None:
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine that has all that SGLang needs."""
+    """The environment of a machine that has all the tools that SGLang needs."""
     for name in ("cuda/bin/nvcc", "cuda/lib64/libcudart.so", "bin/ninja", "bin/c++"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def toolkit(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
 
 
-def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
+def test_a_machine_with_compilers_is_accepted(toolkit: dict[str, str]) -> None:
     check_environment(toolkit)
     on_path = toolkit["PATH"] + os.pathsep + toolkit["CUDA_HOME"] + "/bin"
     check_environment({"PATH": on_path})
@@ -222,7 +222,7 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
         ({"PATH": "/nowhere"}, r"ninja .*c\+\+"),
     ],
 )
-def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
+def test_a_missing_compilation_tool_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         check_environment(toolkit | change)
 
@@ -230,7 +230,7 @@ def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], ch
 def test_an_engine_is_refused_on_a_machine_that_lacks_compilers(
     toolkit: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each machine is looked at when an engine starts there: the first one's check says nothing of the others."""
+    """Each machine is checked when an engine starts there: the check on the first one proves nothing about others."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     problem = rf"\({re.escape(socket.gethostname())}\) .*nvcc"
@@ -261,13 +261,13 @@ def test_an_nvcc_without_the_runtime_to_link_with_is_refused(
         check_environment(own)
 
 
-def test_a_runtime_that_the_linker_finds_by_itself_will_do(toolkit: dict[str, str], tmp_path: Path) -> None:
+def test_a_runtime_that_the_linker_finds_is_accepted(toolkit: dict[str, str], tmp_path: Path) -> None:
     """As a distribution installs it: nvcc in /usr/bin, and the runtime where all libraries are."""
     library = tmp_path / "cuda" / "lib64" / "libcudart.so"
     library.rename(elsewhere := tmp_path / "libcudart.so")
     script(Path(toolkit["PATH"], "c++"), f'[ "$1" = -print-file-name=libcudart.so ] && echo {elsewhere}')
     check_environment(toolkit)
-    script(Path(toolkit["PATH"], "c++"), "echo libcudart.so")  # what a compiler says of a file that it does not find
+    script(Path(toolkit["PATH"], "c++"), "echo libcudart.so")  # a compiler's output for a file that it does not find
     with pytest.raises(ValueError, match="libcudart"):
         check_environment(toolkit)
 
@@ -300,20 +300,18 @@ def test_an_nvcc_that_cannot_compile_for_the_gpu_is_refused(
         check_environment(toolkit, Machine("13.0", capability))
 
 
-@pytest.mark.parametrize(
-    "text, why", [("echo 'nothing that is known'", "nvcc .*none"), ("exit 3", r"nvcc .*exit status 3\.")]
-)
-def test_an_nvcc_that_says_no_release_is_refused(toolkit: dict[str, str], text: str, why: str) -> None:
+@pytest.mark.parametrize("text, why", [("echo 'nothing useful'", "nvcc .*none"), ("exit 3", r"nvcc .*exit status 3\.")])
+def test_an_nvcc_that_prints_no_release_is_refused(toolkit: dict[str, str], text: str, why: str) -> None:
     script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), text)
     with pytest.raises(ValueError, match=why):
         check_environment(toolkit, Machine("13.0", (9, 0)))
 
 
 @pytest.mark.parametrize("release, warned", [("12.8", True), ("13.2", False)])
-def test_an_nvcc_of_another_cuda_than_torchs_is_taken_with_a_warning(
+def test_an_nvcc_of_another_cuda_version_is_accepted_with_a_warning(
     release: str, warned: bool, toolkit: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang compiles for the nvcc that there is, and names a toolkit for CUDA 12.8 beside a torch for 13 as a case."""
+    """SGLang compiles for the installed nvcc, and documents a toolkit for CUDA 12.8 with a torch for 13 as a case."""
     script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), NVCC.format(release=release))
     with caplog.at_level(logging.WARNING, "monarch_rl"):
         check_environment(toolkit, Machine("13.0", (9, 0)))
@@ -321,8 +319,8 @@ def test_an_nvcc_of_another_cuda_than_torchs_is_taken_with_a_warning(
     assert [all(each in message for each in named) for message in caplog.messages] == [True] * warned
 
 
-def test_sglang_still_compiles_for_the_nvcc_that_there_is() -> None:
-    """And links with the runtime beside it. If not, the checks above ask for the wrong thing."""
+def test_sglang_still_compiles_for_the_installed_nvcc() -> None:
+    """And links with the runtime next to it. If not, the checks above ask for the wrong thing."""
     arch = sglang_source("kernels", "jit", "utils", "arch.py")
     assert "_jit_cuda_version() >= (12, 9)" in arch
     toolchain = sglang_source("kernels", "jit", "utils", "compile", "toolchain.py")

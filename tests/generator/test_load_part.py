@@ -1,4 +1,4 @@
-"""Engines that serve adapters on experts merged into the weights, and what SGLang makes of such adapters by itself."""
+"""Engines that serve adapters on experts merged into the weights, and how SGLang itself handles such adapters."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def part_engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
 
 
 def parts(folder: Path, seed: int) -> tuple[Weights, Weights]:
-    """A model with adapters merged into it: what a version of it holds, and the rest."""
+    """A model with adapters merged into it: the tensors that a version holds, and the rest."""
     weights = merged(folder, LORA, adapter(folder, LORA, seed))
     sent = {name for name in weights if name.split(".")[-2] in LORA.targets}
     return {n: x for n, x in weights.items() if n in sent}, {n: x for n, x in weights.items() if n not in sent}
 
 
-def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
+def test_merged_partial_versions_load_once_the_rest_is_verified(
     part_engine: Engine, run: LoopThread, models: dict[str, Path]
 ) -> None:
     folder = models["moe"]
@@ -56,7 +56,7 @@ def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
         staging.fill(version, weights)
         await staging.commit(part_engine, version, checksums_of(weights))
 
-    async def play() -> None:
+    async def scenario() -> None:
         with pytest.raises(ValueError, match="version 1 "):
             await commit(1, sent)
         wrong = rest | {"model.norm.weight": rest["model.norm.weight"] + 1}
@@ -68,18 +68,18 @@ def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
         for version in (1, 2):
             weights = parts(folder, version)[0]
             await commit(version, weights)
-            drawn = await asyncio.gather(*[part_engine.generate(p, Sampling(max_new_tokens=20)) for p in PROMPTS])
-            references = reference_logprobs(folder, list(zip(PROMPTS, drawn, strict=True)), weights | rest)
-            for completion, reference in zip(drawn, references, strict=True):
+            sampled = await asyncio.gather(*[part_engine.generate(p, Sampling(max_new_tokens=20)) for p in PROMPTS])
+            references = reference_logprobs(folder, list(zip(PROMPTS, sampled, strict=True)), weights | rest)
+            for completion, reference in zip(sampled, references, strict=True):
                 assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
 
-    run(play())
+    run(scenario())
 
 
 def test_sglang_still_cannot_serve_adapters_on_experts_on_a_cpu(
     part_engine: Engine, models: dict[str, Path], run: LoopThread, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason why they are merged. Where this fails, SGLang has learned it, and adapters could travel alone."""
+    """The reason why they are merged. If this fails, SGLang supports it, and adapters could be sent alone."""
     run(part_engine.shutdown())  # a process holds one at a time
     engine = run(
         Engine.start(
@@ -96,6 +96,6 @@ def test_sglang_still_cannot_serve_adapters_on_experts_on_a_cpu(
             run(engine.generate(PROMPTS[0], Sampling(max_new_tokens=2)))
     finally:
         run(engine.shutdown())
-    said = "".join(capfd.readouterr())
-    assert "in _forward_with_lora" in said
-    assert "in pre_permute_standard_to_triton" in said
+    printed = "".join(capfd.readouterr())
+    assert "in _forward_with_lora" in printed
+    assert "in pre_permute_standard_to_triton" in printed

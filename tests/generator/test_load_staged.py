@@ -1,4 +1,4 @@
-"""The loader on models whose layouts are SGLang's in small: fused, stacked, padded; and on those it must refuse."""
+"""The loader on models with SGLang's layouts in small: fused, stacked, padded; and on models that it must refuse."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fused_weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """One model, and what an engine would keep for it."""
+    """One model, and the objects that an engine would hold for it."""
 
     def __init__(self, model: Any, weights: dict[str, torch.Tensor]) -> None:
         self.model = model
@@ -76,12 +76,12 @@ def error_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> str:
     return refusal.message
 
 
-def test_nothing_is_overwritten_before_the_steps_that_read_it_are_done() -> None:
+def test_weights_are_not_overwritten_before_the_steps_that_read_them_end() -> None:
     """Each load begins with a wait for the device: neither the first one, by SGLang's loader, nor a later one copies
-    before that, and what a load has copied is there when it answers."""
+    before that, and all copies of a load are complete when it answers."""
     device, rank = RecordedDevice(), Rank(Fused(), fused_weights())
-    rank.load(0, fused_weights())  # checksums and handles of the test's own are made
-    rank.model.qk = nn.Parameter(rank.model.qk.clone(), requires_grad=False)  # the plan is void: it is made again
+    rank.load(0, fused_weights())  # creates the test's own checksums and handles
+    rank.model.qk = nn.Parameter(rank.model.qk.clone(), requires_grad=False)  # the plan is void: it is rebuilt
     for version in (1, 2):
         weights = fused_weights(version)
         rank.staging.fill(version, weights)
@@ -96,7 +96,7 @@ def test_nothing_is_overwritten_before_the_steps_that_read_it_are_done() -> None
         assert done[0] == "synchronize" and copies[version - 1] in done
 
 
-def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_the_area() -> None:
+def test_the_first_load_uses_the_models_loader_and_later_ones_the_plan_whatever_the_area() -> None:
     rank = Rank(Fused(), fused_weights())
     for version in range(5):
         weights = fused_weights(version)
@@ -109,7 +109,7 @@ def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_t
 
 
 def test_later_loads_copy_bits_whatever_the_dtype() -> None:
-    """A GPU's kernel that copies many tensors takes bfloat16 through float32, and a NaN does not keep its bits."""
+    """A GPU's kernel that copies many tensors converts bfloat16 through float32, and a NaN loses its bits."""
     rank = Rank(Fused(), fused_weights())
     assert rank.load(0, fused_weights()) is None
     _, plan = load_staged._plans[rank.model]
@@ -117,7 +117,7 @@ def test_later_loads_copy_bits_whatever_the_dtype() -> None:
     assert copied and not any(data.dtype.is_floating_point for data in copied)
 
 
-def test_checksums_are_of_what_the_engine_holds_and_not_of_the_area() -> None:
+def test_checksums_cover_the_engines_parameters_and_not_the_area() -> None:
     class Forgetful(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             super().load_weights(weights)
@@ -128,17 +128,17 @@ def test_checksums_are_of_what_the_engine_holds_and_not_of_the_area() -> None:
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_running_sequences_go_on_only_with_the_trainers_weights(
+def test_running_sequences_continue_only_with_the_trainers_weights(
     verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler itself sees to it: the process beside it, which refuses new requests, hears of it later."""
+    """The scheduler itself ensures it: the engine's process, which refuses new requests, is notified later."""
     monkeypatch.setattr(load_staged, "_last_load", [])
-    rank, went_on = Rank(Fused(), fused_weights()), list[Any]()
+    rank, continued = Rank(Fused(), fused_weights()), list[Any]()
     assert rank.load(0, fused_weights()) is None
     rank.sheet.expected[0] += not verified
     scheduler = SimpleNamespace(_pause_started_at=None, tree_cache=SimpleNamespace(evictable_size=lambda: 0))
-    load_staged.continue_if_verified(scheduler, lambda *asked: went_on.append(asked), "request")
-    assert went_on == ([(scheduler, "request")] if verified else [])
+    load_staged.continue_if_verified(scheduler, lambda *asked: continued.append(asked), "request")
+    assert continued == ([(scheduler, "request")] if verified else [])
 
 
 def test_a_parameter_that_moved_voids_the_plan() -> None:
@@ -151,7 +151,7 @@ def test_a_parameter_that_moved_voids_the_plan() -> None:
     assert torch.equal(rank.model.qk.data[:8], weights["q"])
 
 
-def test_areas_made_anew_need_no_new_plan() -> None:
+def test_replaced_areas_need_no_new_plan() -> None:
     rank = Rank(Fused(), fused_weights(0))
     assert rank.load(0, fused_weights(0)) is None
     rank.staging = Staging(fused_weights(0), areas=3)
@@ -180,8 +180,8 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
     assert re.search(r"fills .*: bias\b", error_of(Larger(), fused_weights()))
 
 
-def test_a_version_in_part_needs_the_rest_to_be_verified() -> None:
-    """q and one of the experts' halves; the rest shares their parameters and has others."""
+def test_a_partial_version_needs_the_rest_to_be_verified() -> None:
+    """q and one of the experts' halves; the rest has other tensors, and shares their parameters."""
     whole = fused_weights()
     model = Fused()
     assert Rank(model, whole).load(0, whole) is None
@@ -225,14 +225,14 @@ def test_a_loader_that_computes_is_refused() -> None:
     assert "qk (add_)" in error_of(Shifted(), fused_weights())
 
 
-def test_what_a_loader_joins_by_rows_is_found_in_its_parts() -> None:
-    class Joined(Fused):
+def test_tensors_that_a_loader_concatenates_by_rows_are_located() -> None:
+    class Concatenating(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             given = dict(weights)
             self.qk.data.copy_(torch.cat([given.pop("q"), given.pop("k")]))
             super().load_weights(list(given.items()))
 
-    rank = Rank(Joined(), fused_weights())
+    rank = Rank(Concatenating(), fused_weights())
     for version in range(3):
         weights = fused_weights(version)
         assert rank.load(version, weights) is None
@@ -240,17 +240,17 @@ def test_what_a_loader_joins_by_rows_is_found_in_its_parts() -> None:
     assert rank.model.loads == 1
 
 
-def test_a_loader_that_joins_and_stores_a_part_is_refused() -> None:
-    class Joined(Fused):
+def test_a_loader_that_stores_part_of_a_concatenation_is_refused() -> None:
+    class ConcatenatingPart(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             given = dict(weights)
             self.qk.data[:6].copy_(torch.cat([given.pop("q"), given.pop("k")])[3:9])
             super().load_weights(list(given.items()))
 
-    assert "qk (copy_)" in error_of(Joined(), fused_weights())
+    assert "qk (copy_)" in error_of(ConcatenatingPart(), fused_weights())
 
 
-def test_another_dtype_than_the_engines_is_refused() -> None:
+def test_a_dtype_other_than_the_engines_is_refused() -> None:
     weights = fused_weights()
     error = error_of(Fused(), weights | {"q": weights["q"].to(torch.bfloat16)})
     assert "does not serve: q." in error
@@ -266,7 +266,7 @@ def test_an_exception_of_the_model_is_reported_and_not_raised() -> None:
 
 
 class Sliced(nn.Module):
-    """What one of two ranks holds of three projections and a norm: rows, columns, rows of a padded one, all."""
+    """The shard of one of two ranks of three projections and a norm: rows, columns, rows of a padded one, all."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ def test_one_wrong_bit_on_one_rank_alone_is_named(rank: int, name: str) -> None:
 
 
 class Stacked(nn.Module):
-    """What one of two ranks holds of stacked experts: rows of gate and up in one parameter, columns of down."""
+    """The shard of one of two ranks of stacked experts: rows of gate and up in one parameter, columns of down."""
 
     def __init__(self, rank: int, experts: int) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def test_ranks_that_leave_out_a_part_are_refused() -> None:
     assert ": up, down, vocabulary" in refusal.message
 
 
-def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
+def test_a_rank_that_never_loaded_is_no_success() -> None:
     weights = sliced_weights(0)
     staging = Staging(weights)
     sheet = LoadSheet(staging.manifest, 2)
@@ -423,13 +423,13 @@ def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
     assert sheet.judge() == Refusal("engine rank 0: the loader did not run", differs=False)
 
 
-def test_specs_survive_the_way_to_the_scheduler() -> None:
+def test_specs_survive_serialization() -> None:
     sheet = LoadSheet(manifest_of(fused_weights() | {"s": torch.ones((), dtype=torch.bfloat16)}), 3)
     assert LoadSheet.open(sheet.handle).specs == sheet.specs
 
 
 class Allocator:
-    """What SGLang's prefix cache frees tokens with."""
+    """The allocator through which SGLang's prefix cache frees tokens."""
 
     device = torch.device("cpu")
 
@@ -440,8 +440,8 @@ class Allocator:
         self.freed += value.tolist()
 
 
-def test_after_a_commit_the_prefix_cache_holds_what_running_requests_hold_and_no_more() -> None:
-    """SGLang's own cache. Else prefixes of hundreds of versions, which nobody asks for again, would fill it."""
+def test_after_a_commit_the_prefix_cache_holds_only_prefixes_of_running_requests() -> None:
+    """SGLang's own cache. Otherwise prefixes of hundreds of versions, never requested again, would fill it."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -461,7 +461,7 @@ def test_after_a_commit_the_prefix_cache_holds_what_running_requests_hold_and_no
     assert cache.total_size() == 0
 
 
-def test_what_was_used_last_is_kept_for_conversations_that_go_on() -> None:
+def test_recently_used_prefixes_survive_for_open_conversations() -> None:
     """SGLang's own cache: entries of three ages, of which one continues another."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey

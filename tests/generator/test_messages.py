@@ -1,4 +1,4 @@
-"""Answers as bytes, and how many messages they take."""
+"""Serialised answers, and the number of messages they take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def completions(draw: st.DrawFn) -> Completion:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), completions() | st.builds(GenerationError, st.text()))))
-def test_answers_survive_their_bytes(answers: list[Answer]) -> None:
+def test_answers_survive_serialization(answers: list[Answer]) -> None:
     """In their order, errors last."""
     expected = sorted(answers, key=lambda answer: isinstance(answer[1], Exception))
     found = deserialize_answers(serialize_answers(answers))
@@ -74,7 +74,7 @@ class Received:
 def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[float]) -> None:
     nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
 
-    async def play() -> tuple[list[float], list[tuple[float, list[int]]]]:
+    async def scenario() -> tuple[list[float], list[tuple[float, list[int]]]]:
         port, added = Received(), list[float]()
         sender = AnswerSender("here", serialize_answers, ANSWER_PACE_S)
         sender.open(port)
@@ -85,11 +85,11 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
         await asyncio.sleep(2 * ANSWER_PACE_S)
         return added, port.messages
 
-    added, messages = run_virtual(play())
+    added, messages = run_virtual(scenario())
     assert [index for _, indices in messages for index in indices] == list(range(len(pauses)))
     times = [time for time, _ in messages]
     assert all(later - earlier >= ANSWER_PACE_S - 1e-9 for earlier, later in zip(times, times[1:], strict=False))
     assert all(time - added[index] <= ANSWER_PACE_S + 1e-9 for time, indices in messages for index in indices)
     alone = [index for index, pause in enumerate(pauses) if index == 0 or pause > 2 * ANSWER_PACE_S]
     sent = {index: time for time, indices in messages for index in indices}
-    assert all(sent[index] == added[index] for index in alone), "an answer after a pause waits for nothing"
+    assert all(sent[index] == added[index] for index in alone), "an answer after a pause is sent immediately"

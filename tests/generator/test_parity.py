@@ -1,8 +1,8 @@
-"""What monarch_rl changes in SGLang's scheduler on a CPU leaves log-probs as they were.
+"""The changes of monarch_rl to SGLang's scheduler on a CPU do not change log-probs.
 
 All engines of these tests compare every forward (``checked_scheduler.py``) and end if one differs: dense Qwen3,
-experts, LoRA, two ranks, across commits. Here are the families that no other test starts there, and what must have been
-compared.
+experts, LoRA, two ranks, across commits. This module adds the families that no other test starts, and checks that
+comparisons took place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.generator.helpers import LOGPROB_BOUND, VOCABULARY, LoopThread, make_
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="changes are for machines without one")
 
 LENGTHS = [1, 3, 17, 40, 40, 150, 300]
-"""Of the prompts."""
+"""Lengths of the prompts."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "deepseek"])
@@ -43,23 +43,23 @@ def engine(model: Path, run: LoopThread) -> Iterator[Engine]:
 
 
 def test_every_forward_equals_sglangs_own(engine: Engine, run: LoopThread, model: Path, parity: Path) -> None:
-    """Prompts alone and with cached prefixes, and ragged sequences. transformers agrees with what is served, but cannot
-    read this DeepSeek, whose agreement with the trainer is tested in ``tests/pipeline``."""
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
-    longer = [prompt + draw.integers(3, VOCABULARY, 140).tolist() for prompt in prompts]
+    """Prompts alone and with cached prefixes, and ragged sequences. transformers agrees with the served log-probs, but
+    cannot read this DeepSeek, whose agreement with the trainer is tested in ``tests/pipeline``."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
+    longer = [prompt + rng.integers(3, VOCABULARY, 140).tolist() for prompt in prompts]
 
-    async def play(asked: list[list[int]]) -> list[Completion]:
+    async def generate(asked: list[list[int]]) -> list[Completion]:
         samplings = (Sampling(max_new_tokens=2 + 5 * i) for i in range(len(asked)))
         return await asyncio.gather(
             *(engine.generate(*each, ignore_part) for each in zip(asked, samplings, strict=True))
         )
 
-    completions = [*run(play(prompts)), *run(play(longer))]
+    completions = [*run(generate(prompts)), *run(generate(longer))]
     asked = list(zip(prompts + longer, completions, strict=True))
     dense = model.name != "deepseek"
-    for (_, drawn), reference in zip(asked, reference_logprobs(model, asked) if dense else (), strict=dense):
-        assert np.abs(drawn.logprobs - reference).max() < LOGPROB_BOUND
+    for (_, sampled), reference in zip(asked, reference_logprobs(model, asked) if dense else (), strict=dense):
+        assert np.abs(sampled.logprobs - reference).max() < LOGPROB_BOUND
     compared: dict[str, Any] = json.loads((parity / f"{engine.child_pids[0]}.json").read_text())
     assert compared["plain_layers"] == dense
     assert compared["forwards"].keys() == {"prompt", "prefix", "decode"}

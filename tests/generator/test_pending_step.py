@@ -1,4 +1,4 @@
-"""The step under way at a pause, on a stub of SGLang's scheduler; test_in_flight has the real one."""
+"""A pending step at a pause, on a stub of SGLang's scheduler; test_in_flight has the real one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Scheduler:
         scheduler_process.pause_generation(self, lambda _, request: original(request), SimpleNamespace(mode=mode))
 
 
-def test_results_are_read_before_the_pause_and_once_and_the_loop_finds_as_many_as_it_expects() -> None:
+def test_results_are_read_once_before_the_pause_and_the_loop_finds_the_expected_number() -> None:
     scheduler = Scheduler("step 7")
     scheduler.pause("in_place")
-    scheduler.pause("in_place")  # a version was refused and is sent again
+    scheduler.pause("in_place")  # a version was refused and is repeated
     assert scheduler.log == ["step 7", "pause in_place", "pause in_place"]
     ((batch, result),) = scheduler.result_queue
     assert batch.reqs == [], "SGLang would leave these out of the next step if one more token ended them"
@@ -44,13 +44,13 @@ def test_results_are_read_before_the_pause_and_once_and_the_loop_finds_as_many_a
 
 
 @pytest.mark.parametrize("pending", [[], ["step 7"]])
-def test_a_pause_that_takes_sequences_back_reads_results_by_itself(pending: list[str]) -> None:
+def test_a_pause_that_retracts_sequences_leaves_reading_to_sglang(pending: list[str]) -> None:
     scheduler = Scheduler(*pending)
     scheduler.pause("retract")
     assert scheduler.log == ["pause retract"] and len(scheduler.result_queue) == len(pending)
 
 
-def test_without_a_step_under_way_nothing_is_read() -> None:
+def test_without_a_pending_step_nothing_is_read() -> None:
     scheduler = Scheduler()
     scheduler.pause("in_place")
     assert scheduler.log == ["pause in_place"] and not scheduler.result_queue

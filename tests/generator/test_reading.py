@@ -1,4 +1,4 @@
-"""What an engine says of given tokens, against transformers: log-probs at a temperature, top tokens, rewards."""
+"""An engine's readings of given tokens, against transformers: log-probs at a temperature, top tokens, rewards."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.generator.helpers import (
 
 RNG = np.random.default_rng(5)
 SEQUENCES = [RNG.integers(3, 500, length).tolist() for length in (1, 2, 37, 900, 950, 980)]
-"""The last three together are more than SGLang normalises at once, which is 2,048 rows."""
+"""The last three together have more rows than SGLang normalises in one call, which is 2,048."""
 ASKED = [(0, 0, 1.0), (1, 1, 0.7), (2, 0, 2.0), (2, 36, 1.0), (3, 0, 0.5), (4, 0, 1.0), (5, 300, 1.7), (3, 898, 0.5)]
 """Sequence, first place, temperature."""
 
 
 def tempered(reading: Reading, temperature: float) -> np.ndarray:
-    """float64[n, vocabulary]: log-probs of the token after each."""
+    """float64[n, vocabulary]: log-probs of the next token after each."""
     logits = reading.logprobs.astype(np.float64) / temperature
     return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
 
@@ -60,20 +60,20 @@ def engine(engines: EngineKeeper, models: dict[str, Path]) -> Engine:
     return engines.under(SETTINGS, models["qwen3"])
 
 
-def test_log_probs_are_those_at_the_requests_temperature_whatever_is_drawn_beside(
+def test_log_probs_are_at_the_requests_temperature_whatever_runs_in_the_same_batch(
     engine: Engine, run: LoopThread, readings: list[Reading], models: dict[str, Path]
 ) -> None:
-    """All at once, with requests that draw at other temperatures beside them, whose own log-probs stay right."""
+    """All in one batch with requests that sample at other temperatures, whose own log-probs stay right."""
     samplings = [Sampling(24, 0.5), Sampling(24, 1.0), Sampling(24, 1.6)]
 
     async def ask() -> tuple[list[np.ndarray], list[Completion]]:
         reading = [engine.readings.logprobs(SEQUENCES[i], start, temperature) for i, start, temperature in ASKED]
-        drawing = [engine.generate([5, 6, 7], sampling) for sampling in samplings]
-        answers = await asyncio.gather(*reading, *drawing)
+        sampling_requests = [engine.generate([5, 6, 7], sampling) for sampling in samplings]
+        answers = await asyncio.gather(*reading, *sampling_requests)
         return answers[: len(ASKED)], answers[len(ASKED) :]  # type: ignore[return-value]
 
     before = engine.readings.tokens, engine.readings.requests
-    values, drawn = run(ask())
+    values, sampled = run(ask())
     for value, (index, start, temperature) in zip(values, ASKED, strict=True):
         ids = SEQUENCES[index]
         assert value.dtype == np.float32 and value.shape == (len(ids) - start,)
@@ -81,10 +81,10 @@ def test_log_probs_are_those_at_the_requests_temperature_whatever_is_drawn_besid
         assert np.abs(value - right).max() < LOGPROB_BOUND / min(1.0, temperature), (index, start, temperature)
     assert engine.readings.requests - before[1] == len(ASKED)
     assert engine.readings.tokens - before[0] == sum(len(SEQUENCES[index]) for index, *_ in ASKED)
-    sequences = [[5, 6, 7, *completion.token_ids.tolist()] for completion in drawn]
+    sequences = [[5, 6, 7, *completion.token_ids.tolist()] for completion in sampled]
     weights = {0: weights_in(models["qwen3"])}
     after = reference_reading(models["qwen3"], [(ids, [0] * len(ids)) for ids in sequences], weights)
-    for ids, completion, sampling, reading in zip(sequences, drawn, samplings, after, strict=True):
+    for ids, completion, sampling, reading in zip(sequences, sampled, samplings, after, strict=True):
         right = expected(reading, ids, 3, sampling.temperature)
         assert np.abs(completion.logprobs - right).max() < LOGPROB_BOUND / min(1.0, sampling.temperature)
 
@@ -102,12 +102,12 @@ def test_the_most_likely_tokens(engine: Engine, run: LoopThread, readings: list[
         assert np.abs(top.given - given).max() < LOGPROB_BOUND / temperature and top.given.dtype == np.float32
         found = np.take_along_axis(rows, top.token_ids, -1)
         assert np.abs(found - right).max() < LOGPROB_BOUND / temperature, (
-            "ties apart, the ids are those of the reference"
+            "apart from ties, the ids equal the reference's"
         )
 
 
-def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) -> None:
-    for asked, said in (
+def test_a_refused_request_does_not_affect_others(engine: Engine, run: LoopThread) -> None:
+    for asked, message in (
         (engine.readings.logprobs([]), r"start 0 .*\b0 given tokens"),
         (engine.readings.logprobs([5, 6], 2), r"start 2 .*\b2 given tokens"),
         (engine.readings.logprobs([5, 6], 0, 0.0), "temperature 0.0"),
@@ -115,13 +115,13 @@ def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) ->
         (engine.readings.top_logprobs([5, 6], 0), r"\bof 0 tokens"),
         (engine.readings.logprobs([5] * 2000), "context"),
     ):
-        with pytest.raises(GenerationError, match=said):
+        with pytest.raises(GenerationError, match=message):
             run(asked)
     assert len(run(engine.readings.logprobs([5, 6, 7]))) == 3
     assert engine.requests.clock.requests == 0
 
 
-def test_an_engine_holds_what_its_folder_holds(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
+def test_an_engines_parameters_equal_its_folders(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
     """Checksums of the files are compared with those of the parameters: one element of another folder is found."""
     folder = models["qwen3"]
     run(engine.verify_base_weights(*file_checksums(folder, "float32")))
@@ -140,7 +140,7 @@ def test_an_engine_holds_what_its_folder_holds(engine: Engine, run: LoopThread, 
 def test_an_engine_serves_another_folder_of_the_same_shapes(
     engine: Engine, run: LoopThread, models: dict[str, Path]
 ) -> None:
-    """And its own again, by the end: other tests share it."""
+    """And its own folder again at the end, because other tests share it."""
     folder, ids = models["qwen3"], SEQUENCES[2]
     other = folder.with_name("qwen3-later")
     other.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ def test_an_engine_serves_another_folder_of_the_same_shapes(
 
 def test_rows_are_divided_by_the_temperature_of_requests_that_ask_for_their_own_tokens() -> None:
     temperatures = torch.tensor([[0.5], [2.0], [1.0]])
-    assert row_divisors(temperatures, [0, -1, 3], [0, 1, 2, 2, 2]) is None, "what is drawn is divided by the sampler"
+    assert row_divisors(temperatures, [0, -1, 3], [0, 1, 2, 2, 2]) is None, "the sampler divides rows that are sampled"
     divisors = row_divisors(temperatures, [0, 2, 1], [0, 1, 1, 2])
     assert divisors is not None and divisors[:, 0].tolist() == [1.0, 2.0, 2.0, 1.0]
 
@@ -200,7 +200,7 @@ def test_a_reward_head_rates_the_last_token_as_transformers_does(
     rewards = run(ask())
     right = TRANSFORMERS.ask("transformers_rewards", [folder], [[ids] for ids in SEQUENCES[1:4]])
     assert np.abs(np.array(rewards) - np.array(right)).max() < 1e-4
-    assert np.abs(rewards[0] - rewards[1]).min() > 1e-3, "they tell sequences apart"
+    assert np.abs(rewards[0] - rewards[1]).min() > 1e-3, "the rewards distinguish the sequences"
     with pytest.raises(GenerationError):
         run(engine.readings.rewards([5] * 2000))
     assert rewards[0].dtype == np.float32 and rewards[0].shape == (labels,)

@@ -1,4 +1,4 @@
-"""What is planned for a replica, against the memory of a real engine; and what follows from it on GPUs."""
+"""The memory planned for a replica, against the memory of a real engine, and its consequences on GPUs."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ CONFIG = parse_config(
 )
 SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192)
 ARRIVING = TransferSettings(bucket_mib=1)
-"""The area is mapped into the engine; buckets are the actor's: next to none here."""
+"""The area is mapped into the engine; buckets are the actor's: next to none in this test."""
 BEFORE = "MEMORY_BEFORE"
 
 
-def figure(pid: int | str, *names: str) -> int:
-    """Bytes of a process, by names of its status file."""
+def status_bytes(pid: int | str, *names: str) -> int:
+    """Bytes of a process, by field names of its status file."""
     lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in names)
 
 
 class MeasuredTarget(SchedulerTarget):
-    """A scheduler that first writes what its process has that is no file's, with all imports behind it."""
+    """A scheduler that first writes its process's memory that no file backs, after all imports."""
 
     @staticmethod
     def run(*args: Any, **kwargs: Any) -> None:
         import sglang.srt.models.qwen3  # noqa: F401
 
-        Path(os.environ[BEFORE]).write_text(str(figure("self", "RssAnon", "RssShmem")))
+        Path(os.environ[BEFORE]).write_text(str(status_bytes("self", "RssAnon", "RssShmem")))
         run_scheduler(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ def before(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "before"
 
 
-def test_a_replica_takes_what_is_planned(model: Path, before: Path, run: LoopThread) -> None:
+def test_a_replica_uses_the_planned_memory(model: Path, before: Path, run: LoopThread) -> None:
     """An engine that commits a version and reads a prompt that fills a batch."""
     weights = load_file(model / "model.safetensors")
     staging = Staging(weights, areas=1)
@@ -102,7 +102,7 @@ def test_a_replica_takes_what_is_planned(model: Path, before: Path, run: LoopThr
             await staging.commit(engine, 1, checksums_of(weights))
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM counts from here (man 5 proc)
             await engine.generate([i % 4000 for i in range(CPU_CHUNK)], Sampling(max_new_tokens=8))
-            return figure(pid, "VmHWM") - figure(pid, "RssFile")
+            return status_bytes(pid, "VmHWM") - status_bytes(pid, "RssFile")
         finally:
             await engine.shutdown()
 
@@ -110,12 +110,13 @@ def test_a_replica_takes_what_is_planned(model: Path, before: Path, run: LoopThr
     planned = replica_memory(trained_model(CONFIG, FULL_TRAINING), SETTINGS, ARRIVING, on_gpu=False, tokens=8192)
     total = sum(planned.values())
     print(
-        {name: round(n / 1e6, 1) for name, n in planned.items()}, f"planned {total / 1e6:.1f}, seen {most / 1e6:.1f} MB"
+        {name: round(n / 1e6, 1) for name, n in planned.items()},
+        f"planned {total / 1e6:.1f}, measured {most / 1e6:.1f} MB",
     )
     assert most == pytest.approx(total, rel=TOLERANCE)
 
 
-def test_versions_are_those_of_the_transports() -> None:
+def test_versions_take_the_memory_of_their_transport() -> None:
     """docs/weights.md, "What it costs"; a bucket is 1 MiB, of 4 MiB at most with ``delta``."""
     size = 100 << 20
     for transport, delta, versions, buckets in (
@@ -151,6 +152,6 @@ def test_versions_of_adapters_are_small() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the plan of a GPU is checked before anything is spawned")
-def test_an_engine_starts_nothing_on_a_machine_without_the_memory_that_it_is_told_to_need() -> None:
+def test_an_engine_does_not_start_on_a_machine_without_its_planned_memory() -> None:
     with pytest.raises(RuntimeError, match=r"an engine needs 1048576\.00 GiB .* for the weights"):
         asyncio.run(Engine.start("a Hub name", SETTINGS, memory={"the weights": 1 << 50}))

@@ -1,4 +1,4 @@
-"""What a scheduler says of its batches: the wrappers in SGLang's two loops, and the memory between processes."""
+"""The operations that a scheduler reports: the wrappers in SGLang's two loops, and the memory between processes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def batch(mode: Any, tokens: int) -> Any:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
-    """A scheduler that does what SGLang's loops call, and notes what is said to be under way meanwhile."""
-    monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
+    """A scheduler with the methods that SGLang's loops call; it records which operation is reported in progress."""
+    monkeypatch.setenv(VARIABLE, "")  # the next line sets it, and it is unset after the test
     read = SchedulerOperations(2).reader(1)
     monkeypatch.setattr(scheduler_operations, "_rank", lambda: 1)
     seen: list[str] = []
@@ -77,7 +77,7 @@ def pending_step_patch(scheduler: Any) -> None:
         setattr(scheduler, name, partialmethod(getattr(scheduler_process, name), getattr(scheduler, name)))
 
 
-def test_each_batch_of_the_plain_loop_is_a_piece(engine: tuple[Any, list[str]]) -> None:
+def test_each_batch_of_the_plain_loop_is_a_gpu_operation(engine: tuple[Any, list[str]]) -> None:
     scheduler, seen = engine
     for each in (batch(EXTEND, 300), batch(DECODE, 7)):
         scheduler.process_batch_result(each, scheduler.run_batch(each))
@@ -92,16 +92,16 @@ def test_each_batch_of_the_plain_loop_is_a_piece(engine: tuple[Any, list[str]]) 
     ]
 
 
-def test_with_overlap_a_piece_begins_when_the_one_before_has_ended(engine: tuple[Any, list[str]]) -> None:
+def test_with_overlap_an_operation_begins_when_the_previous_one_ends(engine: tuple[Any, list[str]]) -> None:
     scheduler, seen = engine
     first, second = batch(DECODE, 7), batch(DECODE, 8)
     scheduler.result_queue = deque([(first, scheduler.run_batch(first))])
     scheduler.result_queue.append((second, scheduler.run_batch(second)))
     scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    under_way = device_work.operation_in_progress()
-    assert under_way is not None and under_way.what == "a step of decoding of 8 tokens"
+    in_progress = device_work.operation_in_progress()
+    assert in_progress is not None and in_progress.what == "a step of decoding of 8 tokens"
     scheduler.pause_generation(SimpleNamespace(mode="in_place"))
-    scheduler.process_batch_result(*scheduler.result_queue.popleft())  # has been read
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())  # already read
     assert seen == [
         "launch: a step of decoding of 7 tokens",
         "launch: a step of decoding of 7 tokens",
@@ -111,7 +111,7 @@ def test_with_overlap_a_piece_begins_when_the_one_before_has_ended(engine: tuple
     ]
 
 
-def test_a_scheduler_that_idles_waits_for_nothing_whatever_became_of_its_last_batch(
+def test_an_idle_scheduler_has_no_operation_whatever_became_of_its_last_batch(
     engine: tuple[Any, list[str]],
 ) -> None:
     scheduler, seen = engine
@@ -120,7 +120,7 @@ def test_a_scheduler_that_idles_waits_for_nothing_whatever_became_of_its_last_ba
     assert seen[-1] == "idle: nothing" and device_work.operation_in_progress() is None
 
 
-def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_reads_a_schedulers_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
     operations = SchedulerOperations(2)
     code = (
@@ -136,7 +136,7 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
     assert operations.reader(1)() == GpuOperation("a prefill of 5 tokens", 12.5, 60.0)
 
 
-def test_nothing_is_installed_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_installed_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     scheduler: Any = type("Scheduler", (), {})
     scheduler_operations.install(scheduler)
@@ -160,34 +160,34 @@ def in_several_files(source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("spawned")
-def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several_files(
+def test_sglangs_scheduler_reports_its_operations_and_loads_a_model_in_several_files(
     models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As on a GPU, with the real loop: what is under way is seen from this process, new steps all the time, and nothing
-    once it idles."""
-    monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
+    """As on a GPU, with the real loop: this process sees the operation in progress, new steps all the time, and nothing
+    once the scheduler idles."""
+    monkeypatch.setenv(VARIABLE, "")  # the next line sets it, and it is unset after the test
     read = SchedulerOperations(1).reader(0)
     engine = run(Engine.start(str(in_several_files(models["qwen3"], tmp_path / "model")), SETTINGS))
     seen: list[GpuOperation] = []
     prompt = [5, 6, 7, 8]
 
-    async def draw() -> Completion:
-        drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=400)))
-        while not drawing.done():
+    async def generate() -> Completion:
+        running = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=400)))
+        while not running.done():
             if (operation := read()) is not None:
                 seen.append(operation)
             await asyncio.sleep(0)
         await until(lambda: read() is None, lambda: f"the end of {read()}")
-        return drawing.result()  # waits: it is done
+        return running.result()  # waits: it is done
 
     try:
-        drawn = run(draw())
+        sampled = run(generate())
     finally:
         run(engine.shutdown())
     decoding = [operation for operation in seen if operation.what == "a step of decoding of 1 tokens"]
     assert len({operation.since for operation in decoding}) > 3, seen[:5]
     assert {operation.limit_s for operation in decoding} <= {FIRST_S, FLOOR_S, COMPILATION_S}
-    ids = prompt + drawn.token_ids.tolist()
+    ids = prompt + sampled.token_ids.tolist()
     (reading,) = reference_reading(models["qwen3"], [(ids, [0] * len(ids))], {0: weights_in(models["qwen3"])})
-    expected = reading.logprobs[np.arange(len(prompt) - 1, len(ids) - 1), drawn.token_ids]
-    assert np.abs(drawn.logprobs - expected).max() < 2e-5
+    expected = reading.logprobs[np.arange(len(prompt) - 1, len(ids) - 1), sampled.token_ids]
+    assert np.abs(sampled.logprobs - expected).max() < 2e-5

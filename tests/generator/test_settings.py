@@ -39,7 +39,7 @@ from tests.model.configs import deepseek, qwen3, qwen3_moe
         ("GeneratorSettings.part_tokens", 0),
     ],
 )
-def test_a_bad_value_is_refused_by_its_flag_or_field(name: str, value: Any) -> None:
+def test_an_invalid_value_is_refused_naming_its_flag_or_field(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(name)} "):
         GeneratorSettings(**{name.partition(".")[2].replace("-", "_"): value})
 
@@ -84,7 +84,7 @@ def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: ModelCo
         check_served(config, GeneratorSettings(tp=tp), on_gpu=False)
 
 
-def test_a_tp_that_divides_is_taken_and_kv_heads_may_be_repeated() -> None:
+def test_a_tp_that_divides_is_accepted_and_kv_heads_may_be_repeated() -> None:
     check_served(
         qwen3(num_attention_heads=8, num_key_value_heads=2, intermediate_size=16),
         GeneratorSettings(tp=4),
@@ -103,7 +103,7 @@ def test_ranks_of_replicas_take_cores_in_turn() -> None:
 
 
 def test_a_tied_mixture_of_experts_is_refused() -> None:
-    """SGLang would draw from a head of random numbers."""
+    """SGLang would sample from a head of random numbers."""
     with pytest.raises(ValueError, match="LM head"):
         check_served(qwen3_moe(tie_word_embeddings=True), GeneratorSettings(tp=1), on_gpu=False)
     check_served(qwen3_moe(tie_word_embeddings=False), GeneratorSettings(tp=1), on_gpu=False)
@@ -121,7 +121,7 @@ def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
         check_served(deepseek(), GeneratorSettings(), on_gpu=False)
 
 
-def test_the_attention_backends_are_those_that_sglang_knows() -> None:
+def test_sglang_has_exactly_our_attention_backends() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
     assert sorted(ATTENTION_BACKEND_CHOICES) == sorted(ATTENTION_BACKENDS)
@@ -149,9 +149,9 @@ def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> No
         check_cache(small(), settings, memory_bytes=2 * 1000 * token_bytes - 1)
 
 
-def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
-    """Weights and the versions that arrive, float32: with LoRA adapters, or with LoRA on experts what has some, merged;
-    a KV cache of keys and values."""
+def test_an_engine_without_memory_reports_its_needs_by_purpose() -> None:
+    """Weights and arriving versions, float32: with LoRA adapters, or with LoRA on experts merged tensors; a KV cache of
+    keys and values."""
     config = small()
     layer = 64 + 64 + 64 * (4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64 + 16 + 16 + 3 * 64 * 128
     weights = 4 * (100 * 64 + 64 + 3 * layer)
@@ -174,7 +174,7 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
         check_free(cpu_memory(config, settings, FULL_TRAINING), 3 * (2 * weights + cache) - 1, engines=3)
 
 
-def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:
+def test_a_sequence_may_use_the_context_and_cache_that_sglang_leaves() -> None:
     limits = engine_limits(small(), GeneratorSettings(max_total_tokens=100), on_gpu=True)
     assert sorted(limits.values()) == [100 - ENGINE_RESERVE, 512 - ENGINE_RESERVE]
     assert all("generator." in name for name in limits)

@@ -25,7 +25,7 @@ from tests.generator.conftest import FORKED, SETTINGS
 from tests.generator.helpers import LoopThread, make_model
 
 DEADLINE_S = 600.0
-"""Of a request, which must not come to it."""
+"""Deadline of a request, which must not pass."""
 PROMPT, SAMPLING = [5, 6, 7], Sampling(4)
 
 
@@ -46,10 +46,10 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
-    """Have what is started from here compile by a shell script, in which ``$real`` is the true compiler, into a cache
-    folder of its own.
+    """Make programs started from here compile with a shell script, in which ``$real`` is the true compiler, into a
+    cache folder of its own.
 
-    Returns the file with all arguments that it gets, one a line.
+    Returns the file with all arguments of the compiler, one per line.
     """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
@@ -59,14 +59,14 @@ def use_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
         f"#!/bin/sh\nreal={shutil.which('g++')}\nprintf '%s\\n' \"$@\" >> {shlex.quote(str(arguments))}\n{script}\n"
     )
     compiler.chmod(0o755)
-    # By the path: a fork server has read CXX before.
+    # By the path, because a fork server has already read CXX.
     patch.setenv("PATH", str(compiler.parent), prepend=":")
-    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "what is compiled"))
+    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled code"))
     return arguments
 
 
 class CompilingTarget(SchedulerTarget):
-    """In the process of a scheduler, before SGLang is imported: compiles a function, and ends well if that works."""
+    """In the process of a scheduler, before SGLang is imported: compiles a function, and exits with 0 if that works."""
 
     @staticmethod
     def run(*_: Any, **__: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_schedulers_process_compiles_where_paths_have_spaces(
     packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = use_compiler(monkeypatch, tmp_path, 'exec $real "$@" -O0')
-    # Fewer calls of the compiler: neither for headers, which pay after several kernels, nor to try vector instructions.
+    # Fewer compiler calls: none for headers, which pay off after several kernels, none to test vector instructions.
     monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     errors = ErrorFile()
@@ -100,7 +100,7 @@ def test_an_engine_compiles_where_paths_have_spaces(
 ) -> None:
     arguments = use_compiler(monkeypatch, tmp_path, 'exec $real "$@"')
 
-    async def play() -> int:
+    async def scenario() -> int:
         engine = await Engine.start(str(deepseek), SETTINGS)
         try:
             return len((await LocalEngine(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)).token_ids)
@@ -109,18 +109,18 @@ def test_an_engine_compiles_where_paths_have_spaces(
 
     with forking([preload for preload in PRELOADS if preload.name in FORKED]) as (name, _):
         monkeypatch.setenv(ADDRESS_VARIABLE, name)
-        assert run(play()) == SAMPLING.max_new_tokens
+        assert run(scenario()) == SAMPLING.max_new_tokens
     assert f"-L{packages}/torch/lib" in arguments.read_text().splitlines()
 
 
 @pytest.mark.core
-def test_a_compiler_that_fails_is_named_by_the_requests_at_once(
+def test_a_compiler_failure_is_reported_immediately_by_the_requests(
     deepseek: Path, run: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the error of the engine's own process, which ends: no deadline passes, and nobody has to look for it."""
+    """By the error of the engine's own process, which ends: no deadline passes, and no poll is needed."""
     use_compiler(monkeypatch, tmp_path, 'case "$*" in --version) exec $real "$@"; esac\necho no quartz >&2; exit 1')
 
-    async def play() -> None:
+    async def scenario() -> None:
         engine = await Engine.start(str(deepseek), SETTINGS)
         try:
             named = r"(?s)exit code 1: .*CppCompileError.*no quartz"
@@ -131,4 +131,4 @@ def test_a_compiler_that_fails_is_named_by_the_requests_at_once(
         finally:
             await engine.shutdown()
 
-    run(play())
+    run(scenario())

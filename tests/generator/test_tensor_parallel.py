@@ -1,4 +1,4 @@
-"""An engine of two ranks: what each holds, that both are verified, and that the end of one is the end of the engine."""
+"""An engine of two ranks: its shards, the verification of both, and the end of the engine when one rank ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.generator.helpers import (
     HIDDEN,
     LOGPROB_BOUND,
     VOCABULARY,
-    Drawing,
     LoopThread,
+    RunningRequests,
     Staging,
     check_nothing_is_served,
     checksums_of,
@@ -47,22 +47,22 @@ def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
     run(engine.shutdown())
 
 
-def test_sequences_go_on_across_commits_and_agree_with_transformers(
+def test_sequences_continue_across_commits_and_agree_with_transformers(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
-    """The bits of the trainer on both ranks together: of every version the log-probs, and each slice once."""
+    """The trainer's bits on both ranks together: the log-probs of every version, and each slice once."""
     weights = {version: next_version(weights_in(models["qwen3"]), version) for version in (1, 2, 3)}
 
-    async def play() -> tuple[Completion, Completion]:
-        drawing = Drawing.start(engine, [PROMPT], Sampling(max_new_tokens=600))
+    async def scenario() -> tuple[Completion, Completion]:
+        running = RunningRequests.start(engine, [PROMPT], Sampling(max_new_tokens=600))
         for version in weights:
-            await drawing.goes_on()
+            await running.wait_for_tokens()
             staging.fill(version, weights[version])
             await staging.commit(engine, version, checksums_of(weights[version]))
-        (across,) = await drawing.completions()
+        (across,) = await running.completions()
         return across, await engine.generate(PROMPT, Sampling(max_new_tokens=40, temperature=0.0))
 
-    across, fresh = run(play())
+    across, fresh = run(scenario())
     assert len(across.token_ids) == 600
     assert set(across.policy_versions.tolist()) == {0, 1, 2, 3}
     (reference,) = reference_logprobs(models["qwen3"], [(PROMPT, fresh)], weights[3])
@@ -72,18 +72,18 @@ def test_sequences_go_on_across_commits_and_agree_with_transformers(
 def test_ranks_agree_however_soon_the_next_commit_comes(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
-    """A rank that has not heard of the end of a commit is not confused by the next one."""
+    """A rank that is not yet notified of the end of a commit is not confused by the next one."""
     weights = weights_in(models["qwen3"])
     staging.fill(0, weights)
     staging.fill(1, weights)
 
-    async def play() -> Completion:
+    async def scenario() -> Completion:
         for _ in range(30):
             report = await staging.commit(engine, engine.requests.version + 1, checksums_of(weights))
             assert report.paused_seconds < report.seconds
         return await engine.generate(PROMPT, Sampling(max_new_tokens=5))
 
-    assert len(run(play()).token_ids) == 5
+    assert len(run(scenario()).token_ids) == 5
 
 
 def test_ranks_hold_rows_columns_and_copies(engine: Engine, run: LoopThread, staging: Staging) -> None:
@@ -109,7 +109,7 @@ def test_ranks_hold_rows_columns_and_copies(engine: Engine, run: LoopThread, sta
         ("lm_head.weight", (0, -1)),
     ],
 )
-def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
+def test_a_wrong_bit_on_one_rank_alone_is_found(
     engine: Engine,
     run: LoopThread,
     models: dict[str, Path],
@@ -119,7 +119,7 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
     name: str,
     bytes_of_rank: tuple[int, int],
 ) -> None:
-    """That rank is given another area, in which only a part that it holds is spoilt; then all is mended."""
+    """That rank gets another area, in which only a tensor of its own shard is corrupted; then all is repaired."""
     version = engine.requests.version + 1
     weights = next_version(weights_in(models["qwen3"]), version)
     spoilt = Staging(weights)
@@ -132,19 +132,19 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
     def orders(of: int, area: bytes, sheet: bytes, retained_tokens: int) -> Any:
         return order(of, spoilt.area(version).handle if of == rank else area, sheet, retained_tokens)
 
-    async def play() -> Completion:
+    async def scenario() -> Completion:
         with monkeypatch.context() as patch:
             patch.setattr(commit_module, "_serialized_order", orders)
             with pytest.raises(WeightMismatch, match=rf"\b1 of \d+ .*: {re.escape(name)}"):
                 await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
-        await asyncio.sleep(0)  # it begins to wait
+        await asyncio.sleep(0)  # it starts to wait
         await check_nothing_is_served(engine)
         assert not waiting.done()
         await staging.commit(engine, version, checksums_of(weights))
         return await waiting
 
-    assert run(play()).policy_versions.tolist() == [version] * 3
+    assert run(scenario()).policy_versions.tolist() == [version] * 3
 
 
 def test_a_tp_that_does_not_divide_the_heads_is_refused_before_the_start(
@@ -155,17 +155,17 @@ def test_a_tp_that_does_not_divide_the_heads_is_refused_before_the_start(
 
 
 def test_the_ranks_have_no_named_file_in_shared_memory(engine: Engine) -> None:
-    """It would stay when they are killed, which is how an engine ends."""
+    """It would stay behind when they are killed, which is how an engine ends."""
     mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in engine.child_pids)
     names = re.findall(r"/dev/shm/(sgl\S+)( \(deleted\))?$", mapped, re.MULTILINE)
-    assert names, "the ranks have no queue: there is nothing to see here"
+    assert names, "the ranks have no queue: nothing would be tested"
     assert all(deleted for _, deleted in names), names
 
 
 def test_the_end_of_one_rank_ends_the_engine(engine: Engine, run: LoopThread) -> None:
     """The last test with this module's engine."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         request = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_new_tokens=1000)))
         await asyncio.sleep(0)
         victim = engine.child_pids[1]
@@ -173,4 +173,4 @@ def test_the_end_of_one_rank_ends_the_engine(engine: Engine, run: LoopThread) ->
         with pytest.raises(EngineStopped, match="exit code"):
             await request
 
-    run(play())
+    run(scenario())

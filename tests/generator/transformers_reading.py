@@ -1,6 +1,6 @@
 """How transformers reads sequences: the experts of each token, and the log-probs of all ids after it.
 
-Each reader goes on from the keys and values that the ones before it left. Run by
+Each reader continues from the keys and values left by the readers before it. Run by
 :mod:`tests.generator.transformers_server`.
 """
 

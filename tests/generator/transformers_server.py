@@ -1,7 +1,7 @@
 """A process that computes with transformers, for all tests of a session: its imports take longer than its answers.
 
 A process of its own, because SGLang patches transformers in the process of the tests. It answers one line of JSON,
-``[module beside this file, folders, what is asked]``, with one: ``[answer, null]`` or ``[null, traceback]``.
+``[module in this folder, folders, questions]``, with one: ``[answer, null]`` or ``[null, traceback]``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_S = 300.0
 
 
 class TransformersServer:
-    """The tests' end. The process is started at the first question, and ends with this one."""
+    """The tests' end. The process starts at the first question, and ends with this object."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -60,7 +60,7 @@ def main() -> None:
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries' output must not mix with answers
     for line in sys.stdin:
         try:
             with torch.no_grad():

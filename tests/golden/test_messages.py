@@ -1,7 +1,7 @@
 """The messages that a user most often has to act upon, word for word, in one file: ``messages.txt``.
 
-All other tests recognise a refusal by its flag or culprit, so that a sentence can be made better by writing this file
-anew and reading its difference:
+All other tests recognise a refusal by its flag or culprit, so that a sentence can be improved by rewriting this file
+and reading its difference:
 
     WRITE_GOLDEN=1 ./tools/test tests/golden
 """
@@ -37,7 +37,7 @@ from tests.watch import test_stall as stall
 from tools.memory import MODELS
 
 FILE = Path(__file__).with_name("messages.txt")
-AGAIN = "WRITE_GOLDEN=1 ./tools/test tests/golden"
+REWRITE = "WRITE_GOLDEN=1 ./tools/test tests/golden"
 WIDTH = 116
 ONE_GPU, NO_EXPERTS = Devices("cuda", 1, 1), MODELS["Qwen3-0.6B"]
 
@@ -69,19 +69,19 @@ def resumed(changed: RunSettings, folder: Path) -> None:
 
 REFUSED: dict[str, Callable[[Path], object]] = {
     "a lag below 0": lambda _: BufferSettings(max_policy_lag=-1),
-    "sampling that a trainer does not replay": lambda _: RolloutSettings(top_k=20, top_p=0.9),
-    "routes that there are not": lambda _: check_experts(NO_EXPERTS, TrainerSettings(router_replay="replay")),
+    "sampling without the trainer's mask": lambda _: RolloutSettings(top_k=20, top_p=0.9),
+    "expert routes without experts": lambda _: check_experts(NO_EXPERTS, TrainerSettings(router_replay="replay")),
     "an objective without a gradient": lambda _: LossSettings(kl_coefficient=0.1, kl_estimate="k1"),
     "episodes that ranks cannot share": lambda _: check_rollout(RolloutSettings(group_size=8), 4, 3),
     "too few devices": lambda _: check(RunSettings(), ONE_GPU),
-    "a model that there is not": lambda folder: find_folder(str(folder / "none")),
-    "memory that does not suffice": lambda _: check_gpu_memory(MODELS["Qwen3-8B"], sides(4), gpus(80, hosts=4)),
-    "a row that is none": wrong_row,
-    "a column that there is not": wrong_template,
+    "a missing model": lambda folder: find_folder(str(folder / "none")),
+    "too little memory": lambda _: check_gpu_memory(MODELS["Qwen3-8B"], sides(4), gpus(80, hosts=4)),
+    "an invalid row": wrong_row,
+    "a missing column": wrong_template,
     "a deadline": lambda _: waits(is_lost=False),
-    "a process that is lost": lambda _: waits(is_lost=True),
+    "a lost process": lambda _: waits(is_lost=True),
     "a resume that would break the bound": lambda folder: resumed(RunSettings(groups_per_step=8), folder),
-    "a resume of nothing": lambda folder: resume.resolve_resume(RunSettings(resume=str(folder / "none"))),
+    "a resume of a missing run": lambda folder: resume.resolve_resume(RunSettings(resume=str(folder / "none"))),
 }
 
 
@@ -92,27 +92,27 @@ def message(refused: Callable[[Path], object], folder: Path) -> str:
 
 
 def stalled() -> str:
-    """A generator that was stopped, seen from the trainer."""
+    """A stopped generator, as the trainer sees it."""
     stopped = stall.process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     return stall.sentence(stall.picture(stall.CONTROLLER, stall.RANK_0, stall.BUFFER, stall.WORKER_2, stopped))
 
 
 def without_the_run(text: str, folder: Path) -> str:
-    """What differs from run to run replaced, and lines of a readable width."""
+    """The text without values that differ from run to run, in lines of a readable width."""
     text = text.replace(str(folder), "FOLDER").replace(f"process {os.getpid()}", "process PID")
     text = re.sub(r"since \d\d:\d\d:\d\d", "since HH:MM:SS", text)
-    text = re.sub(r"reached \(.*?\)\. Give", "reached (REASON). Give", text)  # the words of huggingface_hub
+    text = re.sub(r"reached \(.*?\)\. Give", "reached (REASON). Give", text)  # the message of huggingface_hub
     lines = (textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
     return textwrap.indent("\n".join(lines), "    ")
 
 
-def test_messages_are_those_of_the_file(tmp_path: Path) -> None:
-    said = {}
+def test_messages_equal_the_file(tmp_path: Path) -> None:
+    messages = {}
     for number, (name, refused) in enumerate(REFUSED.items()):
         (folder := tmp_path / str(number)).mkdir()
-        said[name] = without_the_run(message(refused, folder), folder)
-    said["a stall"] = without_the_run(stalled(), tmp_path)
-    text = "\n".join(f"{name}:\n{sentence}\n" for name, sentence in said.items())
+        messages[name] = without_the_run(message(refused, folder), folder)
+    messages["a stall"] = without_the_run(stalled(), tmp_path)
+    text = "\n".join(f"{name}:\n{sentence}\n" for name, sentence in messages.items())
     if os.environ.get("WRITE_GOLDEN"):
         FILE.write_text(text)
-    assert text == FILE.read_text(), f"if these words are better, write them down: {AGAIN}"
+    assert text == FILE.read_text(), f"if the new texts are better, write them: {REWRITE}"

@@ -1,4 +1,4 @@
-"""Processes of a side of a comparison never outlive it."""
+"""The processes of each side of a comparison never outlive it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def fail_or_hang(rank: int) -> None:
     time.sleep(600)
 
 
-def tell_parent(rank: int, folder: Path) -> None:
+def write_parent(rank: int, folder: Path) -> None:
     (folder / str(rank)).write_text(str(os.getppid()))
 
 
 def test_ranks_are_forked_where_there_is_a_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with forking([Preload("small", ("json",))]) as (name, server):
         monkeypatch.setenv(ADDRESS_VARIABLE, name)
-        run_ranks(tell_parent, (tmp_path,), 1, 600.0, "the rank", "small")
+        run_ranks(write_parent, (tmp_path,), 1, 600.0, "the rank", "small")
         stages = {child.pid for child in psutil.Process(server.pid).children(recursive=True)}
     assert int((tmp_path / "0").read_text()) in stages
 
 
 @pytest.mark.slow
 def test_a_side_that_fails_or_hangs_is_ended() -> None:
-    before = multiprocessing.active_children()  # of other tests
+    before = multiprocessing.active_children()  # started by other tests
     with pytest.raises(SideFailed, match="the sides: .* ended with 3"):
         run_ranks(fail_or_hang, (), 2, 600.0, "the sides")
     assert set(multiprocessing.active_children()) <= set(before)
@@ -54,16 +54,16 @@ def test_a_side_that_fails_or_hangs_is_ended() -> None:
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_an_engine_has_20_s_more_to_start_for_each_gb_of_its_model(
+def test_an_engine_has_20_more_seconds_to_start_per_gb_of_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the process that starts it, and until the process is killed; or what the user gives."""
+    """Both in the process that starts it, and until the process is killed; a value that the user sets overrides it."""
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["Qwen3-8B"].raw, "dtype": "bfloat16"}))
-    drawn: list[tuple[float, float | None]] = []
+    limits: list[tuple[float, float | None]] = []
 
     def run(work: object, arguments: tuple[Any, ...], ranks: int, limit_s: float, *_: str) -> None:
-        drawn.append((limit_s, arguments[2].start_deadline_s))
-        raise SideFailed("it was only to be asked for")
+        limits.append((limit_s, arguments[2].start_deadline_s))
+        raise SideFailed("only the limits matter")
 
     monkeypatch.setattr(parity, "run_ranks", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,7 +71,7 @@ def test_an_engine_has_20_s_more_to_start_for_each_gb_of_its_model(
         with pytest.raises(SideFailed):
             parity.compare(tmp_path, tmp_path, generator, TrainerSettings(), [], experts=False, deadline_s=100.0)
     needed_s = 1200 + 20 * 2 * 8.19
-    assert drawn == [
+    assert limits == [
         (pytest.approx(needed_s + 100 + parity.END_S, abs=1), pytest.approx(needed_s, abs=1)),
         (77 + 100 + parity.END_S, 77),
     ]

@@ -1,4 +1,5 @@
-"""What updates are made again with: no ranks are started. tests/recipe/test_recipe.py replays a run."""
+"""The functions and settings with which updates are replayed: no ranks are started. tests/recipe/test_recipe.py
+replays a run."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def plan_of(functions: TrainingFunctions | None = None, loss: LossSettings | Non
     return TrainerPlan(Path("model"), TrainerSettings(loss=loss or LossSettings()), 1, 1.0, 8, functions)
 
 
-def test_a_replay_goes_on_with_what_the_functions_remembered() -> None:
-    """Also where another objective takes the place of the run's."""
+def test_a_replay_resumes_from_the_functions_state() -> None:
+    """Also where another objective replaces the run's."""
     functions = TrainingFunctions.of(SeatBaselines(), PPOClip(), LossSettings())
     run, groups = functions.load(), [GroupView.of([1.0, 3.0])]
     advantages_of(groups, run.advantage)
@@ -57,8 +58,8 @@ def test_a_replay_takes_objectives_by_name() -> None:
         objective_of("gsp", plan)
 
 
-def test_what_was_not_compared_is_not_said_to_be_equal() -> None:
-    equal, unknown, other = (ReplayedStep(7, known, {}, {}) for known in (True, None, False))
+def test_steps_without_checksums_are_not_reported_as_equal() -> None:
+    equal, unknown, other = (ReplayedStep(7, is_equal, {}, {}) for is_equal in (True, None, False))
     assert "checksums" in verdict([unknown]) and "bit for bit" not in verdict([unknown])
     assert exit_code([unknown]) == exit_code([]) == 2
     assert (
@@ -81,7 +82,7 @@ def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Pat
 
 
 def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
-    """Two ranks make steps 1 to 4; the run goes on after step 3, on one rank, and later on one again."""
+    """Two ranks make steps 1 to 4; the run resumes after step 3, on one rank, and later on one again."""
     for generation, (ranks, versions) in enumerate(((2, range(4)), (1, range(3, 6)), (1, range(6, 8)))):
         plan = TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8, generation=generation)
         write_plan(tmp_path, plan)

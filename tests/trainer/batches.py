@@ -1,4 +1,4 @@
-"""Made-up batches, the same in every process."""
+"""Synthetic batches, the same in every process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 
 
 def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
-    """Groups of episodes of different lengths with log-probs some way off those of a random model. Each begins like the
-    one before it in its group, some beyond the prompt."""
+    """Groups of episodes of different lengths, with log-probs near those of a random model. Each episode shares a
+    prefix with the one before it in its group, sometimes beyond the prompt."""
     rng = np.random.default_rng(step)
 
     def episode() -> Episode:
-        prompt, drawn = rng.integers(2, 9), rng.integers(1, MAX_NEW_TOKENS)
-        n = prompt + drawn
+        prompt, sampled = rng.integers(2, 9), rng.integers(1, MAX_NEW_TOKENS)
+        n = prompt + sampled
         trainable = np.arange(n) >= prompt
         logprobs = np.where(trainable, -np.log(VOCABULARY) + rng.normal(0, 0.3, n), 0)
         turn = Turn(
@@ -43,9 +43,9 @@ def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
 
 
 ROWS = 6
-"""Supervised rows of a step."""
+"""Supervised rows per step."""
 SHARE = 0.3
-"""Of them in the loss."""
+"""Share of the rows in the loss."""
 
 
 def rows() -> list[dict[str, list[int]]]:
@@ -59,7 +59,7 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def rows_of(step: int) -> list[dict[str, list[int]]]:
-    """Those of a step, in the order in which they are taken."""
+    """The rows of a step, in the order in which they are taken."""
     order = list(range(STEPS * ROWS))
     random.Random("supervised 0").shuffle(order)
     return [rows()[place] for place in order[step * ROWS : (step + 1) * ROWS]]
@@ -79,7 +79,7 @@ def shard(
     columns: tuple[str, ...] = (),
     minibatches: int = 1,
 ) -> PackedShard:
-    """What one trainer rank would take of them from the buffer. ``columns``: of all episodes."""
+    """The shard of the batch that one trainer rank would get from the buffer. ``columns``: columns of all episodes."""
     packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = sum(group.trainable for group in packed)
     whole = Batch(version, packed, None, np.asarray([trainable]))

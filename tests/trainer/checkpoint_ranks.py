@@ -1,8 +1,8 @@
 """Checkpoints on every rank of a torchrun job:  checkpoint_ranks.py FOLDER MODEL NAME [write|read]
 
-``write``: makes three updates, a checkpoint for which a rank comes too late, one that a full disk refuses one rank, one
-that is written while a fourth update is made, and saves the model after a fifth. ``read``: goes on from the checkpoint,
-makes the same two, and saves.
+``write``: makes three updates, a checkpoint for which a rank is too late, one that a full disk refuses to one rank, one
+that is written during a fourth update, and saves the model after a fifth. ``read``: resumes from the checkpoint, makes
+the same two updates, and saves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRITERS = 2
 """Ranks that wrote the checkpoint."""
 FULL_BYTES = 20_000
 WARMUP = AT + 1
-"""Of the critic: the checkpoint is made when the policy has not learned yet."""
+"""Warm-up of the critic: the checkpoint is made before the policy starts to learn."""
 
 
 def update(policy: Policy, step: int) -> None:
@@ -74,7 +74,7 @@ def save(policy: Policy, folder: Path) -> None:
 
 
 def refused_by_a_full_disk(policy: Policy, folder: Path) -> None:
-    """The rank that cannot write says so, and the other one is not held up."""
+    """The rank that cannot write reports it, and the other one does not wait for it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if policy.rank == policy.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
@@ -84,7 +84,7 @@ def refused_by_a_full_disk(policy: Policy, folder: Path) -> None:
 
 
 def held_up_by_a_stalled_disk(policy: Policy, folder: Path) -> None:
-    """The last rank comes when the others have given up: nobody gets anything through their group from then on."""
+    """The last rank is late, when the others have given up: from then on their group transfers nothing."""
     checkpoint, store, late = policy.checkpoint, world_store(), policy.rank == policy.world_size - 1
     stalled = checkpoint.group
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), stalled)
@@ -99,9 +99,9 @@ def held_up_by_a_stalled_disk(policy: Policy, folder: Path) -> None:
         checkpoint.write(folder, stalled)
 
 
-def draws_of(folder: Path, name: str, rank: int) -> Path:
-    """The file of the random numbers that a rank drew after its copy was made."""
-    return folder / f"{name}.draws.{rank}"
+def random_numbers_of(folder: Path, name: str, rank: int) -> Path:
+    """The file of the random numbers that a rank generated after its copy was made."""
+    return folder / f"{name}.random.{rank}"
 
 
 def write(policy: Policy, folder: Path, name: str) -> None:
@@ -112,23 +112,23 @@ def write(policy: Policy, folder: Path, name: str) -> None:
     held_up_by_a_stalled_disk(policy, folder / f"{name}_stalled")
     refused_by_a_full_disk(policy, folder / f"{name}_full")
     torch.manual_seed(100 + policy.rank)
-    remembered: dict[str, dict[str, float]] = {"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}}
-    policy.checkpoint.note(AT, remembered)
-    remembered["advantage"]["mean"] = 0.7  # an update that fails later on
+    states: dict[str, dict[str, float]] = {"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}}
+    policy.checkpoint.note(AT, states)
+    states["advantage"]["mean"] = 0.7  # by an update that fails later
     staged = policy.checkpoint.stage()
     assert (staged.version, staged.optimizer_steps) == (AT, 0 if policy.critic else AT)
-    torch.save(torch.rand(4), draws_of(folder, name, policy.rank))
+    torch.save(torch.rand(4), random_numbers_of(folder, name, policy.rank))
     failures: list[BaseException] = []
 
-    def beside() -> None:
+    def write_in_background() -> None:
         try:
             policy.checkpoint.write(folder / f"{name}_checkpoint")
         except BaseException as error:
             failures.append(error)
 
-    writing = threading.Thread(target=beside)
+    writing = threading.Thread(target=write_in_background)
     writing.start()
-    update(policy, AT)  # changes what was copied, not the copy
+    update(policy, AT)  # changes the weights, not the copy
     writing.join(60)
     assert not failures, failures
     for step in range(AT + 1, UPDATES):
@@ -138,12 +138,12 @@ def write(policy: Policy, folder: Path, name: str) -> None:
 
 def read(policy: Policy, folder: Path, name: str) -> None:
     steps = AT if policy.critic is None else 0
-    remembered = policy.checkpoint.restore(folder / f"{name}_checkpoint", steps)
+    states = policy.checkpoint.restore(folder / f"{name}_checkpoint", steps)
     rank = policy.rank if policy.rank < WRITERS else 0
-    assert remembered == {"advantage": {"mean": 0.5}, "objective": {"rank": rank}}
+    assert states == {"advantage": {"mean": 0.5}, "objective": {"rank": rank}}
     assert policy.checkpoint.optimizer_steps == steps
     if policy.rank < WRITERS:
-        assert torch.equal(torch.rand(4), torch.load(draws_of(folder, name, policy.rank)))
+        assert torch.equal(torch.rand(4), torch.load(random_numbers_of(folder, name, policy.rank)))
     for step in range(AT, UPDATES):
         update(policy, step)
     save(policy, folder / f"{name}_resumed_{policy.world_size}")

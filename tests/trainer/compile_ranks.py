@@ -2,7 +2,7 @@
 
     compile_ranks.py FOLDER RUN...
 
-Writes the figures of each step, what training made of the models, and how many graphs were compiled.
+Writes the metrics of each step, the trained models, and how many graphs were compiled.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def train(folder: Path, model: str, settings: TrainerSettings, name: str) -> tup
     counters.clear()
     policy = Policy(folder / model, settings, total_steps=STEPS)
     at_start = counters["stats"]["unique_graphs"]
-    figures = []
+    metrics_of_steps = []
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
         microbatches, parts = packed(part, policy), settings.minibatches
         minibatches = [microbatches[number::parts] for number in range(parts)]
         metrics = policy.update_batch(minibatches, loss_function(PPOClip(), settings.loss))
-        figures.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+        metrics_of_steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     policy.save(folder / name)
     if policy.rank == 0:
-        (folder / f"{name}.json").write_text(json.dumps(figures))
+        (folder / f"{name}.json").write_text(json.dumps(metrics_of_steps))
     return at_start, counters["stats"]["unique_graphs"]
 
 

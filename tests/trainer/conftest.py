@@ -1,4 +1,4 @@
-"""What tests that run on several layouts of ranks share."""
+"""Fixtures for tests that run on several layouts of ranks."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(scope="module")
 def ran() -> set[int]:
-    """The numbers of ranks that the module's programs have run for."""
+    """The numbers of ranks for which the module's programs have run."""
     return set()

@@ -1,6 +1,6 @@
 """A critic on every rank of a torchrun job:  critic_ranks.py FOLDER
 
-Writes what it has learned to ``critic.<ranks>``.
+Writes its metrics to ``critic.<ranks>``.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from monarch_rl.trainer.step_journal import weights_checksums
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, batch
 
 CRITIC_LR, STEPS, COMPARED = 1e-2, 8, 3
-"""Updates, and those that are made on one rank, too."""
+"""Updates, and how many of them are also made on one rank."""
 
 
 def part_of(policy: Policy, groups: list[Group], oldest: int | None = None, minibatches: int = 1) -> PackedShard:
     packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     trainable = np.asarray([sum(group.trainable for group in packed)])
-    way = ShardPlan(policy.world_size, 50, minibatches=minibatches)
-    return cut(Batch(0, packed, oldest, trainable), way)[policy.rank]
+    plan = ShardPlan(policy.world_size, 50, minibatches=minibatches)
+    return cut(Batch(0, packed, oldest, trainable), plan)[policy.rank]
 
 
-def foreseeable(step: int) -> list[Group]:
-    """A batch in which the first drawn token decides the reward."""
+def predictable(step: int) -> list[Group]:
+    """A batch in which the first sampled token decides the reward."""
     groups = batch(step)
     for episode in (episode for group in groups for episode in group.episodes):
         episode.reward = float(episode.token_ids[episode.trainable][0] % 2)
@@ -57,8 +57,8 @@ def foreseeable(step: int) -> list[Group]:
 
 
 def check_values(folder: Path) -> None:
-    """The column has, for every token that any rank's episodes drew, what the head makes of the policy's last hidden
-    state before it: the model is the policy's, as it began. Of tokens that are masked for their lag, too."""
+    """The column has, for every token that any rank's episodes sampled, the head's value of the policy's last hidden
+    state before it: the critic starts as a copy of the policy. Tokens that are masked for lag have values, too."""
     generator = torch.Generator().manual_seed(1)
     settings = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), critic=CriticSettings(lr=CRITIC_LR))
     policy = Policy(folder / "model", settings, total_steps=1)
@@ -83,7 +83,7 @@ def check_values(folder: Path) -> None:
 
 @needs("value")
 def writing(group: GroupView) -> torch.Tensor:
-    """An advantage that works in what it was given."""
+    """An advantage that writes into its view."""
     for values in group.columns["value"]:
         values.zero_()
     group.parts[0]["format"] = 7.0
@@ -91,13 +91,13 @@ def writing(group: GroupView) -> torch.Tensor:
 
 
 def check_returns(folder: Path) -> None:
-    """The critic learns the rewards that were given, whatever an advantage makes of its view. Where nothing is
-    discounted a return is the reward, whatever the values are."""
+    """The critic learns the original rewards, whatever an advantage writes into its view. Without discounting, a return
+    is the reward, whatever the values are."""
     made = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lr=LR, critic=CriticSettings(lr=CRITIC_LR))
-    policy, rewarded = Policy(folder / "model", made, total_steps=2), foreseeable(0)
+    policy, rewarded = Policy(folder / "model", made, total_steps=2), predictable(0)
     episodes = [episode for group in rewarded for episode in group.episodes]
-    drawn = np.asarray([episode.num_trainable for episode in episodes])
-    expected = float((drawn * [episode.reward for episode in episodes]).sum() / drawn.sum())
+    lengths = np.asarray([episode.num_trainable for episode in episodes])
+    expected = float((lengths * [episode.reward for episode in episodes]).sum() / lengths.sum())
     for _ in range(2):
         part = part_of(policy, rewarded)
         metrics, _ = train(policy, part, LoadedFunctions(writing, loss_function(PPOClip(), made.loss)), MAX_NEW_TOKENS)
@@ -107,7 +107,7 @@ def check_returns(folder: Path) -> None:
 
 
 def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> list[dict[str, float]]:
-    """Several updates from one batch, whose first one only the critic learns from; their metrics."""
+    """Several updates from one batch, from the first of which only the critic learns; their metrics."""
     critic = CriticSettings(lr=CRITIC_LR, warmup=1, lam=0.95, clip=0.2)
     made = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lr=LR, critic=critic, **settings)  # type: ignore[arg-type]
     policy = Policy(folder / model, made, total_steps=steps)
@@ -118,18 +118,18 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
     critic_weights = list(policy.critic.model.module.parameters())
     found, before, sums = [], [weight.clone() for weight in weights], weights_checksums(policy)
     for step in range(steps):
-        part = part_of(policy, foreseeable(0), minibatches=made.minibatches)
+        part = part_of(policy, predictable(0), minibatches=made.minibatches)
         part.version = step
         metrics, advantages = train(policy, part, functions, MAX_NEW_TOKENS)
-        drawn = torch.cat(list(chain(*advantages)))
-        assert abs(float(drawn.mean())) < 1e-5 and abs(float(drawn.std()) - 1) < 1e-3
+        flat = torch.cat(list(chain(*advantages)))
+        assert abs(float(flat.mean())) < 1e-5 and abs(float(flat.std()) - 1) < 1e-3
         made_sums = weights_checksums(policy)
         of_critic = sum(weight.requires_grad for weight in critic_weights)
         if step or policy.rank == 0:  # the first update changes the head alone, whose row is the first rank's
-            assert (made_sums[-of_critic:] != sums[-of_critic:]).any(), "the critic's are checked, too"
+            assert (made_sums[-of_critic:] != sums[-of_critic:]).any(), "the critic's checksums are included"
         sums = made_sums
         changed = any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
-        assert changed == (step > 0), "in the critic's warm-up the policy stays as it is"
+        assert changed == (step > 0), "during the critic's warm-up the policy does not change"
         assert metrics["optimizer_steps"] == step * made.updates_per_batch
         found.append({name: value for name, value in metrics.items() if name.startswith("critic/")})
     return found

@@ -2,7 +2,7 @@
 
     expert_lora_ranks.py FOLDER DEGREE...
 
-Trains them with each degree of expert parallelism, saves before and after, and checks what a version is.
+Trains them with each degree of expert parallelism, saves before and after, and checks the tensors of a version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.trainer.ranks import check_snapshot
 
 
 def check_sent(policy: Policy, folder: Path, lora: LoraSettings) -> None:
-    """A version is the targets' weights and nothing else; an expert is sent whole, by the one rank that has it."""
+    """A version has the targets' weights and nothing else; an expert is sent whole, by the one rank that owns it."""
     tensors, runs = policy.published.tensors(), policy.published.owned_spans()
     targets = {n: tuple(v.shape) for n, v in saved(folder).items() if n.split(".")[-2] in lora.targets}
     assert dict(tensors) == targets
@@ -37,7 +37,7 @@ def check_sent(policy: Policy, folder: Path, lora: LoraSettings) -> None:
 
 
 def check_without_lora(policy: Policy, folder: Path, kind: str) -> None:
-    """What the KL is measured against, whatever LoRA has learned: the model that training started from."""
+    """The KL's reference, whatever LoRA has learned: the initial model."""
     trained, start = logits(policy, folder, kind), load_file(folder / f"{kind}.logits")["logits"]
     with without_lora(policy.module):
         found = logits(policy, folder, kind)

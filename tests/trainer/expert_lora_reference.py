@@ -3,9 +3,9 @@
     expert_lora_reference.py make FOLDER
     expert_lora_reference.py compare FOLDER RANKS
 
-``compare`` trains and computes what as many ranks have. peft has no adapter for a single expert of transformers'
-stacked ones, so the formula is written out here: the model is computed with ``W + alpha / rank * B A`` in the place of
-each adapted W, and differentiated.
+``compare`` trains and computes the same as the ranks. peft has no adapter for a single expert of transformers' stacked
+ones, so the formula is written out here: the model is computed with ``W + alpha / rank * B A`` in the place of each
+adapted W, and differentiated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def added(module: str, adapters: Weights, lora: LoraSettings, weight: torch.Tens
 
 
 def adapted(model: Any, adapters: Weights, lora: LoraSettings) -> Weights:
-    """All parameters with adapters added, experts stacked as transformers has them: gate upon up."""
+    """All parameters with adapters added, experts stacked as in transformers: gate above up."""
     weights: Weights = {}
     for name, weight in model.named_parameters():
         weight = weight.detach()
@@ -59,7 +59,7 @@ def adapted(model: Any, adapters: Weights, lora: LoraSettings) -> Weights:
 
 
 def train(folder: Path, case: str, ranks: int) -> None:
-    """Plainly, from the adapters that the ranks started from: one episode at a time, no sharding."""
+    """Train plainly, from the ranks' initial adapters: one episode at a time, no sharding."""
     kind, lora = EXPERT_CASES[case]
     model = load(folder / kind)
     start = saved(folder / f"{case}.{layout(ranks, EXPERT_LAYOUTS[ranks][0])}_start_adapter")
@@ -76,7 +76,7 @@ def train(folder: Path, case: str, ranks: int) -> None:
 
 
 def logits(folder: Path, case: str, name: str) -> None:
-    """Of the saved adapters on their base by the formula, and of the saved merged model alone."""
+    """Logits of the saved adapters on their base by the formula, and of the saved merged model alone."""
     kind, lora = EXPERT_CASES[case]
     tokens = load_file(folder / f"{kind}.logits")["tokens"]
     model = load(folder / kind).eval()

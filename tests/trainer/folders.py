@@ -28,7 +28,7 @@ QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-"""104 ids, more than the made-up batches have, because 101 cannot be shared by two ranks."""
+"""104 ids, more than the synthetic batches have, because two ranks cannot share 101 equally."""
 LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -47,9 +47,9 @@ def make_folder(folder: Path, config: dict[str, Any], seed: int) -> None:
     """Write ``config.json`` and random weights in float32; norms are near 1, not 1."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.randn(shape, generator=draw) * 0.05 + (len(shape) == 1)
+        name: torch.randn(shape, generator=generator) * 0.05 + (len(shape) == 1)
         for name, shape in expected_tensors(parse_config(config)).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

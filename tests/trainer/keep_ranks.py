@@ -1,7 +1,7 @@
-"""What expert routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
+"""Expert routes and sampling masks in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
 
-``FOLDER/model`` is a mixture of experts. Writes for each setting of ``router_replay`` what the policy computes of
-made-up episodes, and what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
+``FOLDER/model`` is a mixture of experts. Writes for each setting of ``router_replay`` the policy's results for
+synthetic episodes, and inputs and outputs of every layer of experts; ``FOLDER/<name>.rank<r>``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.episode.trees import tree_of
 
 VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
 CHUNK = 7
-"""Tokens that the head takes at a time: fewer than an episode has."""
+"""Tokens per chunk of the head: fewer than an episode has."""
 
 
-def episodes(rank: int, *, with_kept_sets: bool, expert_routes: bool) -> list[Episode]:
-    """Three episodes of two turns; expert routes and kept sets are random. Some tokens that have a set are no longer
+def episodes(rank: int, *, with_masks: bool, expert_routes: bool) -> list[Episode]:
+    """Three episodes of two turns; expert routes and sampling masks are random. Some tokens that have a mask are not
     trained, like tokens that are too old."""
     rng = np.random.default_rng(rank)
 
@@ -44,7 +44,7 @@ def episodes(rank: int, *, with_kept_sets: bool, expert_routes: bool) -> list[Ep
             for token, of_policy in zip(ids, trainable, strict=True)
         ]
         counts = np.asarray([len(ids_of_set) for ids_of_set in sets], np.int32)
-        sampling_masks = SamplingMasks(counts, np.concatenate(sets).astype(np.int32)) if with_kept_sets else None
+        sampling_masks = SamplingMasks(counts, np.concatenate(sets).astype(np.int32)) if with_masks else None
         logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
         made_up = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, sampling_masks)
         made_up.trainable[5::7] = False
@@ -65,13 +65,13 @@ def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """The policy's log-probs, all logits, and input and output of each layer of experts."""
     tensors: dict[str, torch.Tensor] = {}
 
-    def keep(layer: str) -> Any:
+    def record(layer: str) -> Any:
         def hook(_: Any, inputs: Any, output: Any) -> None:
             tensors[f"in.{layer}"], tensors[f"out.{layer}"] = inputs[0].detach().clone()[0], output.detach().clone()[0]
 
         return hook
 
-    hooks = [block.moe.register_forward_hook(keep(name)) for name, block in policy.module.layers.items()]
+    hooks = [block.moe.register_forward_hook(record(name)) for name, block in policy.module.layers.items()]
     with torch.no_grad():
         token_logprobs = policy.token_logprobs(batch)
     for hook in hooks:
@@ -109,11 +109,11 @@ def shared_and_separate(policy: Policy, expert_routes: bool) -> dict[str, torch.
 
 
 def check_reference(folder: Path, degree: int) -> None:
-    """The frozen copy computes each token by the experts that drew it, too: at first it is the policy."""
+    """The reference also computes each token with the experts that sampled it: at first it equals the policy."""
     loss = LossSettings(kl_coefficient=0.1)
     settings = TrainerSettings(2, degree, router_replay="replay", lr=0.0, reference=True, loss=loss)
     policy = Policy(folder / "model", settings, total_steps=1)
-    batch = packed(episodes(policy.rank, with_kept_sets=False, expert_routes=True), policy.device)
+    batch = packed(episodes(policy.rank, with_masks=False, expert_routes=True), policy.device)
     metrics = policy.update([batch], loss_function(PPOClip(), loss))
     assert metrics["routes_differ"] > 0.1 and metrics["kl_reference"] < 1e-9, metrics
 
@@ -126,20 +126,20 @@ def main(folder: Path, degree: int) -> None:
                 2, degree, router_replay=router_replay, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
             )
             policy = Policy(folder / "model", settings, total_steps=1, temperature=0.7)
-            made = episodes(policy.rank, with_kept_sets=True, expert_routes=router_replay != "off")
+            made = episodes(policy.rank, with_masks=True, expert_routes=router_replay != "off")
             batch = packed(made, policy.device)
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
             outputs = logprobs(policy, batch)
-            inputs = {"drawn_after": batch.sampled_after, "ids": batch.targets}
+            inputs = {"sampled_after": batch.sampled_after, "ids": batch.targets}
             if batch.sampling_masks is not None:
-                inputs |= {"kept_counts": batch.sampling_masks[0], "kept_ids": batch.sampling_masks[1]}
+                inputs |= {"mask_counts": batch.sampling_masks[0], "mask_ids": batch.sampling_masks[1]}
             if batch.expert_routes is not None:
                 inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}
             save_file({k: v.contiguous() for k, v in (outputs | inputs | grads).items()}, folder / name)
             found = shared_and_separate(policy, expert_routes=router_replay != "off")
             save_file({k: v.contiguous() for k, v in found.items()}, folder / f"shared.{name}")
-            # One rank has nothing this time.
+            # This time one rank has no episodes.
             batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
             metrics = policy.update(batches, loss_function(PPOClip(), LossSettings()))
             (folder / f"{name}.json").write_text(json.dumps(metrics))

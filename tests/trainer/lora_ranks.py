@@ -1,6 +1,6 @@
 """The trainer's side of the LoRA tests, on every rank of a torchrun job:  lora_ranks.py FOLDER NAME...
 
-Trains adapters, saves them before and after, and checks that the base stays and that snapshots are the adapters.
+Trains adapters, saves them before and after, and checks that the base does not change and snapshots are the adapters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.trainer.ranks import check_snapshot, packed
 
 
 def check_base(policy: Policy, folder: Path) -> None:
-    """The model's own weights are those of its folder, bit for bit; the checksums are of those that are never sent."""
+    """The model's own weights equal its folder's, bit for bit; the checksums cover weights that are never sent."""
     whole = saved(folder)
     for name, value in policy.model.hf_state().items():
         local, start = local_span(value)
@@ -44,7 +44,7 @@ def check_base(policy: Policy, folder: Path) -> None:
 
 
 def check_trained(policy: Policy, lora: LoraSettings) -> None:
-    """Adapters alone are trained, are in the optimiser, and are fp32."""
+    """Only adapters are trained, are in the optimiser, and are fp32."""
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     assert len(trained) == 2 * len(lora.targets) * len(policy.module.layers)
     assert {parameter.dtype for parameter in trained} == {torch.float32}
@@ -54,7 +54,7 @@ def check_trained(policy: Policy, lora: LoraSettings) -> None:
 
 
 def logits(policy: Policy, folder: Path, kind: str) -> torch.Tensor:
-    """Of the tokens whose logits the reference has written."""
+    """Logits of the tokens whose logits the reference has written."""
     tokens = load_file(folder / f"{kind}.logits")["tokens"]
     positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
     masks = separate_layout([tokens.shape[1]] * tokens.shape[0], policy.device)

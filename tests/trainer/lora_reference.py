@@ -1,7 +1,7 @@
 """peft's side of the LoRA tests, a program of its own:  lora_reference.py make|compare FOLDER NAME...
 
-``make`` writes the models. ``compare`` loads what the ranks saved, as peft and transformers do, writes the logits of
-both, and trains the same adapters plainly.
+``make`` writes the models. ``compare`` loads the ranks' saved folders, as peft and transformers do, writes the logits
+of both, and trains the same adapters plainly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def adapted(folder: Path, kind: str, adapter: str, *, train: bool = False) -> Pe
 
 
 def logits(folder: Path, kind: str, name: str) -> None:
-    """Of the saved adapter on its base, and of the saved merged model alone."""
+    """Logits of the saved adapter on its base, and of the saved merged model alone."""
     tokens = load_file(folder / f"{kind}.logits")["tokens"]
     merged = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def logits(folder: Path, kind: str, name: str) -> None:
 
 
 def train(folder: Path, kind: str, name: str) -> None:
-    """Train plainly from the adapter that the ranks started from: one episode at a time, no sharding."""
+    """Train plainly from the ranks' initial adapter: one episode at a time, no sharding."""
     model = adapted(folder, kind, f"{name}_start_adapter", train=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)

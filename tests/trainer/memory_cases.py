@@ -1,4 +1,4 @@
-"""Small models whose trainer ranks' memory is measured, each with settings under which something else takes most."""
+"""Small models for measuring trainer ranks' memory, each with settings under which another purpose takes most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """Where a case's model lies; files beside it begin with its name."""
+    """The folder of a case's model; files next to it start with its name."""
     return root / name.replace(" ", "_")
 
 
@@ -34,7 +34,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
     keys: int = 1
-    """Keys that are gathered for each token: more where episodes share prefixes."""
+    """Keys that are gathered per token: more where episodes share prefixes."""
 
     @property
     def config(self) -> ModelConfig:

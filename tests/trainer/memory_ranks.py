@@ -1,11 +1,11 @@
 """The memory of trainer ranks, on every rank of a torchrun job:  memory_ranks.py FOLDER [CASE...]
 
-Writes ``<case>.rank<r>.json`` for each case of memory_cases.py: the most bytes that tensors had at one time. They are
-added up from what torch's profiler records of every allocation and release. RSS would add what the C library keeps for
-itself, and code.
+Writes ``<case>.rank<r>.json`` for each case of memory_cases.py: the peak bytes of tensors. They are added up from every
+allocation and release that torch's profiler records. RSS would include code, and memory that the C library does not
+return.
 
-A thread of torch's own, which the profiler does not see, may release what it saw allocated. Of such a tensor nobody
-knows how long it was there, so it is not counted: a copy for a collective operation, a moment long.
+A thread of torch's own, which the profiler does not see, may release a tensor whose allocation it saw. The lifetime of
+such a tensor is unknown, so it is not counted: a copy for a collective operation, which is short-lived.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from monarch_rl.weights.transport import TransferSettings, make_sender
 from tests.trainer.memory_cases import CASES, Case, folder_of
 
 EPISODES, PROMPT = 4, 8
-"""Of a micro-batch."""
+"""Tokens of a micro-batch."""
 STEPS = 2
-"""Optimiser states come with the first."""
+"""Updates. Optimiser states are allocated with the first."""
 
 
 def micro_batch(case: Case, seed: int, device: torch.device) -> MicroBatch:
-    """Episodes, together as long as a micro-batch may be: without anything in common, or with a prompt so long that
-    they gather ``case.keys`` times as many keys."""
-    draw = np.random.default_rng(seed)
+    """Episodes, together as long as a micro-batch may be: without a common prefix, or with a prompt so long that they
+    gather ``case.keys`` times as many keys."""
+    rng = np.random.default_rng(seed)
     count, prompt, answer = EPISODES, PROMPT, case.tokens // EPISODES - PROMPT
     if case.keys > 1:
-        # One more episode than keys a token: (keys + 1) (prompt + answer) = keys tokens.
+        # One more episode than keys per token: (keys + 1) (prompt + answer) = keys tokens.
         count, prompt = case.keys + 1, case.tokens * (case.keys - 1) // case.keys
         answer = (case.tokens - prompt) // count
-    shared = draw.integers(0, case.config.vocab_size, prompt)
-    drawn = np.arange(prompt + answer) >= prompt
+    shared = rng.integers(0, case.config.vocab_size, prompt)
+    sampled = np.arange(prompt + answer) >= prompt
     episodes = []
     for _ in range(count):
-        begin = shared if case.keys > 1 else draw.integers(0, case.config.vocab_size, prompt)
-        ids = np.concatenate([begin, draw.integers(0, case.config.vocab_size, answer)]).astype(np.int32)
-        logprobs, versions = np.where(drawn, -5, 0).astype(np.float32), np.where(drawn, 0, -1).astype(np.int32)
-        episodes.append(Episode([Turn(ids, logprobs, versions, drawn)], 1.0, "stop"))
+        begin = shared if case.keys > 1 else rng.integers(0, case.config.vocab_size, prompt)
+        ids = np.concatenate([begin, rng.integers(0, case.config.vocab_size, answer)]).astype(np.int32)
+        logprobs, versions = np.where(sampled, -5, 0).astype(np.float32), np.where(sampled, 0, -1).astype(np.int32)
+        episodes.append(Episode([Turn(ids, logprobs, versions, sampled)], 1.0, "stop"))
     groups = [0] * count if case.keys > 1 else None
     return pack(episodes, torch.ones(count), torch.ones(count), 0, device, groups)
 
 
 def work(folder: Path, case: Case) -> None:
-    """A rank's life: load, train, take a snapshot."""
+    """The work of a rank: load, train, take a snapshot."""
     policy = Policy(folder, case.trainer, total_steps=STEPS)
     published = policy.published
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
@@ -100,7 +100,7 @@ def measure(folder: Path, case: Case) -> dict[str, int]:
 
 
 def changes(tree: Iterable[Any]) -> list[tuple[int, int]]:
-    """The address and the bytes of each allocation, and with a minus of each release, in their order in time."""
+    """The address and the bytes of each allocation, and negative bytes of each release, in order of time."""
     found, left = list[tuple[int, int, int]](), list(tree)
     while left:
         event = left.pop()
@@ -111,8 +111,8 @@ def changes(tree: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def peaks(changes: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """The most bytes at one time: ``peak`` of what was seen released; ``bound`` also of the rest, as if that had been
-    there until its address was given out again."""
+    """Peak bytes: ``peak`` of the tensors whose release was recorded; ``bound`` also of the rest, as if they had lived
+    until their address was reused."""
     seen, bound = np.zeros(len(changes), np.int64), np.zeros(len(changes), np.int64)
     live: dict[int, int] = {}
     """Places in ``changes``, by address."""
@@ -132,8 +132,8 @@ def main() -> None:
     root, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     for name in sys.argv[2:] or CASES:
         folder = folder_of(root, name)
-        figures = measure(folder, CASES[name])
-        Path(f"{folder}.rank{rank}.json").write_text(json.dumps(figures))
+        bytes_of_rank = measure(folder, CASES[name])
+        Path(f"{folder}.rank{rank}.json").write_text(json.dumps(bytes_of_rank))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ TRAININGS = {
     "moe_few_trained": "moe_few",
     "deepseek_trained": "deepseek",
 }
-"""The model that each starts from. ``moe_single``: one episode a batch, fewer than there are ranks."""
+"""The initial model of each. ``moe_single``: one episode per batch, fewer than there are ranks."""
 
 
 def layout(ranks: int, expert_parallel: int) -> str:

@@ -2,8 +2,8 @@
 
     moe_ranks.py FOLDER DEGREE...
 
-Writes for each degree of expert parallelism the logits and the saved folder of each model of moe_reference.py, and
-what training made of them; checks snapshots. Then goes on from a checkpoint of each degree with the others.
+Writes for each degree of expert parallelism the logits and the saved folder of each model of moe_reference.py, and the
+trained models; checks snapshots. Then resumes from a checkpoint of each degree with the others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.trainer.ranks import check_snapshot, packed, round_trip
 
 
 def check_counts(policy: Policy, training: str) -> None:
-    """Experts have had unequal numbers of tokens; those that the test wants without any have none.
+    """Experts got unequal numbers of tokens; experts that the test wants without any got none.
 
-    Without tokens are, of two ranks that divide the experts, all experts of the second.
+    If two ranks divide the experts, all experts of the second one are without tokens.
     """
     for layer in (layer for layer in policy.module.layers.values() if layer.moe_enabled):
         counts = layer.moe.tokens_per_expert_E.clone()
@@ -41,7 +41,7 @@ def check_counts(policy: Policy, training: str) -> None:
 
 
 def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> Policy:
-    """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
+    """Train on the synthetic batches; in micro-batches of at most 50 tokens, so that there are several."""
     single_episode = training == "moe_single"
     objective = supervised if single_episode else loss_function(PPOClip(), settings.loss)
     policy = Policy(folder / TRAININGS[training], settings, total_steps=STEPS)
@@ -60,8 +60,8 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
     return policy
 
 
-def go_on_with_another_degree(folder: Path, before: TrainerSettings, after: TrainerSettings) -> None:
-    """Saves what was trained when the checkpoint was made, what another degree reads, and both after another update."""
+def resume_with_another_degree(folder: Path, before: TrainerSettings, after: TrainerSettings) -> None:
+    """Saves the trained model at the checkpoint, the model that another degree reads, and both after another update."""
 
     def update(policy: Policy, step: int) -> None:
         part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
@@ -95,7 +95,7 @@ def main(folder: Path, degrees: list[int]) -> None:
         recomputed = replace(settings, activation_checkpoint="full")
         policy = train(folder, "moe_trained", recomputed, f"moe_recomputed.{where}")
         other = next(each for each in degrees if each != degree)
-        go_on_with_another_degree(folder, settings, replace(settings, expert_parallel=other))
+        resume_with_another_degree(folder, settings, replace(settings, expert_parallel=other))
     policy.close()
 
 

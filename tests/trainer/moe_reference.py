@@ -1,4 +1,4 @@
-"""transformers' side of the mixture-of-experts tests: tiny models, their logits, and what plain training makes of them.
+"""transformers' side of the mixture-of-experts tests: tiny models, their logits, and plainly trained models.
 
 A program of its own, so that nothing has patched transformers in its process:  moe_reference.py FOLDER
 """
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 from monarch_rl.episode.episode import Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch, single
 from tests.trainer.moe_cases import MODELS, TRAININGS
-from tests.trainer.reference import MOE, QWEN3, dr_grpo, drawn
+from tests.trainer.reference import MOE, QWEN3, dr_grpo, logprobs_of_sampled
 
 DEEPSEEK: dict[str, Any] = {
     **QWEN3,
@@ -85,7 +85,7 @@ def make(folder: Path, names: Sequence[str] = MODELS) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
             for block in model.model.layers[1:] if name == "deepseek" else []:
                 block.mlp.gate.e_score_correction_bias.normal_(0, 0.1)
-            if name == "moe_starved":  # the first element is large in every token, and experts 0 and 1 want it
+            if name == "moe_starved":  # the first element is large in every token, and selects experts 0 and 1
                 model.model.embed_tokens.weight[:, 0] = 1.0
                 for block in model.model.layers:
                     block.mlp.gate.weight[:2, 0] = 1.0
@@ -97,9 +97,9 @@ def make(folder: Path, names: Sequence[str] = MODELS) -> None:
 
 
 def supervised(model: Any, groups: list[Group]) -> torch.Tensor:
-    """Cross-entropy of the trainable tokens, over episodes x the most tokens that each may draw."""
+    """Cross-entropy of the trainable tokens, over episodes x the most tokens that each may sample."""
     episodes = [episode for group in groups for episode in group.episodes]
-    total = torch.stack([logprob for episode in episodes for logprob, _ in drawn(model, episode)]).sum()
+    total = torch.stack([logprob for episode in episodes for logprob, _ in logprobs_of_sampled(model, episode)]).sum()
     return -total / (len(episodes) * MAX_NEW_TOKENS)
 
 

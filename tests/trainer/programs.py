@@ -1,4 +1,4 @@
-"""Running the programs of these tests, each in processes of its own, and reading what they wrote."""
+"""Running the programs of these tests, each in its own processes, and reading their output files."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.trainer.moe_cases import layout
 ROOT = Path(__file__).parents[2]
 Weights = dict[str, torch.Tensor]
 PROGRAM_S = 500.0
-"""Limit of a program, below that of a test: it takes some 10 s when nothing else runs."""
+"""Time limit of a program, below the limit of a test: it takes some 10 s when nothing else runs."""
 
 
 def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: float = PROGRAM_S) -> None:
     """Run ``tests/trainer/<name>``: alone, or as ``ranks`` ranks. Its errors fail the test.
 
-    Most of such a program's time is imports, so it is forked from a process that has them behind it, where it can be.
+    Most of such a program's time is imports, so it is forked from a process that has imported them, where possible.
     """
     command = [str(ROOT / "tests" / "trainer" / name), *map(str, arguments)]
     if not ranks:
@@ -45,10 +45,10 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: floa
         try:
             _run_forked(command, ranks, limit_s, Path(scratch))
         except NoForkServer:
-            _run_anew(command, ranks, limit_s)
+            _run_spawned(command, ranks, limit_s)
 
 
-def _run_anew(command: Sequence[str], ranks: int, limit_s: float) -> None:
+def _run_spawned(command: Sequence[str], ranks: int, limit_s: float) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with environment(AS_LOADED):
         done = patience.run([sys.executable, *torchrun, *command], cwd=ROOT, seconds=limit_s)
@@ -58,7 +58,7 @@ def _run_anew(command: Sequence[str], ranks: int, limit_s: float) -> None:
 def _run_forked(command: Sequence[str], ranks: int, limit_s: float, scratch: Path) -> None:
     logs = [scratch / f"{rank}.log" for rank in range(ranks)]
     running: dict[int, int] = {}
-    """pids, by the descriptor that tells how the process ended."""
+    """pids, by the descriptor that reports how the process ended."""
     with held_port() as port:
         of_all = AS_LOADED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         try:
@@ -76,7 +76,7 @@ def _run_forked(command: Sequence[str], ranks: int, limit_s: float, scratch: Pat
 
 
 def _succeed(running: dict[int, int], limit_s: float) -> bool:
-    """Wait until all processes have ended well, or one has not. Those that have ended are removed."""
+    """Wait until all processes have ended well, or one has not. Ended ones are removed."""
     waiting = Patience("the ranks to end", limit_s)
     while running:
         ended, _, _ = select.select(list(running), [], [], TICK_S)
@@ -96,11 +96,11 @@ def saved(folder: Path) -> Weights:
 
 
 def parameters(layouts: Mapping[int, tuple[int, ...]], core: bool = False) -> list[Any]:
-    """Layouts by name, given the numbers of ranks and the degrees of expert parallelism on them.
+    """Parameters with readable ids for layouts: numbers of ranks and degrees of expert parallelism on them.
 
     Args:
         layouts: degrees by numbers of ranks.
-        core: those on two ranks are core tests.
+        core: layouts of two ranks are core tests.
     """
     two = [pytest.mark.core] if core else []
     return [
@@ -111,7 +111,7 @@ def parameters(layouts: Mapping[int, tuple[int, ...]], core: bool = False) -> li
 
 
 def check_merged(before: Weights, merged: Weights, adapters: Weights, lora: LoraSettings) -> None:
-    """``merged`` is ``before`` and on the settings' targets ``alpha / rank * B A``, and nothing else has changed."""
+    """``merged`` is ``before`` plus ``alpha / rank * B A`` on the settings' targets, and nothing else has changed."""
     assert before.keys() == merged.keys()
     left = dict(adapters)
     for tensor, weight in before.items():

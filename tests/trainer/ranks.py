@@ -103,7 +103,7 @@ class Marks:
 def train(
     folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3", objective: Objective = PPO_CLIP
 ) -> Policy:
-    """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
+    """Train on the synthetic batches; in micro-batches of at most 50 tokens, so that there are several."""
     policy = Policy(folder / kind, settings, total_steps=STEPS)
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
@@ -112,13 +112,16 @@ def train(
         device_work.use_device("cuda", changes.append, marks.make)
         metrics = policy.update(batches, loss_function(objective, settings.loss))
         device_work.use_device("cpu")
-        # What a GPU that hangs would be found by: each micro-batch, then what waits for them all.
+        # The operations that detect a hanging GPU: each micro-batch, then the one that waits for all of them.
         sizes = [each.token_ids.numel() for each in batches]
-        pieces = [f"a pass for log-probs of {size} tokens" for size in sizes] if settings.reference else []
-        pieces += ["the end of the reference's passes"] if settings.reference else []
-        pieces += [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimiser step of {sum(sizes)} tokens"]
-        pieces.append("the metrics of a batch")
-        assert [None if change is None else change.what for change in changes] == [x for p in pieces for x in (p, None)]
+        operations = [f"a pass for log-probs of {size} tokens" for size in sizes] if settings.reference else []
+        operations += ["the end of the reference's passes"] if settings.reference else []
+        operations += [f"a micro-batch of {size} tokens" for size in sizes] + [
+            f"an optimiser step of {sum(sizes)} tokens"
+        ]
+        operations.append("the metrics of a batch")
+        whats = [None if change is None else change.what for change in changes]
+        assert whats == [what for operation in operations for what in (operation, None)]
         passes = (2 + settings.reference) * len(batches)
         assert marks.recorded == passes * len(policy.module.layers) or settings.reference, "forward and backward"
         assert metrics["tokens"] == part.trainable_tokens
@@ -133,7 +136,7 @@ def train(
 
 
 def train_by_hand(folder: Path, name: str, settings: TrainerSettings) -> None:
-    """The update as four lines: one forward and one backward pass of each micro-batch, clip, step."""
+    """The update in four lines: one forward and one backward pass of each micro-batch, clip, step."""
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
     for step in range(STEPS):
         policy.optimizers.zero_grad()
@@ -159,15 +162,15 @@ def train_several(folder: Path, name: str) -> None:
         metrics = policy.update_batch(minibatches, loss_function(PPOClip(), loss), settings.epochs)
         assert metrics["tokens"] == part.trainable_tokens
         assert metrics["optimizer_steps"] == 4 * (step + 1)
-        assert metrics["drift_k3"] > 1e-5  # within the batch; that of single updates is 0
+        assert metrics["drift_k3"] > 1e-5  # within the batch; the drift of single updates is 0
         assert metrics["clipped"] > 0
     policy.save(folder / name)
 
 
 def check_old_and_drift(folder: Path) -> None:
-    """With several updates a batch, whatever the objective reads: ``old`` is of the policy before the first one, which
-    takes a pass of its own only for mini-batches that are trained after it; mismatch is measured against it, and drift
-    from it."""
+    """With several updates per batch, whatever the objective reads: ``old`` belongs to the policy before the first
+    update, and takes a pass of its own only for mini-batches that are trained later; mismatch is measured against it,
+    and drift from it."""
     objectives: list[tuple[str, LossFunction]] = [
         ("ratio to the engine", loss_function(PPOClip(ratio_to="behaviour"), LossSettings())),
         ("cispo", loss_function(CISPO(ratio_to="behaviour"), LossSettings())),
@@ -199,14 +202,14 @@ def check_old_and_drift(folder: Path) -> None:
 
 
 def packed_shard(policy: Policy, step: int) -> PackedShard:
-    """This rank's share of a batch, as it comes from the buffer."""
+    """This rank's shard of a batch, as the buffer sends it."""
     groups = [SerializedGroup.read(serialize_group(group)) for group in batch(step)]
     trainable = np.asarray([sum(group.trainable for group in groups)])
     return cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
 
 
 def with_rows(policy: Policy, step: int, share: float) -> PackedShard:
-    """With a step's supervised rows beside it, or those alone."""
+    """A shard with a step's supervised rows mixed in, or the rows alone."""
     plan = SupervisedPlan(ByValue(rows()), ROWS, share)
     taken = SupervisedRows(plan, lambda row: (row["prompt"], row["answer"]), 22, policy.world_size)
     mine = taken.take(step * ROWS, policy.rank)
@@ -218,7 +221,7 @@ def with_rows(policy: Policy, step: int, share: float) -> PackedShard:
 
 
 def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> None:
-    """Rows are trained at temperature 1, whatever that of the policy is."""
+    """Rows are trained at temperature 1, whatever the policy's temperature is."""
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS, temperature=temperature)
     functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), settings.loss))
@@ -226,14 +229,14 @@ def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> 
         metrics, _ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
         assert metrics["supervised_tokens"] == sum(len(row["answer"]) for row in rows_of(step))
         assert 3 < metrics["supervised_loss"] < 6 and metrics["optimizer_steps"] == step + 1
-        drawn = sum(episode.num_trainable for group in batch(step) for episode in group.episodes)
-        assert metrics["tokens"] == (0 if share == 1 else drawn)
+        sampled = sum(episode.num_trainable for group in batch(step) for episode in group.episodes)
+        assert metrics["tokens"] == (0 if share == 1 else sampled)
         assert share < 1 or math.isclose(metrics["loss"], metrics["supervised_loss"], rel_tol=1e-5)
     policy.save(folder / name)
 
 
 def check_mixed_gradient(folder: Path) -> None:
-    """That of a batch with rows beside it is the weighted sum of the two. Writes that of the rows."""
+    """The gradient of a batch with rows is the weighted sum of the two. Writes the gradient of the rows."""
     still = TrainerSettings(lr=0.0, max_grad_norm=1e9)
     policy = Policy(folder / "qwen3", still, total_steps=9)
     functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), still.loss))
@@ -250,7 +253,7 @@ def check_mixed_gradient(folder: Path) -> None:
 
 
 def check_snapshot(policy: Policy, folder: Path) -> None:
-    """A snapshot in bfloat16 is the saved weights cast, cut by rows; checksums are those of the whole tensors."""
+    """A snapshot in bfloat16 equals the saved weights, cast and sharded by rows; checksums are of whole tensors."""
     tensors, runs = policy.published.tensors(), policy.published.owned_spans()
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
     dist.all_gather_object(owned, runs)
@@ -270,7 +273,7 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
 
 
 def check_reference_of_lora(folder: Path, full: Policy) -> None:
-    """With LoRA, whatever it has learned, the reference is the model without it: that of full training."""
+    """With LoRA, whatever it has learned, the reference is the model without it, like full training's."""
     loss = LossSettings(kl_coefficient=0.5, kl_estimate="k2", aggregation="token_mean")
     settings = TrainerSettings(lr=0.05, lora=LoraSettings(rank=4), reference=True, loss=loss)
     policy, kls = Policy(folder / "qwen3", settings, total_steps=3), list[float]()
@@ -278,20 +281,20 @@ def check_reference_of_lora(folder: Path, full: Policy) -> None:
         batches = packed(shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50), policy)
         kls.append(policy.update(batches, loss_function(PPOClip(), loss))["kl_reference"])
         full.update(
-            again := packed(shard(batch(step), step, full.rank, full.world_size, 50), full),
+            theirs := packed(shard(batch(step), step, full.rank, full.world_size, 50), full),
             loss_function(PPOClip(), loss),
         )
-        for one, other in zip(batches, again, strict=True):
+        for one, other in zip(batches, theirs, strict=True):
             torch.testing.assert_close(one.columns["reference"], other.columns["reference"], rtol=0, atol=1e-5)
     assert kls[0] < 1e-9 and min(kls[1:]) > 1e-3, kls
 
 
 def disagree(folder: Path, policy: Policy) -> None:
-    """Writes what this rank hears where ranks have other values, or sums of other names."""
+    """Writes the errors on this rank when ranks have different values, or sums of different names."""
     rank, device = policy.rank, policy.device
     check_agreement(7, device, "equal values were refused")
     sums = {"tokens": torch.ones(()), f"of rank {rank}": torch.ones(())}
-    heard = []
+    errors = []
     for call in (
         lambda: check_agreement(rank, device, "no agreement"),
         lambda: check_agreement(2**32 - 1 - rank, device, "no agreement on large values"),
@@ -300,12 +303,12 @@ def disagree(folder: Path, policy: Policy) -> None:
         try:
             call()
         except ValueError as error:
-            heard.append(str(error))
-    (folder / f"disagree.rank{rank}").write_text(json.dumps(heard))
+            errors.append(str(error))
+    (folder / f"disagree.rank{rank}").write_text(json.dumps(errors))
 
 
 def refuse(folder: Path, policy: Policy) -> None:
-    """Writes what this rank hears of functions that cannot be trained with, when they are first called."""
+    """Writes the errors on this rank for functions that cannot be trained with, when they are first called."""
 
     def of_this_rank(group: GroupView) -> torch.Tensor:
         return group.rewards + policy.rank
@@ -322,7 +325,7 @@ def refuse(folder: Path, policy: Policy) -> None:
         return loss + math.nan, sums
 
     part = packed_shard(policy, 0)
-    heard = {}
+    errors = {}
     for advantage, objective in (
         (of_this_rank, supervised),
         (not_a_number, supervised),
@@ -332,19 +335,19 @@ def refuse(folder: Path, policy: Policy) -> None:
         try:
             make_step(policy, part, LoadedFunctions(advantage, objective), MAX_NEW_TOKENS)
         except (ValueError, NotFinite) as error:
-            heard[(advantage if objective is supervised else objective).__name__] = str(error)
-    (folder / f"refuse.rank{policy.rank}").write_text(json.dumps(heard))
+            errors[(advantage if objective is supervised else objective).__name__] = str(error)
+    (folder / f"refuse.rank{policy.rank}").write_text(json.dumps(errors))
 
 
 def check_filled_old(policy: Policy) -> None:
-    """A column ``old`` that a stage has filled stays, with several updates, too."""
+    """A column ``old`` that a stage has filled is not overwritten, also with several updates."""
     loss = policy.settings.loss
     part = shard(batch(0), 0, policy.rank, policy.world_size, tokens_per_microbatch=50)
     batches = packed(part, policy)
     for each in batches:
         each.columns["old"] = each.behaviour_logprobs.clone()
     metrics = policy.update_batch([batches], loss_function(PPOClip(), loss), epochs=2)
-    assert metrics["mismatch_k3_all"] == 0, "old was computed anew"
+    assert metrics["mismatch_k3_all"] == 0, "old was recomputed"
     assert all(torch.equal(each.columns["old"], each.behaviour_logprobs) for each in batches)
 
 

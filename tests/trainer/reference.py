@@ -1,4 +1,4 @@
-"""transformers' side of the trainer's tests: makes tiny models, their logits, and what plain training makes of them.
+"""transformers' side of the trainer's tests: makes tiny models, their logits, and plainly trained models.
 
 A program of its own, so that nothing has patched transformers in its process:  reference.py FOLDER
 """
@@ -20,7 +20,7 @@ from monarch_rl.episode.episode import Episode, Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, SHARE, STEPS, VOCABULARY, WEIGHT_DECAY, batch, rows_of
 
 TOKENS = 50
-"""Of each sequence of which logits are compared."""
+"""Tokens of each sequence whose logits are compared."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_hidden_layers": 2,
@@ -57,11 +57,11 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**MOE),
     "qwen2": Qwen2Config(**LLAMA, tie_word_embeddings=False),
     "qwen2_tied": Qwen2Config(**QWEN3, tie_word_embeddings=True),
-    # Its heads are as wide as it says, and its window as long as the tokens, all of which it then sees.
+    # Its head width is explicit, and its window is as long as the tokens, so that it attends to all of them.
     "mistral": MistralConfig(**QWEN3 | {"head_dim": 16, "max_position_embeddings": TOKENS, "sliding_window": TOKENS}),
 }
 BF16 = "qwen3_bf16"
-"""Saved in bfloat16, computed with in float32."""
+"""Saved in bfloat16, computed in float32."""
 
 
 def make(folder: Path) -> None:
@@ -110,33 +110,37 @@ def cross_entropy(model: Any, rows: list[dict[str, list[int]]]) -> torch.Tensor:
 
 
 def write_gradient(folder: Path) -> None:
-    """Of the supervised rows of the first step."""
+    """Write the gradient of the supervised rows of the first step."""
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
     cross_entropy(model, rows_of(0)).backward()
     save_file({name: p.grad for name, p in model.named_parameters()}, folder / "rows.gradient")
 
 
 def anchored(model: Any, groups: list[Group], start: Any) -> torch.Tensor:
-    """Dr.GRPO as above, and 0.5 times k2 of the KL from the model that training started from, with the same weights."""
+    """Dr.GRPO as below, and 0.5 times k2 of the KL from the initial model, with the same weights."""
     total = torch.zeros(())
     for group in groups:
         for episode in group.episodes:
             with torch.no_grad():
-                before = drawn(start, episode)
-            for (logprob, behaviour), (reference, _) in zip(drawn(model, episode), before, strict=True):
+                before = logprobs_of_sampled(start, episode)
+            for (logprob, behaviour), (reference, _) in zip(logprobs_of_sampled(model, episode), before, strict=True):
                 ratio = torch.exp(logprob.detach() - behaviour).clamp(max=2.0)
                 total = total + ratio * 0.5 * (logprob - reference).square() / 2
     return dr_grpo(model, groups) + total / (sum(len(group.episodes) for group in groups) * MAX_NEW_TOKENS)
 
 
 def train_several(folder: Path, name: str) -> None:
-    """The same with four optimiser steps a batch: two epochs over two mini-batches, of one group and of two."""
+    """The same with four optimiser steps per batch: two epochs over two mini-batches, of one group and of two."""
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
     for step in range(STEPS):
         groups = batch(step)
         with torch.no_grad():
-            old = {id(e): [logprob for logprob, _ in drawn(model, e)] for group in groups for e in group.episodes}
+            old = {
+                id(e): [logprob for logprob, _ in logprobs_of_sampled(model, e)]
+                for group in groups
+                for e in group.episodes
+            }
         for part in [groups[:1], groups[1:]] * 2:
             optimizer.zero_grad()
             proximal(model, part, old).backward()
@@ -146,22 +150,22 @@ def train_several(folder: Path, name: str) -> None:
 
 
 def proximal(model: Any, groups: list[Group], old: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-    """PPO's clip of the ratio to the policy at the start of the batch, times the truncated weight of the policy that
-    drew, averaged over the tokens of these groups."""
+    """PPO's clip of the ratio to the policy at the start of the batch, times the truncated weight of the behaviour
+    policy, averaged over the tokens of these groups."""
     losses = []
     for group in groups:
         mean = statistics.mean(episode.reward for episode in group.episodes)
         for episode in group.episodes:
             advantage = episode.reward - mean
-            for (logprob, behaviour), before in zip(drawn(model, episode), old[id(episode)], strict=True):
+            for (logprob, behaviour), before in zip(logprobs_of_sampled(model, episode), old[id(episode)], strict=True):
                 weight = torch.exp(before - behaviour).clamp(max=2.0)
                 floor, ceiling = (0.0, 1.28) if advantage > 0 else (0.8, float("inf"))
                 losses.append(-weight * advantage * torch.exp(logprob - before).clamp(floor, ceiling))
     return torch.stack(losses).mean()
 
 
-def drawn(model: Any, episode: Episode) -> list[tuple[torch.Tensor, float]]:
-    """Log-prob under the model and under the policy that drew it, of each trainable token."""
+def logprobs_of_sampled(model: Any, episode: Episode) -> list[tuple[torch.Tensor, float]]:
+    """Log-prob under the model and under the behaviour policy, of each trainable token."""
     ids = torch.tensor(episode.token_ids.tolist())
     logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return [(logprobs[i - 1], float(episode.logprobs[i])) for i in range(1, len(ids)) if episode.trainable[i]]
@@ -173,14 +177,14 @@ def dr_grpo(model: Any, groups: list[Group]) -> torch.Tensor:
     for group in groups:
         mean = sum(episode.reward for episode in group.episodes) / len(group.episodes)
         for episode in group.episodes:
-            for logprob, behaviour in drawn(model, episode):
+            for logprob, behaviour in logprobs_of_sampled(model, episode):
                 ratio = torch.exp(logprob.detach() - behaviour).clamp(max=2.0)
                 total = total - ratio * (episode.reward - mean) * logprob
     return total / (sum(len(group.episodes) for group in groups) * MAX_NEW_TOKENS)
 
 
 def clipped_grpo(model: Any, groups: list[Group], *, by_episode: bool) -> torch.Tensor:
-    """GRPO with PPO's ratio to the policy that drew, clipped at 0.8 and 1.28, averaged by episodes or by tokens."""
+    """GRPO with PPO's ratio to the behaviour policy, clipped at 0.8 and 1.28, averaged by episodes or by tokens."""
     losses = []
     for group in groups:
         rewards = [episode.reward for episode in group.episodes]
@@ -188,7 +192,7 @@ def clipped_grpo(model: Any, groups: list[Group], *, by_episode: bool) -> torch.
         for episode in group.episodes:
             advantage = (episode.reward - statistics.mean(rewards)) / (deviation + 1e-6)
             tokens = []
-            for logprob, behaviour in drawn(model, episode):
+            for logprob, behaviour in logprobs_of_sampled(model, episode):
                 ratio = torch.exp(logprob - behaviour)
                 floor, ceiling = (0.0, 1.28) if advantage > 0 else (0.8, float("inf"))
                 tokens.append(-advantage * ratio.clamp(floor, ceiling))

@@ -1,10 +1,10 @@
 """Saving on every rank of a torchrun job:  saving_ranks.py FOLDER MODEL NAME [kill | full]
 
-Saves the model to FOLDER/NAME in files of 100 kB, in pieces of 1,000 elements; with ``kill``, rank 1 is killed when it
-has written some. Then notes what rank 0's memory grew by, and loads what was saved.
+Saves the model to FOLDER/NAME in files of 100 kB, in slices of 1,000 elements; with ``kill``, rank 1 is killed after
+some of them. Then notes the growth of rank 0's memory, and loads the saved model.
 
 With ``full``, the model has LoRA, so that ranks gather tensors while they write; rank 1 cannot write beyond the first
-:data:`ROOM` bytes of a file, then rank 0 not the adapter. Writes what each rank says of it.
+:data:`ROOM` bytes of a file, then rank 0 not the adapter. Writes the error of each rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def killed_after(writes: int) -> Any:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process had since the last call."""
+    """The peak memory of this process since the last call."""
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith("VmHWM:"))
     Path("/proc/self/clear_refs").write_text("5")
@@ -54,19 +54,19 @@ def peak_bytes() -> int:
 
 
 def save_to_full_disks(folder: Path, model: str) -> None:
-    """The kernel refuses what is beyond the limit, in the middle of files, as it does when a disk is full."""
+    """The kernel refuses writes beyond the limit, in the middle of files, like a full disk."""
     settings = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lora=LoraSettings(rank=64))
     policy = Policy(folder / model, settings, total_steps=1)
     for full_rank, room, file_bytes in ((1, ROOM, FILE_BYTES), (0, ADAPTER_ROOM, ADAPTER_ROOM // 2)):
-        said = ""
+        message = ""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room if policy.rank == full_rank else soft, hard))
         try:
             saving.save_model(policy.model, folder / f"full_{full_rank}", file_bytes)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        (folder / f"full_{full_rank}.rank{policy.rank}").write_text(said)
+        (folder / f"full_{full_rank}.rank{policy.rank}").write_text(message)
         dist.barrier()
     saving.save_model(policy.model, folder / "full_1", FILE_BYTES)
 
@@ -85,8 +85,8 @@ def main(folder: Path, model: str, name: str, kill: bool) -> None:
         grown = peak_bytes() - before
         held = sum(parameter.numel() * 4 for parameter in policy.module.parameters())
         (folder / f"{name}.json").write_text(json.dumps({"grown": grown, "model": held}))
-    again = Policy(folder / name, settings, total_steps=1)
-    for (key, saved), value in zip(again.model.hf_state().items(), policy.model.hf_state().values(), strict=True):
+    loaded = Policy(folder / name, settings, total_steps=1)
+    for (key, saved), value in zip(loaded.model.hf_state().items(), policy.model.hf_state().values(), strict=True):
         assert (
             torch.equal(saved, value)
             if not hasattr(saved, "to_local")

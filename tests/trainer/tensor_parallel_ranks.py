@@ -2,8 +2,8 @@
 
     tensor_parallel_ranks.py FOLDER TP LAYOUT MODEL...
 
-Writes for each model the log-probs and gradients of fixed episodes, the saved folder, and what training made of it;
-checks snapshots, who writes what of a save, and log-probs over parts of a vocabulary against those over all of it.
+Writes for each model the log-probs and gradients of fixed episodes, the saved folder, and the trained model; checks
+snapshots, which rank writes which rows of a save, and log-probs over shards of a vocabulary against the whole one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.trainer.ranks import check_snapshot, packed
 
 Values = dict[str, torch.Tensor]
 ROUNDINGS = 16.0
-"""Rounding errors of the largest logit that a result may be off by: another order of sums and another processor's
-instructions move it by up to 7 in 1,500 examples."""
+"""Bound on a result's error, in rounding errors of the largest logit: another order of sums and another processor's
+instructions cause up to 7 in 1,500 examples."""
 
 
 def rows(policy: Policy) -> dict[str, MicroBatch]:
-    """Micro-batches that all ranks compute: with kept sets and without, and of one input."""
+    """Micro-batches that all ranks compute: with sampling masks and without, and of one input."""
     trees: dict[str, dict[str, Any]] = {
         "plain": {"lengths": [20, 18, 18, 9], "forks": [(0, 0), (0, 12), (1, 15), (0, 5)], "seed": 3},
         "kept": {"lengths": [31, 30, 16], "forks": [(0, 0), (0, 11), (1, 15)], "seed": 4, "kept": True},
@@ -56,7 +56,7 @@ def rows(policy: Policy) -> dict[str, MicroBatch]:
 
 
 def computed(policy: Policy) -> Values:
-    """Log-probs, entropies and kept masses of fixed episodes, and the whole gradients of a weighted sum of them."""
+    """Log-probs, entropies and mask masses of fixed episodes, and the whole gradients of a weighted sum of them."""
     values: Values = {}
     for name, row in rows(policy).items():
         policy.module.zero_grad()
@@ -75,7 +75,7 @@ def computed(policy: Policy) -> Values:
 
 
 def train(policy: Policy, folder: Path, name: str) -> None:
-    """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
+    """Train on the synthetic batches; in micro-batches of at most 50 tokens, so that there are several."""
     steps = []
     for step in range(STEPS):
         part = shard(batch(step), step, policy.data_rank, policy.settings.data_ranks, tokens_per_microbatch=50)
@@ -89,7 +89,7 @@ def train(policy: Policy, folder: Path, name: str) -> None:
 
 
 def check_written(policy: Policy) -> None:
-    """Of a weight of which ranks hold columns, each writes its rows when the model is saved, and no rank has all."""
+    """Each rank writes its rows of a weight whose columns are sharded, and no rank has all of it."""
     whole = policy.model.hf_state()
     divided = [name for name, value in whole.items() if has_columns(value)]
     assert len(divided) == 2 * policy.model.hf_config.num_hidden_layers, "o_proj and down_proj"
@@ -103,7 +103,7 @@ def check_written(policy: Policy) -> None:
 
 
 def check_parts_of_a_vocabulary() -> None:
-    """Each rank has the logits of a part; all draw the same examples, and come to one verdict."""
+    """Each rank has the logits of a shard; all test the same examples, and agree on the verdict."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     @settings(max_examples=60, derandomize=True, database=None, deadline=None)
@@ -112,22 +112,22 @@ def check_parts_of_a_vocabulary() -> None:
         tokens=st.integers(1, 9),
         width=st.integers(1, 12),
         spread=st.sampled_from([0.0, 1.0, 30.0, 300.0]),
-        most_kept=st.sampled_from([0, 1, 3, 40]),
+        mask_size=st.sampled_from([0, 1, 3, 40]),
     )
-    def check(seed: int, tokens: int, width: int, spread: float, most_kept: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(tokens, 5, generator=draw)
-        weight = torch.randn(width * ranks, 5, generator=draw) * spread
-        ids = torch.randint(0, width * ranks, (tokens,), generator=draw)
-        kept = None
-        if most_kept:
+    def check(seed: int, tokens: int, width: int, spread: float, mask_size: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(tokens, 5, generator=generator)
+        weight = torch.randn(width * ranks, 5, generator=generator) * spread
+        ids = torch.randint(0, width * ranks, (tokens,), generator=generator)
+        masks = None
+        if mask_size:
             sets = [
-                {int(ids[t]), *torch.randint(0, width * ranks, (most_kept,), generator=draw).tolist()}
+                {int(ids[t]), *torch.randint(0, width * ranks, (mask_size,), generator=generator).tolist()}
                 for t in range(tokens)
             ]
             counts = torch.tensor([len(ids_of_token) for ids_of_token in sets])
-            kept = counts, torch.tensor([i for of_token in sets for i in of_token], dtype=torch.int32)
-        others = None if most_kept else torch.randint(0, width * ranks, (tokens, 2), generator=draw)
+            masks = counts, torch.tensor([i for of_token in sets for i in of_token], dtype=torch.int32)
+        others = None if mask_size else torch.randint(0, width * ranks, (tokens, 2), generator=generator)
         group = dist.group.WORLD
         assert group is not None
         part = VocabularyPart(rank * width, group)
@@ -135,7 +135,7 @@ def check_parts_of_a_vocabulary() -> None:
         for own, mine in ((weight, None), (weight[rank * width :][:width], part)):
             inputs = [hidden.clone().requires_grad_(), own.clone().requires_grad_()]
             shared = inputs[0] if mine is None else mine.share(inputs[0])
-            output = logprobs_of(shared @ inputs[1].T, ids, kept, mine, entropy_gradient=True, others_TK=others)
+            output = logprobs_of(shared @ inputs[1].T, ids, masks, mine, entropy_gradient=True, others_TK=others)
             weights = torch.linspace(-1, 1, tokens)
             loss = (output.logprobs * weights + output.entropies * weights.flip(0)).sum()
             (loss if output.others is None else loss + output.others[:, 1] @ weights).backward()

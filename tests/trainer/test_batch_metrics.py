@@ -32,13 +32,13 @@ SEATS_AND_TURNS = st.lists(
     min_size=4,
     max_size=4,
 )
-"""Of the episodes of each group."""
+"""Parts of the rewards of each group's episodes."""
 GROUP = st.tuples(st.sampled_from(["", "spell", "sums"]), st.lists(EPISODE, min_size=1, max_size=4))
 Group = tuple[str, list[tuple[float, int, bool, dict[str, float]]]]
 
 
 def shard(groups: list[Group], lag_counts: list[int]) -> PackedShard:
-    """A rank's share without any episode: the metrics read the outcomes of all groups alone."""
+    """A rank's shard without any episode: the metrics read only the outcomes of all groups."""
     return PackedShard(
         version=3,
         rewards=[np.asarray([reward for reward, *_ in episodes], np.float32) for _, episodes in groups],
@@ -60,7 +60,7 @@ def shard(groups: list[Group], lag_counts: list[int]) -> PackedShard:
     )
 
 
-def test_the_share_of_groups_that_were_trained_before_is_there_where_there_can_be_some() -> None:
+def test_the_share_of_replayed_groups_is_reported_only_with_replay() -> None:
     one, advantages = shard([("", [(1.0, 3, False, {})])] * 4, [12]), [np.zeros(1)] * 4
     assert "buffer/replayed_share" not in batch_metrics(one, advantages)
     one.uses = [0, 2, 1, 0]
@@ -77,13 +77,13 @@ def test_seats_and_turns_against_plain_numpy(
     found.forks = [[fork for *_, fork in seats_and_turns[: len(episodes)]] for _, episodes in groups]
     values = batch_metrics(found, [np.zeros(len(episodes)) for _, episodes in groups])
     check_names(list(values))
-    played = [
+    sequences = [
         (task, seat, turns[fork.turns :] if fork else turns, reward, length, parts)
         for task, episodes in groups
         for (reward, length, _, parts), (seat, turns, fork) in zip(episodes, seats_and_turns, strict=False)
     ]
     for task, seat in itertools.product(("spell", "sums"), ("", "white", "black")):
-        here = [played_one for played_one in played if played_one[0] == task and seat in ("", played_one[1])]
+        here = [one for one in sequences if one[0] == task and seat in ("", one[1])]
         name = f"{task}/{seat}" if seat else task
         for metric, expected in (
             (f"turn_reward/{name}", [reward for _, _, turns, *_ in here for reward in turns if reward is not None]),
@@ -159,7 +159,7 @@ def test_a_worked_example() -> None:
     assert {name for name in values if name.count("/") == 1} == own
 
 
-def test_advantages_are_of_each_group_alone() -> None:
+def test_advantages_are_computed_per_group() -> None:
     first, second = flat(advantages_of([GroupView.of([0, 1]), GroupView.of([2, 2, 5])], dr_grpo))
     assert first.tolist() == [-0.5, 0.5]
     assert second.tolist() == [-1.0, -1.0, 2.0]

@@ -1,4 +1,4 @@
-"""Compiled blocks compute what others do, and rows of other lengths and forks are not compiled anew."""
+"""Compiled blocks compute the same as others, and rows of other lengths and forks are not recompiled."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ TREES: list[tuple[list[int], list[tuple[int, int]]]] = [
 ]
 """Lengths and forks of micro-batches."""
 GRAPHS = 5
-"""The row of one input is compiled by itself, and so are, on a CPU, rows of more than 1024, 2048 and 4096 inputs: sums
-over these, over their 2 heads of keys or over their 4 heads then have more than 4096 terms, and other kernels."""
+"""A row of one input is compiled separately, and so are, on a CPU, rows of more than 1024, 2048 and 4096 inputs: sums
+over these, over their 2 key heads or over their 4 heads then have more than 4096 terms, and other kernels."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def microbatches(routes: bool) -> list[MicroBatch]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_log_probs_and_gradients_of_rows_of_all_lengths(kind: str) -> None:
+def test_compiled_blocks_compute_the_same_log_probs_and_gradients_for_rows_of_all_lengths(kind: str) -> None:
     module = model.__wrapped__(kind)
     rows = microbatches(kind == "moe")
     if kind == "moe":  # minutes of compiling for nothing new
@@ -104,11 +104,11 @@ def test_log_probs_and_gradients_of_rows_of_all_lengths(kind: str) -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_flash_attention_is_traced_once_for_all_rows() -> None:
-    """For rows that share prefixes, and once more for those that share none; on the meta device no kernel runs."""
+    """For rows that share prefixes, and once more for rows that share none; on the meta device no kernel runs."""
     meta, module = torch.device("meta"), PrefixVarlenAttention(PrefixVarlenAttention.Config())
 
     class Block(torch.nn.Module):
-        """Takes what torchtitan's blocks take, by the same names."""
+        """Has the parameters of torchtitan's blocks, by the same names."""
 
         def forward(self, x: torch.Tensor, attention_masks: AttentionLayout) -> Any:
             return module(x, x[:, :, :2], x[:, :, :2], attention_masks=attention_masks, scale=0.3, enable_gqa=True)
@@ -138,12 +138,12 @@ def test_ranks_may_compile_in_folders_with_spaces() -> None:
 
 RUNS = ("checkpointed", "experts", "passes")
 COMPILING_S = 1500.0
-"""Limit of a program of which each rank compiles several times, on shared cores."""
+"""Time limit of a program of which each rank compiles several times, on shared cores."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What compile_ranks.py wrote."""
+    """A folder with the output of compile_ranks.py."""
     folder = tmp_path_factory.mktemp("compile")
     make_folder(folder / "dense", QWEN3, seed=0)
     make_folder(folder / "moe", MOE, seed=1)
@@ -153,8 +153,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(COMPILING_S + 60)
 @pytest.mark.parametrize("name", RUNS)
-def test_updates_of_two_ranks_are_those_without_compiling(folder: Path, name: str) -> None:
-    """Losses within 1e-5, gradient norms within 1e-4 of theirs, and the same weights, in the norm."""
+def test_updates_of_two_ranks_equal_those_without_compiling(folder: Path, name: str) -> None:
+    """Losses within 1e-5, gradient norms within 1e-4, and the same weights, in the norm."""
     start = load_file(folder / ("moe" if name == "experts" else "dense") / "model.safetensors")
     compiled, plain = (json.loads((folder / f"{name}.{mode}.json").read_text()) for mode in ("compiled", "plain"))
     for our_step, their_step in zip(compiled, plain, strict=True):
@@ -169,6 +169,6 @@ def test_updates_of_two_ranks_are_those_without_compiling(folder: Path, name: st
 @pytest.mark.timeout(COMPILING_S + 60)
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_compile_at_the_start_and_not_in_a_step(folder: Path, name: str) -> None:
-    """But for the row of one input, a rank's that has no episodes. Passes without gradients have none here."""
+    """Except for the row of one input of a rank without episodes. Passes without gradients have none in this test."""
     at_start, after_steps = json.loads((folder / f"{name}.graphs.json").read_text())
     assert 1 <= at_start <= after_steps <= at_start + (name != "passes")

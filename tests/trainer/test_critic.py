@@ -1,4 +1,4 @@
-"""A critic on the trainer's ranks: it learns what the policy's rewards will be, on however many ranks."""
+"""A critic on the trainer's ranks: it learns to predict the policy's rewards, on however many ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.trainer.programs import run_program
 from tools.gpu_parts.common import TINY, Bench, make_model
 
-KINDS = ("once", "several updates a batch", "beside a policy with LoRA", "with experts")
+KINDS = ("once", "several updates per batch", "with a LoRA policy", "with experts")
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -37,7 +37,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Updates]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_critic_learns_to_foresee_rewards(learned: dict[int, list[Updates]], kind: str) -> None:
+def test_a_critic_learns_to_predict_rewards(learned: dict[int, list[Updates]], kind: str) -> None:
     updates = learned[2][KINDS.index(kind)]
     assert updates[0]["critic/explained_variance"] <= 1e-6, "its head begins with zeros"
     assert updates[-1]["critic/explained_variance"] > 0.5, updates
@@ -48,5 +48,5 @@ def test_a_critic_learns_to_foresee_rewards(learned: dict[int, list[Updates]], k
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_critic_learns_the_same_on_one_rank_and_on_two(learned: dict[int, list[Updates]], kind: str) -> None:
     one, two = (learned[ranks][KINDS.index(kind)] for ranks in (1, 2))
-    for a, b in zip(one, two, strict=False):  # later ones, of two alone, differ as sums in another order do
+    for a, b in zip(one, two, strict=False):  # later ones, on two ranks only, differ by the order of sums
         assert a == pytest.approx(b, rel=1e-2, abs=1e-3)

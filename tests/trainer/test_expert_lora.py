@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=parameters(EXPERT_LAYOUTS))
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
-    """A layout, of which expert_lora_ranks.py and expert_lora_reference.py have written their part."""
+    """A layout for which expert_lora_ranks.py and expert_lora_reference.py have written their output."""
     ranks = int(request.param[0])
     if ranks not in ran:
         ran.add(ranks)
@@ -32,7 +32,7 @@ def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)
-def test_updates_equal_those_of_the_formula(folder: Path, case: str, where: str) -> None:
+def test_updates_equal_the_formulas(folder: Path, case: str, where: str) -> None:
     expected, found = load_file(folder / f"{case}.{where[0]}.trained"), saved(folder / f"{case}.{where}_adapter")
     start = saved(folder / f"{case}.{where}_start_adapter")
     assert expected.keys() == found.keys()
@@ -65,21 +65,21 @@ def test_trainer_adapters_and_merged_model_give_the_same_logits(folder: Path, ca
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)
-def test_the_merged_weights_are_the_formulas(folder: Path, case: str, where: str) -> None:
-    """And all others are as they were. What is sent is what is saved: expert_lora_ranks.py compares the bits."""
+def test_the_merged_weights_equal_the_formula(folder: Path, case: str, where: str) -> None:
+    """And all others are unchanged. The sent tensors equal the saved ones: expert_lora_ranks.py compares the bits."""
     kind, lora = EXPERT_CASES[case]
     before, merged, adapters = (saved(folder / x) for x in (kind, f"{case}.{where}", f"{case}.{where}_adapter"))
     check_merged(before, merged, adapters, lora)
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)
-def test_adapters_start_alike_however_they_are_divided(folder: Path, case: str, where: str) -> None:
-    """And no two experts alike."""
+def test_initial_adapters_do_not_depend_on_the_sharding(folder: Path, case: str, where: str) -> None:
+    """And no two experts have equal adapters."""
     first, *others = [saved(path) for path in sorted(folder.glob(f"{case}.*_start_adapter"))]
     assert others
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
-    drawn = [value for name, value in first.items() if ".lora_A." in name]
-    assert len({tuple(value.flatten().tolist()) for value in drawn}) == len(drawn)
-    assert all((value * value.shape[1] ** 0.5).abs().max() <= 1 for value in drawn)
+    random_values = [value for name, value in first.items() if ".lora_A." in name]
+    assert len({tuple(value.flatten().tolist()) for value in random_values}) == len(random_values)
+    assert all((value * value.shape[1] ** 0.5).abs().max() <= 1 for value in random_values)
     assert not any(value.any() for name, value in first.items() if ".lora_B." in name)

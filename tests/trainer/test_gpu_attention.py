@@ -44,7 +44,7 @@ GPUS = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0), "RTX PRO 6000": (12, 0)
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test starts with torch's own kernels and leaves them."""
+    """Each test starts with torch's own kernels and restores them."""
     monkeypatch.setattr(attention, "_lacking", set())
     monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
     yield
@@ -61,7 +61,7 @@ def build_on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_a_gpu_without_further_kernels_takes_what_torch_has(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_further_kernels_uses_torchs_own(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither FlashAttention 3 nor 4 is installed here, and no package of the GPU set has the first."""
     built = build_on(gpu, monkeypatch)
     assert len(built) == CONFIG.num_hidden_layers
@@ -79,7 +79,7 @@ def test_a_gpu_without_further_kernels_takes_what_torch_has(gpu: str, monkeypatc
         ("RTX PRO 6000", {"FA3", "FA4"}, None),
     ],
 )
-def test_a_gpu_takes_the_kernels_that_are_made_for_it(
+def test_a_gpu_uses_the_kernels_made_for_it(
     gpu: str, installed: set[str], taken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -104,10 +104,10 @@ def test_a_gpu_takes_the_kernels_that_are_made_for_it(
     "error",
     [RuntimeError("Module 'flash_attn_interface' does not expose FA3 backward kernels"), TypeError("no such dialect")],
 )
-def test_kernels_that_do_not_start_are_not_taken_and_the_cause_is_said(
+def test_kernels_that_do_not_start_are_not_used_and_the_cause_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They may lack a backward pass; FlashAttention 4 brings a compiler, which may raise whatever it likes."""
+    """They may lack a backward pass; FlashAttention 4 includes a compiler, which may raise any exception."""
 
     def register() -> Any:
         raise error
@@ -119,10 +119,8 @@ def test_kernels_that_do_not_start_are_not_taken_and_the_cause_is_said(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_in_float32_a_device_is_given_keys_for_each_head_of_queries(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA's memory-efficient kernel takes no groups of heads. Tensors on no device stand in for those on a GPU."""
+def test_in_float32_a_device_gets_keys_repeated_per_query_head(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory-efficient kernel does not support grouped heads. Tensors on no device replace tensors on a GPU."""
     calls: list[tuple[int, int, int, bool]] = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -139,7 +137,7 @@ def test_in_float32_a_device_is_given_keys_for_each_head_of_queries(
     assert set(calls) == {(4, 2, 2, True) if device == "cpu" else (4, 4, 4, False)}
 
 
-def test_keys_for_each_head_of_queries_give_what_groups_of_heads_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_repeated_per_query_head_equal_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 10, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     layout = separate_layout([6, 4], torch.device("cpu"))
     module = PackedAttention(PackedAttention.Config())
@@ -152,8 +150,8 @@ def test_keys_for_each_head_of_queries_give_what_groups_of_heads_give(monkeypatc
 
 
 @pytest.mark.parametrize("half_on_gpu, kind", [(True, PrefixVarlenAttention), (False, PackedAttention)])
-def test_float32_is_computed_by_a_kind_of_attention_that_takes_it(half_on_gpu: bool, kind: Any) -> None:
-    """Flash attention takes half precision only; the other kind keeps the dtype of its input."""
+def test_float32_is_computed_by_a_kind_of_attention_that_supports_it(half_on_gpu: bool, kind: Any) -> None:
+    """Flash attention supports half precision only; the other kind keeps the dtype of its input."""
     config = model_config(CONFIG, logprob_chunk=16, longest=64, half_on_gpu=half_on_gpu)
     assert {type(layer.attention.inner_attention) for layer in config.layers} == {kind.Config}
 
@@ -173,6 +171,6 @@ def test_the_dtype_of_the_computation(compute_dtype: Any, on_gpu: bool, expected
 
 @pytest.mark.parametrize("longest, length", [(64, 64), (8192, 512)])
 def test_rotary_embeddings_reach_to_the_longest_episode(longest: int, length: int) -> None:
-    """An episode is at most a micro-batch long, and at most as long as the model can read."""
+    """An episode is at most a micro-batch long, and at most as long as the model's context."""
     config = model_config(CONFIG, logprob_chunk=16, longest=longest, half_on_gpu=False)
     assert {layer.attention.rope.max_seq_len for layer in config.layers} == {length}

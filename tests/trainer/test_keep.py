@@ -1,4 +1,4 @@
-"""Keep Routing and Keep Sampling Mask in the trainer: what it computes with the engine's experts and kept sets."""
+"""Keep Routing and Keep Sampling Mask in the trainer: its results with the engine's experts and sampling masks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.trainer.programs import run_program
 
 RANKS, K, TEMPERATURE = 2, 2, 0.7
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
-"""Of what is computed once, in nats, and as a share of the norm of each parameter's gradient (or of a thousandth of the
-whole gradient's), fp32."""
+"""Bounds on the difference of shared and separate computation: in nats, and as a share of the norm of each parameter's
+gradient (or of a thousandth of the whole gradient's), fp32."""
 
 
 @pytest.fixture(
@@ -25,7 +25,7 @@ whole gradient's), fp32."""
     params=[pytest.param(1, marks=pytest.mark.core, id="experts-gathered"), pytest.param(2, id="experts-divided")],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What keep_ranks.py wrote."""
+    """A folder with the output of keep_ranks.py."""
     folder = tmp_path_factory.mktemp("keep")
     make_model(folder / "model", "moe")
     run_program("keep_ranks.py", folder, str(request.param), ranks=RANKS)
@@ -42,16 +42,16 @@ def metrics(folder: Path, name: str) -> dict[str, Any]:
     return found[0]
 
 
-def test_log_probs_are_those_among_the_kept_sets(folder: Path) -> None:
-    """Softmax over the ids of each set alone, of the tempered logits, in float64."""
+def test_log_probs_are_normalised_over_the_sampling_mask(folder: Path) -> None:
+    """Softmax over the ids of each mask alone, of the tempered logits, in float64."""
     for found in of_ranks(folder, "off.none"):
         logits = (found["logits"].double() / TEMPERATURE).split(1)
-        sets = found["kept_ids"].split(found["kept_counts"].tolist())
+        sets = found["mask_ids"].split(found["mask_counts"].tolist())
         assert len(sets) == len(logits) == len(found["ids"]) > 14
         for place, (row, ids) in enumerate(zip(logits, sets, strict=True)):
             among = row[0, ids].log_softmax(-1)
-            (drawn,) = among[ids == found["ids"][place]]
-            assert float(found["logprobs"][place]) == pytest.approx(float(drawn), abs=1e-5)
+            (sampled,) = among[ids == found["ids"][place]]
+            assert float(found["logprobs"][place]) == pytest.approx(float(sampled), abs=1e-5)
             assert float(found["entropies"][place]) == pytest.approx(float(-(among.exp() * among).sum()), abs=1e-5)
             mass = float(row[0].softmax(-1)[ids].sum())
             assert float(found["mask_mass"][place]) == pytest.approx(mass, abs=1e-6)
@@ -59,7 +59,7 @@ def test_log_probs_are_those_among_the_kept_sets(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["replay.none", "replay.selective", "replay.full"])
 def test_the_engines_experts_compute_each_token(folder: Path, name: str) -> None:
-    """Each layer's output is that of the routes' experts by the published formula, weighted by the trainer's router."""
+    """Each layer's output equals the output of the routes' experts by the published formula, weighted by the router."""
     model = weights_in(folder / "model")
     for found in of_ranks(folder, name):
         for layer in range(2):
@@ -88,10 +88,12 @@ def test_comparing_changes_nothing_and_replaying_does(folder: Path) -> None:
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_the_router_learns_though_it_does_not_choose(folder: Path, checkpointing: str) -> None:
     """Its weights of the chosen experts have a gradient; activation checkpointing computes the same one."""
-    for found, again in zip(of_ranks(folder, "replay.none"), of_ranks(folder, f"replay.{checkpointing}"), strict=True):
+    for found, checkpointed in zip(
+        of_ranks(folder, "replay.none"), of_ranks(folder, f"replay.{checkpointing}"), strict=True
+    ):
         gates = [name for name in found if name.startswith("grad.") and "router.gate" in name]
         assert len(gates) == 2 and all(found[name].norm() > 1e-3 for name in gates)
-        strip = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in again.items()}
+        strip = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in checkpointed.items()}
         grads = [name for name in found if name.startswith("grad.")]
         assert all(torch.allclose(found[name], strip[name], rtol=1e-4, atol=1e-5) for name in grads)
 
@@ -130,8 +132,8 @@ def test_differences_of_log_probs_are_reported_by_quantile(folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["off.none", "compare.none", "replay.none", "replay.selective", "replay.full"])
-def test_what_episodes_share_is_computed_once_on_all_ranks(folder: Path, name: str) -> None:
-    """Log-probs and gradients are those of separate episodes, however experts lie and activations are kept."""
+def test_shared_prefixes_are_computed_once_on_all_ranks(folder: Path, name: str) -> None:
+    """Log-probs and gradients equal those of separate episodes, however experts and activations are stored."""
     for found in of_ranks(folder, f"shared.{name}"):
         separate = {key.removeprefix("separate."): found[key] for key in found if key.startswith("separate.")}
         assert len(separate) == len(found) / 2 > 10

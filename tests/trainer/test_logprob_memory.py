@@ -1,4 +1,4 @@
-"""How much memory the LM head takes: some tensors of one chunk's logits, however many tokens there are."""
+"""The memory of the LM head: some tensors of one chunk's logits, however many tokens there are."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CHUNK, VOCABULARY, WIDTH = 16, 6000, 4
 LOGITS = CHUNK * VOCABULARY * 4
 """Bytes."""
 TENSORS = 6
-"""As large as one chunk's logits, that may exist at once: logits, their gradients, and what lies between. The LM head's
-weight and its gradients come on top."""
+"""Tensors as large as one chunk's logits that may exist at once: logits, their gradients, and intermediate results.
+The LM head's weight and its gradients are additional."""
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of the storages that operators make, at their most, and of the largest one."""
+    """Peak bytes of the storages that operators allocate, and bytes of the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Peak(TorchDispatchMode):
         self.live -= size
 
 
-def measured(tokens: int, kept: bool, entropy: bool = False) -> Peak:
-    """Of the head's forward and backward pass over ``tokens`` drawn tokens; with ``entropy`` through entropies, too."""
+def measured(tokens: int, masked: bool, entropy: bool = False) -> Peak:
+    """The head's forward and backward pass over ``tokens`` sampled tokens; with ``entropy`` also through entropies."""
     head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, chunk=CHUNK))
     hidden = torch.randn(1, tokens, WIDTH, requires_grad=True)
     ids = torch.randint(0, VOCABULARY, (tokens,))
-    sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if kept else None
+    sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if masked else None
     head.sampled_tokens = SampledTokens(torch.arange(tokens), ids, 0.7, sampling_masks=sets, entropy_gradient=entropy)
     with Peak() as peak:
         output = head(hidden)
@@ -69,17 +69,17 @@ def measured(tokens: int, kept: bool, entropy: bool = False) -> Peak:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("kept", [False, True])
-def test_it_does_not_grow_with_the_number_of_tokens(kept: bool, entropy: bool) -> None:
-    few, many = measured(2 * CHUNK, kept, entropy), measured(40 * CHUNK, kept, entropy)
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_does_not_grow_with_the_number_of_tokens(masked: bool, entropy: bool) -> None:
+    few, many = measured(2 * CHUNK, masked, entropy), measured(40 * CHUNK, masked, entropy)
     weights = 3 * VOCABULARY * WIDTH * 4
     for peak in (few, many):
         assert peak.largest == LOGITS
         assert LOGITS < peak.most < TENSORS * LOGITS + weights
-    # What grows are a few values of each token: its hidden state, log-prob, entropy.
+    # Only a few values per token grow: its hidden state, log-prob, entropy.
     assert many.most - few.most < 0.2 * LOGITS
 
 
 def test_a_larger_chunk_would_take_more() -> None:
-    """So that the bound above is not met by chance."""
-    assert measured(CHUNK // 2, kept=False).most < 0.6 * measured(CHUNK, kept=False).most
+    """Shows that the bound above does not hold by chance."""
+    assert measured(CHUNK // 2, masked=False).most < 0.6 * measured(CHUNK, masked=False).most

@@ -18,7 +18,7 @@ CORE = "lora_all"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where lora_reference.py has written the models."""
+    """A folder with the models of lora_reference.py."""
     folder = tmp_path_factory.mktemp("lora")
     run_program("lora_reference.py", "make", folder)
     return folder
@@ -31,14 +31,14 @@ def train(folder: Path, *names: str) -> None:
 
 @pytest.fixture(scope="module")
 def one(models: Path) -> Path:
-    """What lora_ranks.py and lora_reference.py wrote of the core tests' case."""
+    """The core tests' case: output of lora_ranks.py and lora_reference.py."""
     train(models, CORE)
     return models
 
 
 @pytest.fixture(scope="module")
 def others(models: Path) -> Path:
-    """The same of all others, by one program."""
+    """The same for all other cases, by one program."""
     train(models, *(name for name in (*CASES, *VARIANTS) if name != CORE))
     return models
 
@@ -50,7 +50,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def folder(models: Path, name: str, request: pytest.FixtureRequest) -> Path:
-    """With what was trained in the test's case."""
+    """The folder with the trained models of the test's case."""
     request.getfixturevalue("one" if name == CORE else "others")
     return models
 
@@ -77,14 +77,14 @@ def test_trainer_adapter_and_merged_model_give_the_same_logits(folder: Path, nam
         assert (found - written["peft"]).abs().max() < 2e-6
 
 
-def test_the_merged_weights_are_the_formulas(folder: Path, name: str) -> None:
+def test_the_merged_weights_equal_the_formula(folder: Path, name: str) -> None:
     kind, lora = CASES[name]
     before, merged, adapter = saved(folder / kind), saved(folder / name), saved(folder / f"{name}_adapter")
     check_merged(before, merged, adapter, lora)
 
 
-def test_training_starts_from_the_model_as_it_is(folder: Path, name: str) -> None:
-    """B is zero; A is uniform within 1 / sqrt(in), which is peft's Kaiming draw; two tensors are not alike."""
+def test_training_starts_from_the_unchanged_model(folder: Path, name: str) -> None:
+    """B is zero; A is uniform within 1 / sqrt(in), like peft's Kaiming initialisation; no two tensors are equal."""
     before, start = saved(folder / CASES[name][0]), saved(folder / f"{name}_start")
     assert all(torch.equal(before[tensor], start[tensor]) for tensor in before)
     adapter = saved(folder / f"{name}_start_adapter")
@@ -134,6 +134,6 @@ def test_the_adapters_folder_names_its_base(others: Path) -> None:
         ({"rank": 2, "targets": ("lm_head",)}, "targets .*'lm_head'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], words: str) -> None:
+def test_impossible_settings_are_refused(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LoraSettings(**wrong)  # type: ignore[arg-type]

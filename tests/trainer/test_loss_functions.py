@@ -1,4 +1,4 @@
-"""Advantages and objectives as code: how they travel, what they see, what they may return."""
+"""Advantages and objectives as code: how they are sent, what they see, what they may return."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def scaled(factor: float, output: TokenLogprobs, batch: MicroBatch) -> tuple[tor
 
 
 def sent(advantage: Any, objective: Any, loss: LossSettings | None = None) -> TrainingFunctions:
-    """As a trainer rank gets them."""
+    """As a trainer rank receives them."""
     made = TrainingFunctions.of(advantage, objective, loss or LossSettings())
     received: TrainingFunctions = pickle.loads(pickle.dumps(made))
     return received
@@ -79,7 +79,7 @@ def packed(part: PackedShard, advantage: Any) -> list[MicroBatch]:
     return microbatches
 
 
-def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
+def test_a_recipes_own_advantage_applies_to_every_token() -> None:
     advantage = sent(partial(leave_one_out, scale=3.0), supervised).advantage.load()
     part = shard(batch(0), 0, 0, 1, tokens_per_microbatch=50)
     microbatches = packed(part, advantage)
@@ -93,7 +93,7 @@ def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
         np.testing.assert_allclose(found.advantages.numpy(), expected, atol=1e-6)
 
 
-def test_a_recipes_own_objective_is_the_one_that_is_differentiated() -> None:
+def test_a_recipes_own_objective_is_differentiated() -> None:
     def doubled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:  # as a script would have it
         return scaled(2.0, output, batch)
 
@@ -103,7 +103,7 @@ def test_a_recipes_own_objective_is_the_one_that_is_differentiated() -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_names_are_functions(name: str) -> None:
+def test_names_resolve_to_functions(name: str) -> None:
     loss = LossSettings(advantage=name, corrections=())
     for functions in (sent(name, PPOClip(), loss), TrainingFunctions.of_settings(loss)):
         assert place_of(functions.advantage.load()) == place_of(ADVANTAGES[name]())
@@ -112,7 +112,7 @@ def test_names_are_functions(name: str) -> None:
         assert float(found) == float(-(made.advantages * made.weights).sum())  # ratio and weights are 1
 
 
-def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
+def test_an_unknown_name_is_refused_with_all_names() -> None:
     with pytest.raises(ValueError, match="advantage 'grp'.* dr_grpo, grpo"):
         TrainingFunctions.of("grp", supervised, LossSettings())
     with pytest.raises(ValueError, match=r"trainer\.loss\.advantage .*grpo.*'grp'"):
@@ -120,16 +120,16 @@ def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
 
 
 def test_an_advantage_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
-    said = r"trainer\.loss\.advantage grpo: .* advantage "
+    message = r"trainer\.loss\.advantage grpo: .* advantage "
     replacing: list[tuple[Any, str]] = [("rloo", "rloo"), (leave_one_out, "leave_one_out ")]
     for advantage, name in replacing:
-        with pytest.raises(ValueError, match=said + name):
+        with pytest.raises(ValueError, match=message + name):
             TrainingFunctions.of(advantage, supervised, LossSettings(advantage="grpo"))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_ready_made_advantage_is_known_by_itself_and_not_by_what_a_partial_calls(name: str) -> None:
-    """`sequence_distillation` is a partial of `distillation`, another advantage."""
+def test_a_ready_made_partial_is_recognised_as_itself_and_not_as_its_function(name: str) -> None:
+    """`sequence_distillation` is a partial of `distillation`, which is another advantage."""
     for other in ADVANTAGES:
         made: Any = ADVANTAGES[other]()
         for advantage in (other, made, partial(made)):
@@ -147,9 +147,9 @@ def test_an_advantage_given_as_a_function_refuses_the_flags_that_its_name_refuse
         "advantage distillation ": ("distillation", partial(distillation, discount=0.5)),
         "advantage sequence_distillation ": (sequence_distillation, partial(distillation, discount=1)),
     }
-    for said, advantages in refusing.items():
+    for message, advantages in refusing.items():
         for advantage in advantages:
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 TrainingFunctions.of(advantage, supervised, lowered)
     assert TrainingFunctions.of(dr_grpo, PPOClip(), lowered)
 
@@ -186,7 +186,7 @@ def test_an_objective_of_the_settings_that_the_recipe_replaces_is_refused() -> N
     check_unread_objective(PPOClip(clip_low=0.1), default, PPOClip(clip_low=0.1, clip_high=0.5))
 
 
-def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
+def test_functions_that_cannot_be_sent_are_refused_before_anything_is_spawned() -> None:
     lock = threading.Lock()
 
     def guarded(group: GroupView) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
 
 
 def one_microbatch() -> tuple[TokenLogprobs, MicroBatch]:
-    """Made-up episodes, and log-probs that a model might give them."""
+    """Synthetic episodes, and log-probs that a model might assign to them."""
     made = pack(batch(1)[0].episodes, torch.arange(4.0), torch.full((4,), 0.5), 1, DEVICE)
     logprobs = (made.behaviour_logprobs - 0.1).requires_grad_()
     return TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs)), made
@@ -211,15 +211,15 @@ def conversation(rng: np.random.Generator, turns: int) -> Turn | list[Turn]:
     made = []
     for _ in range(turns):
         n = int(rng.integers(1, 5))
-        drawn = Completion(rng.integers(0, 50, n), rng.normal(-2, 1, n), rng.integers(0, 3, n), "stop")
-        turn = Turn.from_completion(rng.integers(0, 50, int(rng.integers(1, 4))).tolist(), drawn)
+        sampled = Completion(rng.integers(0, 50, n), rng.normal(-2, 1, n), rng.integers(0, 3, n), "stop")
+        turn = Turn.from_completion(rng.integers(0, 50, int(rng.integers(1, 4))).tolist(), sampled)
         turn.reward = None if rng.random() < 0.5 else float(rng.integers(0, 9))
         made.append(turn)
     return made
 
 
 def groups_of_turns(seed: int, columns: tuple[str, ...] = ()) -> list[Group]:
-    """Groups whose episodes have several turns, seats, plays and columns."""
+    """Groups whose episodes have several turns, seats, rollouts and columns."""
     rng, groups = np.random.default_rng(seed), batch(seed, groups=2, size=3)
     for number, group in enumerate(groups):
         group.task, group.task_index = f"task {number}", 7 + number
@@ -262,20 +262,20 @@ def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> 
     assert part.rewards[0].tolist() == [episode.reward for episode in group.episodes]
     assert part.seats[0] == [episode.seat for episode in group.episodes] and part.forks[0] == [None] * len(view)
     assert part.parts[0] == [episode.parts for episode in group.episodes]
-    (again,) = group_views(part)
-    assert (again.lengths == view.lengths + 7).all() and (again.rollouts == view.rollouts + 7).all()
-    for after, before in zip(again.columns["value"], view.columns["value"], strict=True):
+    (changed,) = group_views(part)
+    assert (changed.lengths == view.lengths + 7).all() and (changed.rollouts == view.rollouts + 7).all()
+    for after, before in zip(changed.columns["value"], view.columns["value"], strict=True):
         assert torch.allclose(after, before + 7)
 
 
 @given(st.integers(0, 2**16), st.none() | st.integers(0, 2))
-def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldest: int | None) -> None:
-    """Also where tokens are masked for their lag after they were given an advantage."""
+def test_advantages_of_turns_and_tokens_stay_aligned_with_their_tokens(seed: int, oldest: int | None) -> None:
+    """Also where tokens are masked for their lag after they got an advantage."""
     groups = groups_of_turns(seed, columns=("value",))
 
     def of_turns(group: GroupView) -> Values:
         return PerTurn(
-            [rewards + 10 * int(play) for rewards, play in zip(group.turn_rewards, group.rollouts, strict=True)]
+            [rewards + 10 * int(rollout) for rewards, rollout in zip(group.turn_rewards, group.rollouts, strict=True)]
         )
 
     def of_tokens(group: GroupView) -> Values:
@@ -306,8 +306,8 @@ def test_an_advantage_may_see_the_whole_batch() -> None:
     np.testing.assert_allclose(found, (rewards - rewards.mean()) / rewards.std(ddof=1), atol=1e-6)
 
 
-def test_a_sequence_with_a_column_that_is_not_finite_is_not_shown_and_not_trained() -> None:
-    """Nor are branches that begin with it."""
+def test_a_sequence_with_a_column_that_is_not_finite_is_neither_shown_nor_trained() -> None:
+    """Nor are branches that share its beginning."""
     sizes: list[list[int]] = []
 
     @needs("value")
@@ -320,7 +320,7 @@ def test_a_sequence_with_a_column_that_is_not_finite_is_not_shown_and_not_traine
         lengths=[1, 1, 1, 2],
         rollouts=torch.tensor([0, 1, 1, 1]),
         forks=[None, None, (0, 1), None],
-        turn_lengths=[torch.tensor(drawn) for drawn in ([1], [1], [0, 1], [2])],
+        turn_lengths=[torch.tensor(lengths) for lengths in ([1], [1], [0, 1], [2])],
         turn_rewards=[torch.zeros(2)] * 4,
         columns={"value": [torch.tensor([5.0]), torch.tensor([torch.nan]), torch.zeros(1), torch.tensor([6.0, 7.0])]},
     )
@@ -335,8 +335,8 @@ def test_a_sequence_with_a_column_that_is_not_finite_is_not_shown_and_not_traine
     assert advantages_of([spoiled], of_all)[0][0].isnan()
 
 
-class Running:
-    """A baseline that remembers."""
+class RunningMean:
+    """A baseline with state."""
 
     def __init__(self) -> None:
         self.mean = 0.0
@@ -352,17 +352,17 @@ class Running:
         self.mean = state["mean"]
 
 
-def test_what_remembers_goes_on_from_its_state_and_is_alike_on_all_ranks() -> None:
+def test_a_function_with_state_resumes_from_it_and_is_equal_on_all_ranks() -> None:
     views = [GroupView.of([0.0, 1.0]), GroupView.of([3.0, 3.0, 1.0])]
-    ranks = [Running(), Running()]
+    ranks = [RunningMean(), RunningMean()]
     first = [fingerprint(advantages_of(views, advantage)) for advantage in ranks]
     assert first[0] == first[1]
-    resumed = Running()
+    resumed = RunningMean()
     saved = LoadedFunctions(ranks[0], supervised).state_dict()
     assert saved == {"advantage": {"mean": ranks[0].mean}}
     LoadedFunctions(resumed, supervised).load_state_dict(saved)
-    again = [fingerprint(advantages_of(views, advantage)) for advantage in (ranks[1], resumed)]
-    assert again[0] == again[1] != first[0]
+    second = [fingerprint(advantages_of(views, advantage)) for advantage in (ranks[1], resumed)]
+    assert second[0] == second[1] != first[0]
     wrapped: Any = partial(partial(resumed))
     assert LoadedFunctions(wrapped, supervised).state_dict() == {"advantage": {"mean": resumed.mean}}
     with pytest.raises(ValueError, match=r"\['advantage'\].*\{\}"):
@@ -383,11 +383,11 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_an_advantage_that_returns_what_cannot_be_used_is_refused_with_its_place(what: str) -> None:
-    advantage, said = WRONG[what]
+def test_an_advantage_with_an_invalid_result_is_refused_with_its_location(what: str) -> None:
+    advantage, message = WRONG[what]
     with pytest.raises(ValueError, match=rf"advantage <lambda> {HERE}") as caught:
         advantages_of([GroupView.of([1.0, 0.0, 1.0])], advantage)
-    assert re.search(said, str(caught.value))
+    assert re.search(message, str(caught.value))
 
 
 WRONG_OBJECTIVES: dict[str, Any] = {
@@ -427,18 +427,18 @@ WRONG_OBJECTIVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG_OBJECTIVES)
-def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place(what: str) -> None:
-    change, said = WRONG_OBJECTIVES[what]
+def test_an_objective_with_an_invalid_result_is_refused_with_its_location(what: str) -> None:
+    change, message = WRONG_OBJECTIVES[what]
 
     def changed(output: TokenLogprobs, batch: MicroBatch) -> Any:
         return change(*supervised(output, batch))
 
-    with pytest.raises(ValueError, match=rf"objective changed {HERE} .*{said}"):
+    with pytest.raises(ValueError, match=rf"objective changed {HERE} .*{message}"):
         evaluate_loss(changed, *one_microbatch())
 
 
-def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
-    """But those that ready-made objectives sum, which one's own may sum, too."""
+def test_sums_may_not_have_names_of_the_runs_own_metrics() -> None:
+    """Except metrics that ready-made objectives sum, which a recipe's own may sum, too."""
     summed = {"entropy", "logprob", "tokens", "kl_reference", "reverse_kl", "top_k_kl", "clipped", "importance_weight"}
     summed |= {"mismatch_k3_on_policy", "mismatch_k3_all", "ratio_outside", "kept_mass"}
     names = [metric.name.removeprefix("trainer/") for metric in METRICS if metric.name != OBJECTIVE]
@@ -453,7 +453,7 @@ def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
             evaluate_loss(objective, *one_microbatch())
 
 
-def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:
+def test_sums_are_detached_and_may_be_plain_numbers() -> None:
     def own(output: TokenLogprobs, batch: MicroBatch) -> Any:
         loss, sums = supervised(output, batch)
         return loss, sums | {"with_gradient": output.logprobs.sum(), "plain": 3}
@@ -468,10 +468,10 @@ def distilled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, S
     return loss + (output.logprobs - batch.columns["teacher"]).sum(), sums
 
 
-def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> None:
+def test_an_unfilled_column_is_refused_before_anything_is_spawned() -> None:
     functions = sent(grpo, partial(distilled))
-    said = rf"objective distilled {HERE} .*'teacher'.*\(filled are old\)"
-    with pytest.raises(ValueError, match=said):
+    message = rf"objective distilled {HERE} .*'teacher'.*\(filled are old\)"
+    with pytest.raises(ValueError, match=message):
         check_columns(functions, {})
     ready = r"\(filled are old, value\).*stages=\[teacher\("
     with pytest.raises(ValueError, match=ready):
@@ -484,22 +484,22 @@ def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> N
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_to_drop_groups_of_equal_rewards_is_refused_or_warns_where_they_would_teach(advantage: str) -> None:
-    """Where equal rewards have advantages of zero, in a batch in which others do not, and nowhere else."""
+def test_dropping_groups_of_equal_rewards_is_refused_or_warns_where_they_have_a_gradient(advantage: str) -> None:
+    """Where equal rewards have advantages of zero in a batch in which others do not, and nowhere else."""
     functions = sent(advantage, PPOClip())
     if advantage in ("distillation", "sequence_distillation"):
         with pytest.raises(ValueError, match=f"drop-equal-rewards: .*advantage {advantage} "):
             equal_rewards_warning(functions)
         return
     views = [GroupView.of(rewards, columns={"value": [torch.full((1,), 0.25)] * 2}) for rewards in ([1, 1], [0, 1])]
-    # A copy: the loaded one is the process's only one, and seat_baselines remembers.
+    # A copy: the process loads only one, and seat_baselines has state.
     of_equal, _ = advantages_of(views, copy.deepcopy(functions.advantage.load()))
     warning = equal_rewards_warning(functions)
     assert any(values.any() for values in of_equal) == bool(warning)
     assert not warning or re.search(f"drop-equal-rewards: .*advantage {advantage} ", warning)
 
 
-def test_to_drop_groups_by_their_rewards_is_refused_where_the_objective_reads_none() -> None:
+def test_dropping_groups_by_rewards_is_refused_where_the_objective_reads_none() -> None:
     with_entropy = LossSettings(entropy_coefficient=0.1)
     for name in Objective.names():
         objective = Objective.defaults_of(name)
@@ -512,7 +512,7 @@ def test_to_drop_groups_by_their_rewards_is_refused_where_the_objective_reads_no
                 assert equal_rewards_warning(functions) == ""
     with pytest.raises(ValueError, match="drop-equal-rewards: .*objective supervised "):
         equal_rewards_warning(sent(grpo, supervised))
-    assert equal_rewards_warning(sent(leave_one_out, scaled)) == ""  # of a recipe's own nothing is known
+    assert equal_rewards_warning(sent(leave_one_out, scaled)) == ""  # nothing is known about a recipe's own
 
 
 class OfBatch:
@@ -539,7 +539,7 @@ class Judged:
 
 @pytest.mark.parametrize("kind", [OfBatch, Inherited])
 @pytest.mark.parametrize("wrapped", [lambda function: function, partial])
-def test_decorators_of_a_class_are_those_of_its_objects(kind: Any, wrapped: Any) -> None:
+def test_decorators_of_a_class_apply_to_its_objects(kind: Any, wrapped: Any) -> None:
     functions = sent(wrapped(kind()), wrapped(Judged()))
     assert functions.advantage_columns == ("value",)
     with pytest.raises(ValueError, match=rf"advantage {kind.__name__} {HERE} .*'value'"):
@@ -560,15 +560,15 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
     assert functions.advantage_columns == ("teacher", "behaviour")
     check_columns(functions, {"teacher": "teacher", "reference": "reference"})
     check_columns(functions, {"teacher": "teacher"}, reference=True)
-    said = r"'reference' .*--trainer\.reference\b.*'mine'"
-    with pytest.raises(ValueError, match=said):
+    message = r"'reference' .*--trainer\.reference\b.*'mine'"
+    with pytest.raises(ValueError, match=message):
         check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
     with pytest.raises(ValueError, match=r"trainer\.reference: "):
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, reference=True)
 
 
 @pytest.mark.parametrize(
-    ("objective", "loss", "columns", "said"),
+    ("objective", "loss", "columns", "message"),
     [
         (PPOClip(), {}, ["reference"], r"'reference'.* trainer\.loss\.kl-coefficient\b"),
         (PPOClip(), {}, ["teacher"], "'teacher'.*@needs"),
@@ -579,26 +579,26 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
         (supervised, {}, sum(top_columns(4), []), r"'teacher_id_0', .*top=s\.objective\.top"),
     ],
 )
-def test_a_column_that_a_model_computes_and_nobody_reads_is_refused(
-    objective: Any, loss: dict[str, Any], columns: list[str], said: str
+def test_a_computed_column_that_nothing_reads_is_refused(
+    objective: Any, loss: dict[str, Any], columns: list[str], message: str
 ) -> None:
     functions = TrainingFunctions.of("grpo", objective, LossSettings(**loss))
-    if said:
-        with pytest.raises(ValueError, match=said):
+    if message:
+        with pytest.raises(ValueError, match=message):
             check_that_columns_are_read(functions, columns)
     else:
         check_that_columns_are_read(functions, columns)
     check_that_columns_are_read(TrainingFunctions.of("distillation", supervised, LossSettings()), ["teacher"])
 
 
-def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:
+def test_an_undeclared_column_is_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"'teacher'.*@needs\('teacher'\)"):
         evaluate_loss(distilled, *one_microbatch())
     with pytest.raises(ValueError, match="'value'.*other"):
         _ = GroupView.of([1.0], columns={"other": [torch.zeros(1)]}).columns["value"]
 
 
-def test_an_objective_reads_columns_beside_its_logprobs() -> None:
+def test_an_objective_reads_columns_aligned_with_its_logprobs() -> None:
     groups = batch(0)
     for group in groups:
         for episode in group.episodes:
@@ -640,7 +640,7 @@ def test_gae_is_refused_unless_a_critic_or_a_stage_fills_its_values() -> None:
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, critic=True)
 
 
-def test_gae_discounts_as_the_critic_does_whoever_gives_its_parameters() -> None:
+def test_gae_discounts_like_the_critic_wherever_its_parameters_come_from() -> None:
     loss, critic = LossSettings(), CriticSettings(lr=1e-5, gamma=0.9, lam=0.8)
     view = GroupView.of([1.0, 0.0], lengths=[2, 2], columns={"value": [torch.tensor([0.5, 0.2]), torch.zeros(2)]})
     expected = gae([view], 0.9, 0.8, eps=1.0)[0].values
@@ -654,7 +654,7 @@ def test_gae_discounts_as_the_critic_does_whoever_gives_its_parameters() -> None
     with pytest.raises(ValueError, match=r"lam 0\.95\b.*trainer\.critic\.lam 0\.8\b"):
         TrainingFunctions.of(other_lam, supervised, loss, critic)
     by_stage: Any = TrainingFunctions.of(other_lam, supervised, loss).load().advantage
-    assert by_stage.keywords == {"lam": 0.95}, "a stage's values are discounted as the recipe says"
+    assert by_stage.keywords == {"lam": 0.95}, "a stage's values are discounted with the recipe's parameters"
 
 
 def test_settings_of_a_critic_that_contradict_themselves_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What is planned for a trainer rank, against what its tensors take."""
+"""The memory planned for a trainer rank, against the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trainer.programs import run_program
 
 TOLERANCE = 0.1
 PROGRAM_S = 1500.0
-"""Limit of all cases together: some 45 s when nothing else runs."""
+"""Time limit of all cases together: some 45 s when nothing else runs."""
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +31,26 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     found = {}
     for name in CASES:
         ranks = [json.loads(Path(f"{folder_of(root, name)}.rank{rank}.json").read_text()) for rank in range(RANKS)]
-        # Of one rank more may be unseen than of another, and what it saw is then not all.
-        assert any(rank["bound"] < 1.2 * rank["peak"] for rank in ranks), f"{name}: too little was seen released"
+        # The profiler may miss more on one rank than on another, so that its record is incomplete.
+        assert any(rank["bound"] < 1.2 * rank["peak"] for rank in ranks), f"{name}: too few releases were recorded"
         found[name] = max(rank["peak"] for rank in ranks)
     return found
 
 
 @pytest.mark.timeout(PROGRAM_S + 60)
 @pytest.mark.parametrize("name", CASES)
-def test_a_trainer_rank_takes_what_is_planned(name: str, peaks: dict[str, int]) -> None:
+def test_a_trainer_rank_uses_the_planned_memory(name: str, peaks: dict[str, int]) -> None:
     case = CASES[name]
     model = trained_model(case.config, case.trainer.lora)
     planned = trainer_memory(model, case.trainer, TransferSettings(), on_gpu=False, served=4, keys=case.keys)
     total = sum(planned.values())
     print({purpose: round(nbytes / 1e6, 1) for purpose, nbytes in planned.items()})
-    print(f"planned {total / 1e6:.1f}, seen {peaks[name] / 1e6:.1f} MB")
+    print(f"planned {total / 1e6:.1f}, measured {peaks[name] / 1e6:.1f} MB")
     assert peaks[name] == pytest.approx(total, rel=TOLERANCE)
 
 
-def test_each_case_is_about_another_purpose() -> None:
-    """A wrong figure for one purpose would be seen: each takes a third of the memory of some case, or nearly."""
+def test_each_case_covers_another_purpose() -> None:
+    """A wrong size for one purpose would be noticed: each takes a third of the memory of some case, or nearly."""
     shares: dict[str, float] = {}
     for case in CASES.values():
         model = trained_model(case.config, case.trainer.lora)
@@ -61,7 +61,7 @@ def test_each_case_is_about_another_purpose() -> None:
     assert {p for p, share in shares.items() if share > 0.25} >= {"activations", "logits", "optimiser states"}
 
 
-def test_snapshots_are_those_of_the_transports() -> None:
+def test_snapshots_take_the_memory_of_their_transport() -> None:
     """docs/weights.md, "What it costs": shards of 1, a version of 4."""
     for transport, delta, expected in (
         ("collective", False, 2),
@@ -83,7 +83,7 @@ def test_an_episode_of_32k_tokens_of_an_8b_fits_80_gb() -> None:
     assert sum(planned.values()) < 0.95 * device_bytes(80)
 
 
-def test_the_copy_for_a_checkpoint_is_weights_and_moments_of_what_is_trained() -> None:
+def test_a_checkpoints_copy_has_the_trained_weights_and_their_moments() -> None:
     config = next(iter(CASES.values())).config
     full, lora = (trained_model(config, kind) for kind in (FULL_TRAINING, LoraSettings(rank=4)))
     assert checkpoint_bytes(full, TrainerSettings(ranks=1)) == 12 * full.sizes.elements

@@ -1,4 +1,4 @@
-"""What a DeepSeek-V3's ``config.json`` becomes, and what of it is refused."""
+"""The model built from a DeepSeek-V3's ``config.json``, and the configs that are refused."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_the_first_layers_are_dense_and_rotary_scaling_is_taken_over() -> None:
         ({"rope_parameters": YARN | {"rope_type": "linear"}}, "'yarn' .*mscale_all_dim"),
     ],
 )
-def test_what_is_not_supported_is_refused(change: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config_of(change)

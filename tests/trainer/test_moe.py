@@ -22,7 +22,7 @@ from tests.trainer.programs import parameters, run_program, saved
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What moe_reference.py wrote."""
+    """A folder with the output of moe_reference.py."""
     folder = tmp_path_factory.mktemp("moe")
     run_program("moe_reference.py", folder)
     return folder
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=parameters(LAYOUTS, core=True))
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
-    """A layout, of which moe_ranks.py has written its part."""
+    """A layout for which moe_ranks.py has written its output."""
     ranks = int(request.param[0])
     if ranks not in ran:
         ran.add(ranks)
@@ -47,7 +47,7 @@ def test_logits_equal_those_of_transformers(folder: Path, name: str, where: str)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
+def test_a_loaded_model_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
     before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
     assert sum(".experts." in tensor for tensor in before) > 0
     assert before.keys() == after.keys()
@@ -82,7 +82,7 @@ def starved(tensor: str) -> bool:
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_expert_parallelism_changes_no_update(folder: Path, training: str, where: str) -> None:
-    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms.
+    """Tokens sent to the experts, or experts to the tokens: the same weights, losses and gradient norms.
 
     Whatever number of tokens experts get (:func:`tests.trainer.moe_ranks.check_counts`): ``moe_starved_trained`` has
     ranks whose experts get none, ``moe_single`` ranks without an episode, and norms above the limit.
@@ -139,7 +139,7 @@ def moe(**change: Any) -> ModelConfig:
         (deepseek(num_hidden_layers=6, first_k_dense_replace=2), (2, 3, 4, 5)),
     ],
 )
-def test_layers_with_experts_are_those_of_the_config(config: ModelConfig, layers: tuple[int, ...]) -> None:
+def test_layers_with_experts_follow_the_config(config: ModelConfig, layers: tuple[int, ...]) -> None:
     assert config.sparse_layers == layers
 
 
@@ -170,18 +170,18 @@ def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, degree: int
 
 
 @pytest.mark.parametrize(("ranks", "degree", "experts"), [(4, 1, 8), (4, 2, 2), (8, 8, 8), (16, 4, 8)])
-def test_ranks_that_can_share_the_experts_are_not(ranks: int, degree: int, experts: int) -> None:
+def test_ranks_that_can_share_the_experts_are_accepted(ranks: int, degree: int, experts: int) -> None:
     check_experts(moe(num_experts=experts), TrainerSettings(ranks=ranks, expert_parallel=degree))
 
 
-def test_expert_parallelism_that_cannot_be_is_refused() -> None:
+def test_impossible_expert_parallelism_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expert-parallel 4 .*trainer\.ranks\b.*\b6\b"):
         TrainerSettings(ranks=6, expert_parallel=4)
     with pytest.raises(ValueError, match="no experts"):
         check_experts(qwen3(), TrainerSettings(ranks=2, expert_parallel=2))
 
 
-def test_adapters_that_cannot_be_are_refused() -> None:
+def test_impossible_adapters_are_refused() -> None:
     attention = TrainerSettings(lora=LoraSettings(rank=2, targets=("q_proj", "o_proj")))
     check_experts(moe(), attention)
     lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))

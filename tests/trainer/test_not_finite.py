@@ -25,7 +25,7 @@ def spoil(folder: Path, name: str, place: tuple[int, ...], value: float) -> None
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the program has written what was said."""
+    """A folder with the program's messages."""
     folder = tmp_path_factory.mktemp("not_finite")
     random_model(folder / "good")
     random_model(folder / "experts", "moe")
@@ -36,53 +36,53 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_tensor_and_the_place_are_named(folder: Path) -> None:
-    said = {name: (folder / f"{name}.said").read_text() for name in ("good", "experts", "nan", "inf")}
-    assert said["good"] == said["experts"] == ""
-    assert f"{folder / 'nan'}: {NORM} holds 1 " in said["nan"] and "[7]" in said["nan"]
-    assert f"{folder / 'inf'}: {EXPERT} holds 1 " in said["inf"] and "[5, 2]" in said["inf"]
+    messages = {name: (folder / f"{name}.message").read_text() for name in ("good", "experts", "nan", "inf")}
+    assert messages["good"] == messages["experts"] == ""
+    assert f"{folder / 'nan'}: {NORM} holds 1 " in messages["nan"] and "[7]" in messages["nan"]
+    assert f"{folder / 'inf'}: {EXPERT} holds 1 " in messages["inf"] and "[5, 2]" in messages["inf"]
 
 
 def test_a_version_that_is_not_finite_in_the_served_dtype_is_named(folder: Path) -> None:
-    said = json.loads((folder / "said.json").read_text())
-    assert said["good"] == said["float32"] == ""
+    messages = json.loads((folder / "messages.json").read_text())
+    assert messages["good"] == messages["float32"] == ""
     # The greatest float32 is above the greatest bfloat16.
-    assert said["bfloat16"].startswith(f"{PROJECTION} holds 1 ") and "[5, 2]" in said["bfloat16"]
-    assert said["infinite"] == said["bfloat16"]
-    assert said["expert"].startswith(f"{EXPERT} holds 1 ") and "[7, 1]" in said["expert"]
-    assert said["lora"].startswith(f"{said['lora name']} holds 1 ") and "[3, 1]" in said["lora"]
-    # A row of B times A: the whole row of the merged weight.
-    assert said["merged"].startswith(f"{EXPERT} holds 64 ") and "[4, 0]" in said["merged"]
+    assert messages["bfloat16"].startswith(f"{PROJECTION} holds 1 ") and "[5, 2]" in messages["bfloat16"]
+    assert messages["infinite"] == messages["bfloat16"]
+    assert messages["expert"].startswith(f"{EXPERT} holds 1 ") and "[7, 1]" in messages["expert"]
+    assert messages["lora"].startswith(f"{messages['lora name']} holds 1 ") and "[3, 1]" in messages["lora"]
+    # A row of B spoils the whole row of the merged weight.
+    assert messages["merged"].startswith(f"{EXPERT} holds 64 ") and "[4, 0]" in messages["merged"]
 
 
-def test_what_functions_remember_is_saved_as_of_the_last_update_that_was_made(folder: Path) -> None:
-    kept = json.loads((folder / "said.json").read_text())["kept"]
-    assert "step 1: the gradient norm is nan" in kept["failed"]
-    assert kept["remembered"] == kept["made"] != kept["ahead"]
+def test_function_state_is_saved_as_of_the_last_complete_update(folder: Path) -> None:
+    state = json.loads((folder / "messages.json").read_text())["state"]
+    assert "step 1: the gradient norm is nan" in state["failed"]
+    assert state["restored"] == state["made"] != state["ahead"]
 
 
-def test_a_critic_that_made_one_of_two_updates_is_no_version(folder: Path) -> None:
-    said = json.loads((folder / "said.json").read_text())["half made"]
-    assert "step 1: the norm of the critic's gradient" in said["failed"]
-    assert "version 0" in said["staged"] and "no checkpoint" in said["staged"]
+def test_a_critic_after_one_of_two_updates_is_no_version(folder: Path) -> None:
+    found = json.loads((folder / "messages.json").read_text())["half updated"]
+    assert "step 1: the norm of the critic's gradient" in found["failed"]
+    assert "version 0" in found["staged"] and "no checkpoint" in found["staged"]
 
 
-def test_an_advantage_that_reads_what_is_not_finite_is_that_of_the_other_episodes(folder: Path) -> None:
-    left_out = json.loads((folder / "said.json").read_text())["left out"]
+def test_an_advantage_excludes_an_episode_whose_column_is_not_finite(folder: Path) -> None:
+    left_out = json.loads((folder / "messages.json").read_text())["left out"]
     assert left_out["episodes"] == 1
-    (line,) = left_out["said"].splitlines()
+    (line,) = left_out["logged"].splitlines()
     assert re.match("step 1: episode 2 of item 1 of task game .* of the engine ", line)
 
 
 def test_a_supervised_row_that_is_not_trained_is_named(folder: Path) -> None:
-    """By its place among all rows, beside a batch and alone."""
-    for found in json.loads((folder / "said.json").read_text())["rows left out"].values():
+    """By its place among all rows, mixed into a batch and alone."""
+    for found in json.loads((folder / "messages.json").read_text())["rows left out"].values():
         assert 1 < len(found["expected"]) == found["masked"] < 5
-        for row, line in zip(found["expected"], found["said"].splitlines(), strict=True):
+        for row, line in zip(found["expected"], found["logged"].splitlines(), strict=True):
             assert re.match(rf"step 1: supervised row {row} .* of the trainer ", line)
 
 
-def test_a_gradient_that_is_not_finite_has_a_cause(folder: Path) -> None:
-    said = json.loads((folder / "said.json").read_text())
-    assert re.search(rf"{PROJECTION} holds 1 .*\[5, 2\]", said["update"])
-    assert "weights are finite" in said["nan loss"] and "loss is nan" in said["nan loss"]
-    assert "weights are finite" in said["steep loss"] and "derivative" in said["steep loss"]
+def test_a_gradient_that_is_not_finite_is_reported_with_its_cause(folder: Path) -> None:
+    messages = json.loads((folder / "messages.json").read_text())
+    assert re.search(rf"{PROJECTION} holds 1 .*\[5, 2\]", messages["update"])
+    assert "weights are finite" in messages["nan loss"] and "loss is nan" in messages["nan loss"]
+    assert "weights are finite" in messages["steep loss"] and "derivative" in messages["steep loss"]

@@ -1,4 +1,4 @@
-"""The objective that settings describe: every part of it in the loss, as a formula of numpy's; what settings refuse."""
+"""The objective that settings describe: every part of the loss, as a NumPy formula; and settings that are refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_kl_in_the_reward_changes_the_advantage_and_has_no_gradient_of_its_own()
     assert found == pytest.approx(-(clipped(d, advantages) * weight * d["weights"]).sum(), rel=1e-5)
 
 
-def test_kl_in_the_loss_is_weighed_where_the_policy_loss_itself_weighs_what_another_policy_drew() -> None:
+def test_kl_in_the_loss_is_weighted_if_the_policy_loss_divides_by_the_behaviour_policy() -> None:
     objective = PPOClip(ratio_to="behaviour")
     with_kl, _, output, microbatch = loss_of(objective, kl_coefficient=0.3, kl_estimate="k2")
     without, *_ = loss_of(objective)
@@ -131,24 +131,24 @@ def test_tokens_that_decoupled_drops_count_as_clipped() -> None:
     assert sums["clipped"].item() == expected.sum() > ((ratio < 0.8) | (ratio > 1.2)).sum()
 
 
-def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_drawn() -> None:
+def test_distillation_is_the_divergence_from_the_teacher_with_importance_weights() -> None:
     output, microbatch = made()
     microbatch.columns["teacher"] = microbatch.behaviour_logprobs - 0.3
     settings = LossSettings(kl_coefficient=0.2, kl_estimate="k2", entropy_coefficient=0.1)
     function = loss_function(Distillation(), settings)
     loss, sums = evaluate_loss(function, output, microbatch)
     d = numbers(output, microbatch)
-    weight, apart = np.minimum(np.exp(d["old"] - d["behaviour"]), 2), d["new"] - d["teacher"]
-    cost = weight * (apart**2 / 2 + 0.2 * (d["new"] - d["reference"]) ** 2 / 2) - 0.1 * d["entropies"]
+    weight, difference = np.minimum(np.exp(d["old"] - d["behaviour"]), 2), d["new"] - d["teacher"]
+    cost = weight * (difference**2 / 2 + 0.2 * (d["new"] - d["reference"]) ** 2 / 2) - 0.1 * d["entropies"]
     assert loss.item() == pytest.approx((cost * d["weights"]).sum(), rel=1e-5)
-    assert sums["reverse_kl"].item() == pytest.approx(apart.sum(), rel=1e-5)
+    assert sums["reverse_kl"].item() == pytest.approx(difference.sum(), rel=1e-5)
     assert set(needed_columns(function)) == {"reference", "teacher"}
 
 
 TOP = Distillation(top=1, divergence="forward")
 
 
-def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_who_drew() -> None:
+def test_the_divergence_over_likely_tokens_is_an_expectation_without_importance_weights() -> None:
     output, microbatch = made()
     d = numbers(output, microbatch)
     count, rho = len(d["new"]), np.exp(d["old"] - d["behaviour"])
@@ -164,7 +164,7 @@ def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_
 
     anchored = LossSettings(kl_coefficient=0.2, kl_estimate="k2", corrections=(TIS(cap=1.2),))
     loss, _ = evaluate_loss(loss_function(TOP, anchored), output, microbatch)
-    anchor = np.minimum(rho, 1.2) * (d["new"] - d["reference"]) ** 2 / 2  # an estimate from the token that was drawn
+    anchor = np.minimum(rho, 1.2) * (d["new"] - d["reference"]) ** 2 / 2  # an estimate from the sampled token
     assert loss.item() == pytest.approx(((divergence + 0.2 * anchor) * d["weights"]).sum(), rel=1e-4)
 
     sequences = microbatch.sequences.numpy()
@@ -172,12 +172,12 @@ def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_
     middle = float(np.median(np.unique(means)))
     masked = LossSettings(corrections=(SequenceMask(low=0.0, high=float(np.exp(middle))),))
     loss, sums = evaluate_loss(loss_function(TOP, masked), output, microbatch)
-    kept = means <= middle
-    assert 0 < kept.sum() < count and sums["importance_weight"] == kept.sum()
-    assert loss.item() == pytest.approx(divergence * d["weights"][kept].sum(), rel=1e-4)
+    selected = means <= middle
+    assert 0 < selected.sum() < count and sums["importance_weight"] == selected.sum()
+    assert loss.item() == pytest.approx(divergence * d["weights"][selected].sum(), rel=1e-4)
 
 
-def test_what_distillation_does_not_read_is_refused() -> None:
+def test_settings_that_distillation_does_not_read_are_refused() -> None:
     assert other_token_columns(loss_function(TOP, LossSettings())) == ("teacher_id_0",)
     assert not other_token_columns(loss_function(Distillation(), LossSettings()))
     with pytest.raises(ValueError, match=r"objective\.divergence forward .*objective\.top"):
@@ -205,7 +205,7 @@ def test_positives_only() -> None:
 
 
 def policy_objectives() -> list[PolicyObjective]:
-    """Each with its defaults, and with each denominator of its ratio."""
+    """Each objective with its defaults, and with each denominator of its ratio."""
     found = [PolicyObjective.defaults_of(name) for name in PolicyObjective.names()]
     return found + [replace(each, ratio_to="behaviour") for each in found if isinstance(each, RatioObjective)]
 
@@ -224,7 +224,7 @@ def label(objective: Objective) -> str:
 def test_every_combination_trains_or_is_refused_by_the_name_of_a_flag(
     objective: PolicyObjective, corrections: tuple[Correction, ...] | None
 ) -> None:
-    """In float32, and with nothing that is not finite."""
+    """In float32, and all numbers are finite."""
     settings, output, microbatch = LossSettings(corrections=corrections), *made()
     weighed = any(correction.has_importance_ratio for correction in corrections or ())
     try:
@@ -262,7 +262,7 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"corrections": (TIS(), "none")}, "trainer.loss.corrections must be .*Correction"),
         ({"corrections": (TIS(), IcePop())}, "corrections tis icepop: .*at most one of tis and icepop"),
@@ -284,13 +284,13 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
         ({"aggregation": "token_mean", "max_tokens": 8}, "max-tokens: .*token_mean"),
     ],
 )
-def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_contradicting_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         LossSettings(**settings)
 
 
 @pytest.mark.parametrize(
-    ("objective", "settings", "said"),
+    ("objective", "settings", "message"),
     [
         (
             PPOClip(ratio_to="behaviour"),
@@ -302,12 +302,14 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str)
         (SAPO(tau_negative=2.0), {"positives_only": True}, r"^objective\.tau-negative: .*positives-only"),
     ],
 )
-def test_what_contradicts_the_objective_is_refused(objective: Objective, settings: dict[str, Any], said: str) -> None:
-    """When a loss function is made of them, and before that in the settings of a run."""
+def test_settings_that_contradict_the_objective_are_refused(
+    objective: Objective, settings: dict[str, Any], message: str
+) -> None:
+    """When a loss function is built from them, and before that in the settings of a run."""
     loss = LossSettings(**settings)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         loss_function(objective, loss)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         RunSettings(objective=objective, trainer=TrainerSettings(loss=loss))
 
 
@@ -343,7 +345,7 @@ def test_several_updates_without_a_ratio_and_another_estimate_in_the_reward_warn
     assert loss_warnings(PPOClip(), LossSettings(kl_coefficient=0.1, kl_in="reward"), 1) == []
 
 
-def test_a_tokens_clip_with_gspo_warns() -> None:
+def test_a_token_level_clip_with_gspo_warns() -> None:
     (warning,) = loss_warnings(GSPO(ratio_to="behaviour", clip_low=0.2, clip_high=0.2), LossSettings(), 1)
     assert "clip-low 0.2 and clip-high 0.2 with gspo" in warning
 
@@ -371,7 +373,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: str) -> None:
+def test_a_number_that_is_not_finite_excludes_only_its_episode(cause: str) -> None:
     settings = LossSettings(kl_coefficient=0.1, entropy_coefficient=0.1)
     output, microbatch = made()
     wrong = int((microbatch.sequences == 2).nonzero()[0])
@@ -387,22 +389,22 @@ def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: s
     assert output.logprobs.grad is not None
 
     of_cause[cause][wrong] = CAUSES[cause]
-    again = output._replace(logprobs=logprobs.requires_grad_())
-    chosen, trained, left_out = finite_only(again, microbatch)
+    spoiled = output._replace(logprobs=logprobs.requires_grad_())
+    chosen, trained, left_out = finite_only(spoiled, microbatch)
     assert left_out.causes == {2: cause} and left_out.tokens == int((microbatch.sequences == 2).sum())
     loss, sums = evaluate_loss(loss_function(PPOClip(), settings), chosen, trained)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums["tokens"] == len(logprobs) - left_out.tokens
-    assert again.logprobs.grad is not None
-    torch.testing.assert_close(again.logprobs.grad, output.logprobs.grad)
+    assert spoiled.logprobs.grad is not None
+    torch.testing.assert_close(spoiled.logprobs.grad, output.logprobs.grad)
 
 
-def test_an_id_that_is_not_finite_ends_no_forward_pass() -> None:
-    """Its column leaves its episode out, after the pass."""
-    drawn = SampledTokens(torch.arange(4), torch.arange(4), temperature=1.0, sampling_masks=None)
+def test_an_id_that_is_not_finite_does_not_end_the_forward_pass() -> None:
+    """Its column excludes its episode, after the pass."""
+    sampled = SampledTokens(torch.arange(4), torch.arange(4), temperature=1.0, sampling_masks=None)
     ids = torch.tensor([3.0, torch.nan, torch.inf, -torch.inf])
-    others = drawn.with_others([ids, ids.flip(0)]).others
+    others = sampled.with_others([ids, ids.flip(0)]).others
     assert others is not None and others.tolist() == [[3, 0], [0, 0], [0, 0], [0, 3]]
 
 

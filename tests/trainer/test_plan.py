@@ -1,4 +1,4 @@
-"""A plan comes back as it was, with functions that compute the same, whatever module they stand in."""
+"""A plan is restored unchanged, with functions that compute the same, whatever module defines them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def written(folder: Path, of: TrainerPlan) -> dict[str, Any]:
     return values
 
 
-def test_settings_come_back(tmp_path: Path) -> None:
+def test_settings_survive_a_round_trip(tmp_path: Path) -> None:
     before = replace(plan(generation=3), functions=None)
     write_plan(tmp_path, before)
     assert read_plan(tmp_path, 3) == before
 
 
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, pytest.param(partial(gae, gamma=0.9), id="partial")])
-def test_advantages_of_the_package_are_names(tmp_path: Path, advantage: Any) -> None:
+def test_advantages_of_the_package_are_stored_by_name(tmp_path: Path, advantage: Any) -> None:
     before = plan(advantage)
     values = written(tmp_path, before)
     assert values["functions"]["advantage"]["name"] in ADVANTAGES
@@ -54,7 +54,7 @@ def test_advantages_of_the_package_are_names(tmp_path: Path, advantage: Any) -> 
     assert trained_as(read_plan(tmp_path)) == trained_as(before)
 
 
-def test_code_of_the_package_that_has_changed_trains_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_of_the_package_counts_as_different_training(monkeypatch: pytest.MonkeyPatch) -> None:
     of = plan(grpo)
     before = trained_as(of)
     monkeypatch.setattr(grpo, "__code__", rloo.__code__)
@@ -71,7 +71,7 @@ GIVEN |= {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_objectives_of_the_package_are_names_and_settings(tmp_path: Path, name: str) -> None:
+def test_objectives_of_the_package_are_stored_by_name_and_settings(tmp_path: Path, name: str) -> None:
     before = plan("distillation" if name == "distillation" else "grpo", GIVEN[name])
     values = written(tmp_path, before)
     assert "cloudpickle" not in values["functions"]["objective"] and "monarch_rl." not in json.dumps(values)
@@ -91,7 +91,7 @@ def test_objectives_of_the_package_are_names_and_settings(tmp_path: Path, name: 
     assert torch.equal(*losses)
 
 
-def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
+def test_functions_of_a_recipe_are_stored_by_value(tmp_path: Path) -> None:
     own, inner, bias = SeatBaselines(0.5), loss_function(GSPO(clip_high=0.3), LOSS), 2.0
 
     @wraps(inner)
@@ -109,7 +109,7 @@ def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
     assert torch.equal(evaluate_loss(after.objective.load(), *made())[0], evaluate_loss(inner, *made())[0] + bias)
 
 
-def test_what_another_version_needs_to_read_names_it(tmp_path: Path) -> None:
+def test_an_unreadable_plan_names_the_version_that_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "plan-0.json"
     values = written(tmp_path, plan()) | {"monarch_rl": "0.9.7"}
     wrongs: list[dict[str, Any]] = [{"format": 99}, {"settings": {"gone": 1}}, {"functions": {}}]

@@ -29,7 +29,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What reference.py and ranks.py wrote."""
+    """A folder with the output of reference.py and ranks.py."""
     folder = tmp_path_factory.mktemp("trainer")
     run_program("reference.py", folder)
     run_program("ranks.py", folder, ranks=2)
@@ -45,7 +45,7 @@ def test_logits_equal_those_of_transformers(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, kind: str) -> None:
+def test_a_loaded_model_is_saved_bit_for_bit(folder: Path, kind: str) -> None:
     before, after = saved(folder / kind), saved(folder / f"{kind}.saved")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -72,40 +72,40 @@ def test_updates_equal_plain_training(folder: Path, run: str) -> None:
         assert (found[name] - expected[name]).norm() < 0.01 * moved, name
 
 
-def test_the_gradient_of_supervised_rows_is_that_of_transformers_cross_entropy(folder: Path) -> None:
-    """Mixed into a batch it is added with its share: that is checked on the ranks, which this reads the rest of."""
+def test_the_gradient_of_supervised_rows_equals_that_of_transformers_cross_entropy(folder: Path) -> None:
+    """Mixed into a batch it is added with its share, which ranks.py checks; this test reads the rest of its output."""
     expected, found = load_file(folder / "rows.gradient"), load_file(folder / "rows.found")
     assert expected.keys() == found.keys()
     for name in expected:
         assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm(), name
 
 
-def test_one_update_a_batch_is_bit_for_bit_the_plain_loop(folder: Path) -> None:
-    """What several updates a batch need, a column of old log-probs and sums over steps, costs one update nothing."""
+def test_one_update_per_batch_equals_the_plain_loop_bit_for_bit(folder: Path) -> None:
+    """What several updates per batch need, a column of old log-probs and sums over steps, changes nothing for one."""
     expected, found = saved(folder / "by_hand"), saved(folder / "trained")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_ranks_that_disagree_are_refused_on_all_of_them(folder: Path) -> None:
-    """Advantages by a checksum of them, sums of an objective by their names: added up blindly, both would be wrong."""
+def test_disagreeing_ranks_are_refused_on_all_ranks(folder: Path) -> None:
+    """Advantages by their checksum, sums of an objective by their names: added up blindly, both would be wrong."""
     for rank in range(2):
         values, large, names = json.loads((folder / f"disagree.rank{rank}").read_text())
         assert (values, large) == ("no agreement", "no agreement on large values")
         assert f"['of rank {rank}', 'tokens']" in names
 
 
-def test_functions_that_cannot_be_trained_with_are_refused_at_the_first_step_with_their_place(folder: Path) -> None:
+def test_invalid_functions_are_refused_at_the_first_step_with_their_location(folder: Path) -> None:
     for rank in range(2):
-        heard = json.loads((folder / f"refuse.rank{rank}").read_text())
-        said = {
+        errors = json.loads((folder / f"refuse.rank{rank}").read_text())
+        expected = {
             "of_this_rank": "different trainer ranks",
             "not_a_number": "nan for sequence 0",
             "endless": "step 1: the gradient norm ",
             "shifted": "step 1: .*nan.*gradient is finite",
         }
-        assert heard.keys() == said.keys()
-        for name, message in heard.items():
-            assert re.search(said[name], message), message
+        assert errors.keys() == expected.keys()
+        for name, message in errors.items():
+            assert re.search(expected[name], message), message
             assert re.search(rf"{name} \(.*/tests/trainer/ranks\.py:\d+\)", message), message
 
 

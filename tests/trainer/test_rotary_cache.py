@@ -32,12 +32,12 @@ YARN: dict[str, Any] = dict(scaling="yarn", rope_factor=4.0, original_seq_len=16
         (PairRotaryEmbedding, ComplexRoPE, YARN),
     ],
 )
-def test_the_values_are_torchtitans(ours: Any, theirs: Any, scaling: dict[str, Any]) -> None:
+def test_the_values_equal_torchtitans(ours: Any, theirs: Any, scaling: dict[str, Any]) -> None:
     settings = dict(dim=DIM, max_seq_len=LENGTH, theta=1e4, **scaling)
     assert torch.equal(ours.Config(**settings).build().cache, theirs.Config(**settings).build().cache)
 
 
-def test_llamas_scaled_values_are_torchtitans_in_the_other_layout() -> None:
+def test_llamas_scaled_values_equal_torchtitans_in_the_other_layout() -> None:
     settings = dict(dim=DIM, max_seq_len=LENGTH, theta=1e4, **LLAMA)
     phases = ComplexRoPE.Config(**settings).build().cache
     cos, sin = HalfRotaryEmbedding.Config(**settings).build().cache.split(DIM, -1)
@@ -58,7 +58,7 @@ def test_layers_share_one_tensor_also_after_they_are_moved_off_meta(kind: Any) -
     assert other.cache.data_ptr() != layers[0].cache.data_ptr() and not torch.equal(other.cache, layers[0].cache)
 
 
-def test_a_cache_ends_with_its_last_layer() -> None:
+def test_a_cache_is_freed_with_its_last_layer() -> None:
     gc.collect()
     before = len(modules._rotary_caches)
     layer = HalfRotaryEmbedding.Config(dim=DIM, max_seq_len=LENGTH, theta=777.0).build()

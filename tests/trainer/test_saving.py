@@ -1,4 +1,4 @@
-"""Saving: the files are those of safetensors, ranks write them piece by piece, and a kill leaves no half of a model."""
+"""Saving: the files are safetensors, ranks write them slice by slice, and a kill leaves no partial model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ shapes = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 @given(shapes, st.sampled_from(["F32", "BF16"]), st.integers(1, 400))
 def test_planned_files_are_safetensors_with_every_tensor_once(
-    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, ...]], dtype: str, most: int
+    tmp_path_factory: pytest.TempPathFactory, tensor_shapes: list[tuple[int, ...]], dtype: str, most: int
 ) -> None:
-    """Whatever is written to the planned places is what safetensors reads; files are small, and the index is right."""
+    """safetensors reads the bytes that are written to the planned places; files are small, and the index is right."""
     folder = tmp_path_factory.mktemp("files")
     tensors = {
         f"t{i}": torch.randn(shape).to({"F32": torch.float32, "BF16": torch.bfloat16}[dtype])
-        for i, shape in enumerate(drawn)
+        for i, shape in enumerate(tensor_shapes)
     }
     files = plan_files(((name, tuple(value.shape)) for name, value in tensors.items()), dtype, most)
     for file in files:
@@ -44,7 +44,7 @@ def test_planned_files_are_safetensors_with_every_tensor_once(
         (folder / file.name).write_bytes(content)
         assert len(file.header) % 8 == 0
         assert len(file.places) == 1 or file.nbytes - len(file.header) <= most
-        read_header(folder / file.name)  # raises if the size is another one
+        read_header(folder / file.name)  # raises if the size differs
     found = saved(folder)
     assert list(found) and found.keys() == tensors.keys()
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
@@ -61,9 +61,9 @@ def test_planned_files_are_safetensors_with_every_tensor_once(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model whose files are to be several, one that shows in a process's memory, and what was saved of them.
+    """With a model that is saved in several files, one whose size shows in a process's memory, and their saves.
 
-    An earlier save of the same name was complete, and the one after it had a rank killed."""
+    An earlier save of the same name was complete, and a rank was killed during the one after it."""
     made = tmp_path_factory.mktemp("saving")
     bench = Bench(torch.device("cpu"), made)
     make_model(bench, TINY, "small")
@@ -76,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_rank_that_is_killed_while_it_saves_leaves_no_half_of_a_model(folder: Path) -> None:
-    """Nothing has the name, or the model that had it before does, whole. What was written lies under another name."""
+def test_a_rank_killed_during_a_save_leaves_no_partial_model(folder: Path) -> None:
+    """Nothing has the name, or the earlier model has it, whole. Written files are under another name."""
     assert not (folder / "never").exists() and partial_folder(folder / "never").is_dir()
     assert partial_folder(folder / "small_saved").is_dir()
     before, after = saved(folder / "small"), saved(folder / "small_saved")
@@ -101,7 +101,7 @@ def test_several_files_with_an_index_are_loaded_by_all(folder: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_save_after_a_kill_replaces_what_was_left_and_takes_little_memory(folder: Path) -> None:
+def test_a_save_after_a_kill_replaces_the_leftovers_and_takes_little_memory(folder: Path) -> None:
     """Less than a third of the rank's weights: it converts and writes a few MiB at a time."""
     run_program("saving_ranks.py", folder, "large", "large_saved", ranks=1)
     run_program("saving_ranks.py", folder, "small", "never", ranks=1)
@@ -113,19 +113,19 @@ def test_a_save_after_a_kill_replaces_what_was_left_and_takes_little_memory(fold
     assert memory["model"] > 50e6 and memory["grown"] < memory["model"] / 3, memory
 
 
-def test_a_full_disk_is_said_at_once_by_all_ranks(folder: Path) -> None:
-    """The rank whose disk it is names the file, the others name the rank: nobody waits in a collective for it."""
+def test_a_full_disk_is_reported_immediately_by_all_ranks(folder: Path) -> None:
+    """The rank with the full disk names the file, the others name the rank: no rank waits in a collective for it."""
     run_program("saving_ranks.py", folder, "small", "full", "full", ranks=2)
-    said = {(full, rank): (folder / f"full_{full}.rank{rank}").read_text() for full in (0, 1) for rank in (0, 1)}
+    messages = {(full, rank): (folder / f"full_{full}.rank{rank}").read_text() for full in (0, 1) for rank in (0, 1)}
     own = r"OSError: .*'.*\.{}\.partial/{}'"
     weights, adapter = (
         own.format("full_1", r"model-\d+-of-\d+.safetensors"),
         own.format("full_0_adapter", "adapter_model.safetensors"),
     )
-    assert re.fullmatch(weights, said[1, 1]) and re.fullmatch(adapter, said[0, 0])
-    assert re.fullmatch(f"RuntimeError: trainer rank 1 .* the weights: {weights}", said[1, 0])
-    assert re.fullmatch(f"RuntimeError: trainer rank 0 .* the adapter: {adapter}", said[0, 1])
-    # The next save needs nobody to clean up.
+    assert re.fullmatch(weights, messages[1, 1]) and re.fullmatch(adapter, messages[0, 0])
+    assert re.fullmatch(f"RuntimeError: trainer rank 1 .* the weights: {weights}", messages[1, 0])
+    assert re.fullmatch(f"RuntimeError: trainer rank 0 .* the adapter: {adapter}", messages[0, 1])
+    # The next save needs no clean-up.
     before, after = saved(folder / "small"), saved(folder / "full_1")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert not partial_folder(folder / "full_1").exists() and not (folder / "full_0").exists()

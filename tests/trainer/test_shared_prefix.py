@@ -1,4 +1,4 @@
-"""What episodes share is computed once, with the log-probs and gradients of separate episodes."""
+"""Shared prefixes are computed once, with the log-probs and gradients of separate episodes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.trainer.test_mla import CONFIG as DEEPSEEK  # noqa: E402
 
 CPU = torch.device("cpu")
 LOGPROB_BOUND = 1e-5
-"""Nats, fp32. The largest difference seen in 320 micro-batches of these models was 1e-6."""
+"""Nats, fp32. The largest difference observed in 320 micro-batches of these models was 1e-6."""
 GRADIENT_BOUND = 2e-5
-"""Of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more (of a query with
-one key nothing is left but rounding), fp32; the largest seen was 2e-6."""
+"""Share of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more (for a
+query with one key only rounding errors remain), fp32; the largest observed was 2e-6."""
 HEADS = 4
 ATTENTION = {"mha": (4, 8, 8), "gqa": (2, 8, 8), "mla": (4, 12, 8)}
-"""Heads of keys and values, elements of a query and a key, elements of a value. ``mla``: with keys of every head, and
-rotary elements in them, but not in values."""
+"""Key-value heads, elements of a query and a key, elements of a value. ``mla``: with keys of every head, and rotary
+elements in them, but not in values."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "rms_norm_eps": 1e-6,
@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "moe": MOE | SHAPE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS, "num_experts_per_tok": K},
     "mla": DEEPSEEK | {"vocab_size": VOCABULARY, "n_routed_experts": 2 * EXPERTS, "num_experts_per_tok": K},
 }
-"""``mla`` has a dense layer and two of experts; the others as many layers as trees have routes of."""
+"""``mla`` has a dense layer and two of experts; the others have as many layers as trees have routes."""
 
 
 @cache
@@ -81,20 +81,20 @@ def model(kind: str, lora: bool = False) -> Any:
 def computed(
     module: Any, batch: MicroBatch, replay: bool, others: bool = True
 ) -> tuple[TokenLogprobs, dict[str, torch.Tensor]]:
-    """Log-probs of the drawn tokens and, with ``others``, of two more in the place of each, which depend on its
+    """Log-probs of the sampled tokens and, with ``others``, of two more ids at each position, which depend on its
     episode; and the gradients of a weighted sum of them."""
     module.zero_grad()
     routers = [part for part in module.modules() if isinstance(part, ReplayRouter)]
     for layer, router in enumerate(routers):
         router.routes_BLK = None if batch.expert_routes is None else batch.expert_routes[:, :, layer]
         router.replay = replay
-    drawn = SampledTokens(
+    sampled = SampledTokens(
         batch.sampled_after, batch.targets, temperature=0.8, sampling_masks=batch.sampling_masks, rows=batch.rows
     )
-    if others and batch.sampling_masks is None:  # of each episode its own, also of tokens that it shares
+    if others and batch.sampling_masks is None:  # each episode's own, also for shared tokens
         ids = batch.targets if batch.rows is None else batch.targets[batch.rows]
-        drawn = drawn.with_others([(ids + batch.sequences) % 30, (ids + 1) % 30])
-    module.lm_head.sampled_tokens = drawn
+        sampled = sampled.with_others([(ids + batch.sequences) % 30, (ids + 1) % 30])
+    module.lm_head.sampled_tokens = sampled
     output = module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
     each = output.logprobs if output.others is None else output.logprobs + output.others.sum(-1)
     (each * batch.advantages * batch.weights).sum().backward()
@@ -136,7 +136,7 @@ def groups_of(**parts: Any) -> st.SearchStrategy[list[list[Episode]]]:
 
 
 @settings(max_examples=60)
-@given(groups=st.booleans().flatmap(lambda kept: groups_of(kept=kept)))
+@given(groups=st.booleans().flatmap(lambda masks: groups_of(kept=masks)))
 def test_dense(groups: list[list[Episode]]) -> None:
     check_equal_to_separate(model("dense"), groups)
 
@@ -168,13 +168,13 @@ def test_latent_attention(groups: list[list[Episode]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["moe", "mla"])
-def test_experts_of_the_trainers_own_choice(kind: str) -> None:
+def test_experts_chosen_by_the_trainer(kind: str) -> None:
     """Fixed trees: where two scores are nearly equal, the last bits would decide."""
     check_equal_to_separate(model(kind), [tree_of([20, 18, 18, 9], [(0, 0), (0, 12), (1, 15), (0, 5)], 3)])
 
 
 def test_a_long_shared_prefix_and_long_answers() -> None:
-    """So that segments are computed in several calls, causal ones and masked ones."""
+    """Long enough that segments are computed in several calls, causal ones and masked ones."""
     groups = [
         tree_of([170, 180, 165, 172, 290], [(0, 0), (0, 150), (0, 160), (2, 164), (0, 40)], 5),
         tree_of([40, 120], [(0, 0), (0, 38)], 6),
@@ -186,7 +186,7 @@ def test_a_long_shared_prefix_and_long_answers() -> None:
 
 
 def test_a_shared_token_has_one_row_and_the_last_one_a_target_for_each_branch() -> None:
-    """Two episodes fork after 5 tokens, of which 2 were drawn; the third equals the first."""
+    """Two episodes fork after 5 tokens, of which 2 were sampled; the third equals the first."""
     episodes = tree_of([8, 8, 8], [(0, 0), (0, 5), (0, 8)], 0)
     for episode in episodes:
         episode.turns[0].trainable[:] = np.arange(8) >= 3
@@ -201,23 +201,23 @@ def test_a_shared_token_has_one_row_and_the_last_one_a_target_for_each_branch() 
 
 @settings(max_examples=60)
 @given(groups=groups_of(), seed=st.integers(0, 100))
-def test_columns_lie_beside_their_tokens(groups: list[list[Episode]], seed: int) -> None:
-    """A token that several episodes share has the value of each of them, like its behaviour log-prob."""
-    draw = np.random.default_rng(seed)
+def test_columns_stay_aligned_with_their_tokens(groups: list[list[Episode]], seed: int) -> None:
+    """A token that several episodes share has a value per episode, like its behaviour log-prob."""
+    rng = np.random.default_rng(seed)
     episodes = [episode for group in groups for episode in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     for episode in episodes:
-        episode.fill_column("value", draw.normal(size=episode.num_tokens))
+        episode.fill_column("value", rng.normal(size=episode.num_tokens))
         episode.fill_column("copy", episode.logprobs)
     batch = pack(episodes, torch.zeros(len(episodes)), torch.zeros(len(episodes)), 0, CPU, numbers, ["value", "copy"])
     assert batch.columns.keys() == {"value", "copy"} and batch.num_sequences == len(episodes)
     assert torch.equal(batch.columns["copy"], batch.behaviour_logprobs)
     targets = batch.targets if batch.rows is None else batch.targets[batch.rows]
     for number, episode in enumerate(episodes):
-        own, drawn = batch.sequences == number, episode.trainable
+        own, sampled = batch.sequences == number, episode.trainable
         assert batch.columns["value"].dtype == torch.float32
-        assert batch.columns["value"][own].tolist() == episode.column("value")[drawn].tolist()
-        assert targets[own].tolist() == episode.token_ids[drawn].tolist()
+        assert batch.columns["value"][own].tolist() == episode.column("value")[sampled].tolist()
+        assert targets[own].tolist() == episode.token_ids[sampled].tolist()
 
 
 def test_a_rank_without_episodes_has_all_columns() -> None:
@@ -232,8 +232,8 @@ def test_an_episode_without_a_column_that_others_have_is_refused() -> None:
         pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0], ["value"])
 
 
-def test_a_token_that_was_drawn_from_other_sets_has_a_row_for_each() -> None:
-    """The log-prob depends on the set, what the model computes does not."""
+def test_a_token_sampled_from_different_masks_has_a_row_for_each() -> None:
+    """The log-prob depends on the mask, the model's hidden state does not."""
     episodes = tree_of([6, 6], [(0, 0), (0, 6)], 1, kept=True)
     turn = episodes[1].turns[0]
     (place, *_) = np.flatnonzero(turn.trainable)
@@ -243,8 +243,8 @@ def test_a_token_that_was_drawn_from_other_sets_has_a_row_for_each() -> None:
     turn.sampling_masks.ids = turn.sampling_masks.ids.copy()
     turn.sampling_masks.ids[other] = VOCABULARY - 1
     batch = pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0])
-    drawn = int(turn.trainable.sum())
-    assert batch.num_tokens == 5 and len(batch.targets) == drawn + 1
+    sampled = int(turn.trainable.sum())
+    assert batch.num_tokens == 5 and len(batch.targets) == sampled + 1
     check_equal_to_separate(model("dense"), [episodes])
 
 
@@ -278,8 +278,8 @@ def documented_varlen(
     enable_gqa: bool,
     num_splits: int | None,
 ) -> torch.Tensor:
-    """``torch.nn.attention.varlen.varlen_attn`` as it is documented, in fp32, with flash attention's causal mask for
-    fewer queries than keys: aligned at the bottom right (its README, since version 2.1). FA3 takes narrower values."""
+    """``torch.nn.attention.varlen.varlen_attn`` as documented, in fp32, with flash attention's causal mask for fewer
+    queries than keys: aligned at the bottom right (its README, since version 2.1). FA3 supports narrower values."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     assert all(x.is_contiguous() and x.ndim == 3 for x in (query, key, value))
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
@@ -314,14 +314,14 @@ def attention_of(module: Any, inputs: list[torch.Tensor], layout: AttentionLayou
 @pytest.mark.parametrize("kind", ATTENTION)
 @settings(max_examples=20)
 @given(groups=groups_of(most=5, longest=12), seed=st.integers(0, 100))
-def test_both_kinds_of_attention_are_that_of_the_definition(kind: str, groups: list[list[Episode]], seed: int) -> None:
+def test_both_kinds_of_attention_equal_the_definition(kind: str, groups: list[list[Episode]], seed: int) -> None:
     kv_heads, width, value_width = ATTENTION[kind]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     rows = layout_rows([episode for group in groups for episode in group], numbers)
     layout = AttentionLayout(rows.segments(), CPU)
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shapes = [(HEADS, width), (kv_heads, width), (kv_heads, value_width)]
-    q, k, v = inputs = [torch.randn(rows.width, *shape, generator=draw) for shape in shapes]
+    q, k, v = inputs = [torch.randn(rows.width, *shape, generator=generator) for shape in shapes]
     expected = dense_attention(q, k, v, layout)
     on_cpu = attention_of(PackedAttention(PackedAttention.Config()), inputs, layout)
     assert len(on_cpu) == 4

@@ -1,4 +1,4 @@
-"""A snapshot is sent only as the version that it was taken of; weights that LoRA is merged into are made together."""
+"""A snapshot is sent only as its own version; neighbouring weights are merged with their LoRA together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.patience import patiently
 
 
 class Memory:
-    """The sending end's memory, and nothing that sends it."""
+    """The sending end's memory, without a transport."""
 
     def __init__(self) -> None:
         self.areas = [torch.zeros(32, dtype=torch.uint8) for _ in range(2)]
@@ -45,7 +45,7 @@ def test_a_snapshot_of_another_version_is_refused() -> None:
 
 
 class Transfer(Memory):
-    """A sending end whose transfer ends when the test says so, or when it is aborted."""
+    """A sending end whose transfer ends when the test ends it, or when it is aborted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Transfer(Memory):
 
 
 async def outcome_of(fails: str) -> tuple[Transfer, Any]:
-    """What ``Snapshots.send`` answers or raises, where checksums or the transfer fail."""
+    """The result or error of ``Snapshots.send`` when checksums or the transfer fail."""
     sender: Any = Transfer()
     manifest = make_manifest([("a", (4, 2), torch.float32)], [[("a", 0, 8)]])
     snapshots = Snapshots(sender, manifest, 0, torch.device("cpu"))
@@ -85,8 +85,8 @@ async def outcome_of(fails: str) -> tuple[Transfer, Any]:
     return sender, answers[0]
 
 
-def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back() -> None:
-    """The transfer is aborted and has ended when the error is raised; and the error is that of the checksums."""
+def test_a_transfer_is_aborted_before_its_failed_checksums_are_raised() -> None:
+    """The transfer is aborted and has ended when the error is raised; and the error comes from the checksums."""
     sender, answer = asyncio.run(outcome_of("checksums"))
     assert sender.ended and "snapshot 1" in str(answer)
     assert str(answer) in str(sender.outcome.exception())
@@ -97,9 +97,11 @@ def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back(
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3, 64])
-def test_neighbours_are_merged_with_their_lora_together(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of a layer are slices of one parameter here and in a snapshot: what is merged, and copied, at a time is
-    bounded, and kernels do not grow with experts."""
+def test_neighbouring_weights_are_merged_with_their_lora_together(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of a layer are slices of one parameter here and in a snapshot: the bytes merged and copied at a time are
+    bounded, and the number of kernels does not grow with experts."""
     experts, rows, columns, rank, scaling = 10, 6, 4, 2, 0.5
     monkeypatch.setattr(trainer_lora, "MERGED_BYTES", at_a_time * rows * columns * 4)
     weights: dict[str, torch.Tensor] = {}
@@ -128,4 +130,6 @@ def test_neighbours_are_merged_with_their_lora_together(at_a_time: int, monkeypa
     assert merged.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(merged[name], value, atol=1e-6)
-        assert torch.equal(places[name], merged[name].flatten().to(torch.bfloat16)), "what is sent is what is saved"
+        assert torch.equal(places[name], merged[name].flatten().to(torch.bfloat16)), (
+            "the sent tensor equals the saved one"
+        )

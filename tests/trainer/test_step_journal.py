@@ -1,4 +1,4 @@
-"""Which steps of a journal a rank makes again after a checkpoint. tests/recipe/test_resume.py has runs that do."""
+"""Which steps of a journal a rank replays after a checkpoint. tests/recipe/test_resume.py has runs that do."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.checkpoint.test_journal import shards
 
 PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)
 WEIGHTS = np.arange(3)
-"""Checksums of the weights that the rank has."""
+"""Checksums of the rank's weights."""
 RANK: Any = SimpleNamespace(rank=0, settings=SimpleNamespace(tp=1))
 
 
 @pytest.fixture(autouse=True)
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_journal, "weights_checksums", lambda policy: WEIGHTS)
-    monkeypatch.setattr(journal_module, "END_S", 600.0)  # a disk that writes is waited for
+    monkeypatch.setattr(journal_module, "END_S", 600.0)  # wait for a slow disk
 
 
 def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.ndarray = WEIGHTS) -> Path:
-    """By generation: its plan, and the versions of which it has the batch; negative ones ended in their steps."""
+    """By generation: its plan, and the versions whose batch it has; the steps of negative ones did not end."""
     for generation, (plan, versions) in enumerate(generations):
         write_plan(folder, replace(plan, generation=generation))
         writer = JournalWriter(folder, 0, 10**6, {"generation": generation, "trained_as": trained_as(plan)})
@@ -57,26 +57,24 @@ def versions(folder: Path, checkpoint: int, generation: int) -> list[int]:
     return [batch.version for batch in EarlierSteps(folder, PLAN, RANK, checkpoint, generation).replayable]
 
 
-def test_all_that_follow_the_checkpoint_without_a_gap(tmp_path: Path) -> None:
-    """A run that was resumed from version 4, which had made 6 before."""
+def test_batches_that_follow_the_checkpoint_without_a_gap_are_replayable(tmp_path: Path) -> None:
+    """A run that was resumed from version 4, after it had made version 6."""
     folder = journal(tmp_path, (PLAN, [0, 1, 2, 3, 4, 5, 6]), (PLAN, [4, 5, 7]))
     assert versions(folder, 2, 0) == versions(folder, 2, 0) == [2, 3, 4, 5]
     assert versions(folder, 4, 1) == [4, 5] and versions(folder, 6, 1) == []
-    assert versions(folder, 3, 1) == [], "generation 0 made that batch after another version 3"
+    assert versions(folder, 3, 1) == [], "generation 0 took that batch after another version 3"
     earlier = EarlierSteps(folder, PLAN, RANK, 2, 0)
     assert earlier.batch(5).version == 5 and earlier.equal(5) is True
 
 
-def test_a_journal_of_other_weights_is_not_for_this_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_journal_of_other_weights_is_not_replayed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 2, 0) == [] and versions(folder, 0, 0) == [0, 1, 2]
     assert "other weights" in caplog.text
 
 
-def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
+def test_a_plan_that_the_disk_refuses_costs_neither_the_run_nor_a_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy: Any = SimpleNamespace(rank=0, world_size=1, settings=SimpleNamespace(tp=1))
@@ -95,15 +93,15 @@ def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
         read_plan(tmp_path, 1)
 
 
-def test_a_batch_whose_step_never_ended_is_tried_once(tmp_path: Path) -> None:
-    """It may be what ended the run."""
+def test_a_batch_whose_step_never_ended_is_replayed_once(tmp_path: Path) -> None:
+    """It may have ended the run."""
     once = journal(tmp_path / "once", (PLAN, []), (PLAN, [2, 3, -4]))
     assert versions(once, 2, 1) == [2, 3, 4]
     twice = journal(tmp_path / "twice", (PLAN, [2, 3, -4]), (PLAN, []))
     assert versions(twice, 2, 0) == [2, 3]
 
 
-def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_for_other_ranks_or_functions_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     two = replace(PLAN, settings=TrainerSettings(ranks=2))
     own = replace(PLAN, functions=TrainingFunctions.of(lambda group: group.rewards, PPOClip(), LossSettings()))
     folder = journal(tmp_path, (two, [0, 1]), (PLAN, [2, 3]))
@@ -121,8 +119,8 @@ print(code_of(objective))
 """
 
 
-def test_an_objective_that_was_edited_where_it_stands_is_another_one() -> None:
-    """In every process the same one is the same, whatever seed its hashes have."""
+def test_an_objective_edited_in_place_counts_as_another_one() -> None:
+    """The same objective has the same code in every process, whatever its hash seed."""
 
     def code(body: str, seed: int) -> str:
         text = f"def objective(batch):\n    return [{body} for column in batch if column in {{'a', 'b', 'c', 'd'}}]"
@@ -136,17 +134,17 @@ def test_an_objective_that_was_edited_where_it_stands_is_another_one() -> None:
     assert len(first) > 32 and first == code("2 * column", 2) == code("2 * column", 3) != code("3 * column", 1)
 
 
-def test_what_was_made_before_the_run_went_back_is_not_compared(tmp_path: Path) -> None:
-    """Of a rank that writes no batches, as a tensor-parallel neighbour, nothing says that they were taken anew."""
+def test_checksums_from_before_a_rollback_are_not_compared(tmp_path: Path) -> None:
+    """For a rank that writes no batches, like a tensor-parallel neighbour, nothing shows that they were replaced."""
     folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
     assert versions(folder, 2, 1) == [], "the batch is of generation 0"
     assert EarlierSteps(folder, PLAN, RANK, 2, 1)._is_equal(1, 1) is None
 
 
-def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
+def test_batches_from_before_a_resume_without_the_journal_do_not_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint's own weights are compared all the same."""
+    """The checkpoint's own weights are compared nevertheless."""
     folder = journal(tmp_path / "equal", (PLAN, [0, 1, 2, 3]))
     assert versions(folder, 2, 0) == [2, 3]
     with caplog.at_level(logging.WARNING):
@@ -156,14 +154,14 @@ def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
     assert "other weights" in caplog.text
 
 
-def test_ranks_make_again_what_all_of_them_have() -> None:
+def test_ranks_replay_the_batches_that_all_of_them_have() -> None:
     first, second, other = JournalBatch(4, 0, 11), JournalBatch(5, 0, 12), JournalBatch(5, 1, 13)
     assert common_batches([[first, second], [first, second]]) == 2
     assert common_batches([[first, second], [first, other]]) == 1, "each took another batch as its last one"
     assert common_batches([[first, second], [first]]) == 1 and common_batches([[first], []]) == 0
 
 
-def test_what_is_said_of_the_weights() -> None:
+def test_the_replay_summary_reports_the_comparison_of_weights() -> None:
     assert replay_summary("step 3", [None]).endswith("; the journal has no checksums to compare the weights with")
     assert replay_summary("steps 3 to 5", [True, True, None]).endswith("bit for bit, after all 2 that can be compared")
     assert replay_summary("steps 3 to 5", [True, False, None]).endswith("differ after 1 of 2 that can be compared")

@@ -1,4 +1,4 @@
-"""Rows of prompt and answer: which ones a step has, and how ranks share them. What they teach is in test_policy.py."""
+"""Rows of prompt and answer: which ones a step has, and how ranks share them. Their gradient is in test_policy.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(lengths: list[tuple[int, int]], count: int, ranks: int = 1, share: f
 
 
 def taken(part: SupervisedShard) -> list[int]:
-    """The numbers of the rows of a rank's part."""
+    """The numbers of the rows of a rank's shard."""
     numbers, start = [], 0
     for tokens, _ in (row for rows in part.lengths for row in rows):
         numbers.append(int(part.token_ids[start]))
@@ -52,14 +52,14 @@ def test_ranks_share_the_rows_of_a_step_and_have_equally_many_microbatches(
         own = [of_rank[number] for of_rank in packed_parts]
         assert {len(of_rank) for of_rank in own} == {microbatches}
         assert all(each.num_tokens <= BUDGET and each.supervised for of_rank in own for each in of_rank)
-        assert sum(len(each.weights) for of_rank in own for each in of_rank) == tokens, "of answers alone"
+        assert sum(len(each.weights) for of_rank in own for each in of_rank) == tokens, "only tokens of answers"
         weight = sum(float(each.weights.sum()) for of_rank in own for each in of_rank)
         assert weight == pytest.approx(1)
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(0, 5))
-def test_a_cursor_is_all_that_is_needed_to_go_on(lengths: list[tuple[int, int]], count: int, steps: int) -> None:
-    """Each time through every row comes once, in another order."""
+def test_the_cursor_suffices_to_resume(lengths: list[tuple[int, int]], count: int, steps: int) -> None:
+    """In each pass every row occurs once, in another order."""
     whole, resumed = rows_of(lengths, count), rows_of(lengths, count)
     for step in range(steps):
         whole.take(step * count, 0)
@@ -70,7 +70,7 @@ def test_a_cursor_is_all_that_is_needed_to_go_on(lengths: list[tuple[int, int]],
     assert all(sorted(order[start : start + size]) == list(range(size)) for start in range(0, 3 * size, size))
 
 
-def test_rows_beside_a_batch_have_their_share_of_the_weights() -> None:
+def test_rows_mixed_into_a_batch_have_their_share_of_the_weights() -> None:
     from monarch_rl.algorithms.advantages import dr_grpo
 
     batches = packed(shard(batch(0), 0, 0, 1, tokens_per_microbatch=50), dr_grpo)
@@ -82,7 +82,7 @@ def test_rows_beside_a_batch_have_their_share_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (
             {"prompt": [1], "answer": [2] * BUDGET},
@@ -92,20 +92,20 @@ def test_rows_beside_a_batch_have_their_share_of_the_weights() -> None:
         ({"prompt": [1]}, "'answer'"),
     ],
 )
-def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], said: str) -> None:
+def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str) -> None:
     rows = SupervisedRows(SupervisedPlan(ByValue([row]), 1), lambda row: (row["prompt"], row["answer"]), BUDGET, 1)
-    with pytest.raises(ValueError, match=f"supervised row 0 .*{said}"):
+    with pytest.raises(ValueError, match=f"supervised row 0 .*{message}"):
         rows.take(0, 0)
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([], "no supervised rows"),
         ([{"question": "1+1?", "answer": "2"}], "question, answer"),
         ([{"prompt": "1+1?", "answer": 2}], r"answer .*\b2\b"),
     ],
 )
-def test_rows_of_another_kind_are_refused_before_they_travel(rows: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_rows_of_another_kind_are_refused_before_they_are_sent(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_rows(rows)

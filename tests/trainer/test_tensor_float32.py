@@ -1,4 +1,4 @@
-"""When a GPU may multiply in TF32: where the operands are values of bfloat16, of which TF32 loses nothing."""
+"""When a GPU may multiply in TF32: where the operands are bfloat16 values, which TF32 represents exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DROPPED = 13
 
 
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest value that TF32 has, half to even."""
+    """Rounded to the nearest value of TF32, half to even."""
     bits = x.view(torch.int32)
     even = (bits >> DROPPED) & 1
     return ((bits + (1 << (DROPPED - 1)) - 1 + even) >> DROPPED << DROPPED).view(torch.float32)
@@ -41,7 +41,7 @@ def test_tf32_loses_bits_of_other_values() -> None:
 
 
 @pytest.mark.parametrize("enabled, inside", [(True, "high"), (False, "highest")])
-def test_it_ends_with_the_block_also_by_an_error(enabled: bool, inside: str) -> None:
+def test_tf32_ends_with_its_block_even_on_an_error(enabled: bool, inside: str) -> None:
     with pytest.raises(KeyError), tensor_float32(enabled):
         assert torch.get_float32_matmul_precision() == inside
         raise KeyError
@@ -49,7 +49,7 @@ def test_it_ends_with_the_block_also_by_an_error(enabled: bool, inside: str) -> 
 
 
 @pytest.mark.parametrize("enabled, inside", [(True, "high"), (False, "highest")])
-def test_it_decides_also_where_torch_begins_with_it(enabled: bool, inside: str) -> None:
+def test_the_block_overrides_torchs_initial_setting(enabled: bool, inside: str) -> None:
     torch.set_float32_matmul_precision("high")
     try:
         with tensor_float32(enabled):
@@ -59,7 +59,7 @@ def test_it_decides_also_where_torch_begins_with_it(enabled: bool, inside: str) 
         torch.set_float32_matmul_precision("highest")
 
 
-def test_an_environment_that_turns_it_on_everywhere_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_enables_tf32_everywhere_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv(TF32_OVERRIDE, "1")
@@ -88,8 +88,8 @@ class Watched(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("half, expected", [(True, "high"), (False, "highest")])
-def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, expected: str) -> None:
-    """The merged weights of LoRA, for one, are made of float32 values, outside of both."""
+def test_a_policy_uses_tf32_only_in_the_two_passes_of_half_precision(half: bool, expected: str) -> None:
+    """The merged weights of LoRA, for example, are computed from float32 values, outside of both."""
     weight = torch.ones(3, requires_grad=True)
 
     class Module(torch.nn.Module):

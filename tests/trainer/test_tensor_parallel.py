@@ -27,14 +27,14 @@ MODELS = {"qwen3": QWEN3, "qwen3_tied": QWEN3 | {"tie_word_embeddings": True}, "
 LAYOUTS = {"2x2": 2, "4x2": 4}
 """Ranks and tensor-parallel degree, and the ranks. The second is a mesh of FSDP and tensor parallelism."""
 LOGPROB_BOUND = 1e-5
-"""Nats, fp32, and for entropies and kept masses too."""
+"""Nats, fp32, and for entropies and mask masses too."""
 GRADIENT_BOUND = 2e-5
-"""Of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more."""
+"""Share of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, and what one rank made of them."""
+    """The models, and the output of one rank."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
     for seed, (name, config) in enumerate(MODELS.items()):
         make_folder(folder / name, config, seed)
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
 )
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
-    """A layout, of which tensor_parallel_ranks.py has written its part."""
+    """A layout for which tensor_parallel_ranks.py has written its output."""
     ranks = LAYOUTS[request.param]
     if ranks not in ran:
         ran.add(ranks)
@@ -58,8 +58,8 @@ def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_log_probs_entropies_and_gradients_are_those_of_one_rank(folder: Path, name: str, where: str) -> None:
-    """Of episodes that share prefixes, over a temperature, in several chunks, with kept sets and without."""
+def test_log_probs_entropies_and_gradients_equal_those_of_one_rank(folder: Path, name: str, where: str) -> None:
+    """For episodes that share prefixes, at a temperature, in several chunks, with sampling masks and without."""
     expected, found = (load_file(folder / f"{name}.{layout}.values") for layout in ("1x1", where))
     assert expected.keys() == found.keys()
     norms = [value.norm() for tensor, value in expected.items() if tensor.startswith("grad.")]
@@ -73,23 +73,23 @@ def test_log_probs_entropies_and_gradients_are_those_of_one_rank(folder: Path, n
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
-    """Also what is sent: the program compares the shards of each rank's snapshot with the saved weights. It also checks
-    that each rank writes its rows."""
+def test_a_loaded_model_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
+    """The same holds for sent weights: the program compares the shards of each rank's snapshot with the saved weights.
+    It also checks that each rank writes its rows."""
     before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_updates_are_those_of_one_rank(folder: Path, name: str, where: str) -> None:
-    """Weights in the norm; losses and gradient norms within 1e-4 of theirs, and the same number of tokens."""
+def test_updates_equal_those_of_one_rank(folder: Path, name: str, where: str) -> None:
+    """Weights in the norm; losses and gradient norms within 1e-4, and the same number of tokens."""
     start, expected, found = saved(folder / name), saved(folder / f"{name}.1x1"), saved(folder / f"{name}.{where}")
     for tensor in expected:
         moved = (expected[tensor] - start[tensor]).norm()
         assert moved > 0 and (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
     ours, theirs = (json.loads((folder / f"{name}.{layout}.json").read_text()) for layout in (where, "1x1"))
-    # Two parts of a batch share less than one: groups are cut.
+    # Two shards of a batch share less than one: groups are split.
     counted = ("tokens", "computed_share") if where == "2x2" else ("tokens",)
     for our_step, their_step in zip(ours, theirs, strict=True):
         assert [our_step[name] for name in counted] == [their_step[name] for name in counted]
@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_shared_equally_is_refused(change: dict[str, int]
 
 
 def test_torchtitan_still_has_no_context_parallelism_for_packed_rows() -> None:
-    """When this fails, docs/architecture.md has to say something else."""
+    """When this fails, docs/architecture.md has to be changed."""
     config = model_config(parse_config(QWEN3), logprob_chunk=16, longest=64, half_on_gpu=True)
     parallelism = ParallelismConfig(context_parallel_degree=2)
     with pytest.raises(NotImplementedError, match="Varlen.*CP"):

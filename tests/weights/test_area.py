@@ -22,7 +22,7 @@ def test_another_process_reads_and_writes_it() -> None:
     assert area.buffer[:5].tolist() == [0, 0, 0, 7, 0]
 
 
-def test_who_is_attached_keeps_it_and_nobody_else_comes() -> None:
+def test_an_attached_process_keeps_the_area_and_no_other_can_attach() -> None:
     area = Area(16)
     handle, attached = area.handle, attach(area.handle)
     area.buffer.fill_(5)
@@ -33,5 +33,5 @@ def test_who_is_attached_keeps_it_and_nobody_else_comes() -> None:
 
 
 def test_no_two_areas_have_one_handle() -> None:
-    """Even if the second takes the place of the first."""
+    """Even if the second one is created in the place of the first."""
     assert len({Area(16).handle for _ in range(3)}) == 3

@@ -15,8 +15,8 @@ WIDTHS = st.integers(1, 11)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float64])
 
 
-def drawn(seed: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Bits at random: also NaNs, infinities and both zeros."""
+def random_bits(seed: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random bits: also NaNs, infinities and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     shape = (height, width * dtype.itemsize)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
@@ -42,16 +42,16 @@ def reference(x: torch.Tensor) -> int:
 
 @given(SEEDS, HEIGHTS, WIDTHS, DTYPES)
 def test_equals_the_formula(seed: int, height: int, width: int, dtype: torch.dtype) -> None:
-    x = drawn(seed, height, width, dtype)
+    x = random_bits(seed, height, width, dtype)
     assert tensor_checksum(x).item() % MODULUS == reference(x)
 
 
 @given(SEEDS, HEIGHTS, WIDTHS, DTYPES, st.integers(0, 20), st.lists(st.integers(0, 11), min_size=2, max_size=2))
-def test_adds_up_over_boxes_wherever_the_cuts_are(
+def test_adds_up_over_boxes_however_they_are_split(
     seed: int, height: int, width: int, dtype: torch.dtype, row: int, columns: list[int]
 ) -> None:
-    """Rows above the cut are divided at one column, those below at another; words may be cut in two."""
-    x, row = drawn(seed, height, width, dtype), min(row, height)
+    """Rows above the split are divided at one column, those below at another; words may be split in two."""
+    x, row = random_bits(seed, height, width, dtype), min(row, height)
     parts = []
     for column, first, rows in ((columns[0], 0, x[:row]), (columns[1], row, x[row:])):
         column = min(column, width)
@@ -63,7 +63,7 @@ def test_adds_up_over_boxes_wherever_the_cuts_are(
 def test_any_flipped_bit_changes_it(
     seed: int, height: int, width: int, dtype: torch.dtype, bit: int, data: st.DataObject
 ) -> None:
-    x = drawn(seed, height, width, dtype)
+    x = random_bits(seed, height, width, dtype)
     flipped = x.clone()
     place = data.draw(st.integers(0, x.nbytes - 1))
     flipped.view(torch.uint8).view(-1)[place] ^= 1 << bit
@@ -72,7 +72,7 @@ def test_any_flipped_bit_changes_it(
 
 @given(SEEDS, st.integers(2, 20), st.integers(2, 11), st.data())
 def test_swapped_rows_and_swapped_columns_change_it(seed: int, height: int, width: int, data: st.DataObject) -> None:
-    x = drawn(seed, height, width, torch.float64)
+    x = random_bits(seed, height, width, torch.float64)
     for dim, size in enumerate(x.shape):
         first, second = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
         order = torch.arange(size)
@@ -81,36 +81,36 @@ def test_swapped_rows_and_swapped_columns_change_it(seed: int, height: int, widt
 
 
 def test_a_slice_of_a_fused_parameter_has_the_checksum_of_the_tensor() -> None:
-    fused = drawn(1, 10, 6)
+    fused = random_bits(1, 10, 6)
     assert tensor_checksum(fused[3:7]).item() == tensor_checksum(fused[3:7].clone()).item()
     assert tensor_checksum(fused[:, 2:5]).item() == tensor_checksum(fused[:, 2:5].clone()).item()
 
 
 @pytest.mark.parametrize("width", [30, 31])
-def test_large_tensors_are_summed_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = drawn(2, 100, width)
+def test_large_tensors_are_summed_in_chunks(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_bits(2, 100, width)
     whole = tensor_checksum(x).item()
     monkeypatch.setattr("monarch_rl.weights.checksum._CACHED_WORDS", 64)
     assert tensor_checksum(x).item() == whole
 
 
 @given(SEEDS, st.lists(st.tuples(HEIGHTS, WIDTHS, DTYPES), min_size=1, max_size=4))
-def test_planned_checksums_are_those_of_each_tensor_whatever_it_holds_by_then(
+def test_planned_checksums_are_of_the_tensors_current_contents(
     seed: int, shapes: list[tuple[int, int, torch.dtype]]
 ) -> None:
-    held = [drawn(seed, *shape) for shape in shapes]
+    held = [random_bits(seed, *shape) for shape in shapes]
     planned = Checksums([TensorBox(x) for x in held])
-    for again in range(2):
+    for repetition in range(2):
         for x, shape in zip(held, shapes, strict=True):
-            x.copy_(drawn(seed + again, *shape))
-        for piece in planned.blocks:
-            piece.add()
+            x.copy_(random_bits(seed + repetition, *shape))
+        for block in planned.blocks:
+            block.add()
         assert planned.take().tolist() == [tensor_checksum(x).item() for x in held]
 
 
 @pytest.mark.parametrize("sizes", [[4], [600], [4, 600]], ids=["small", "large", "both"])
-def test_on_a_device_all_of_it_stays_there(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device without memory the shapes can be followed: nothing of the host's gets between."""
+def test_on_a_device_checksums_involve_no_host_data(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without memory only shapes are computed: no data of the host may be involved."""
     monkeypatch.setattr("monarch_rl.weights.checksum._CACHED_WORDS", 1 << 12)
     boxes = [TensorBox(torch.empty((3, size, 5), dtype=torch.bfloat16, device="meta")) for size in sizes]
     planned = Checksums(boxes)

@@ -63,7 +63,7 @@ def test_any_bits_arrive_within_the_bound(
 def test_larger_buckets_fit_where_smaller_ones_would(
     seed: int, nbytes: int, itemsize: int, buckets: tuple[int, int], share: float
 ) -> None:
-    """Room is made for the smallest buckets; on a device they are larger."""
+    """Memory is planned for the smallest buckets; on a device they are larger."""
     previous, current = pair(seed, nbytes, itemsize, share)
     out = torch.full((wire_bound(nbytes, min(buckets)),), 0xA5, dtype=torch.uint8)
     apply(out[: encode(previous, current, itemsize, max(buckets), out)], previous)
@@ -86,7 +86,7 @@ def test_nans_and_zeros_of_either_sign_are_compared_by_their_bits() -> None:
     ("share", "expected"), [(0.0, 0.0), (0.01, 0.02), (0.05, 0.1), (0.1, 0.1625), (0.5, 0.5625), (1.0, 1.0)]
 )
 def test_each_share_takes_the_smallest_form(share: float, expected: float) -> None:
-    """2 bytes an offset and 2 a value of bf16, or an eighth of a byte an element and 2 a value, or all."""
+    """2 bytes per offset and 2 per value of bf16, or an eighth of a byte per element and 2 per value, or everything."""
     n = 1 << 20
     previous = torch.randint(0, 256, (2 * n,), dtype=torch.uint8)
     current = previous.clone()
@@ -100,16 +100,20 @@ def test_each_share_takes_the_smallest_form(share: float, expected: float) -> No
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 10_000), itemsize=SIZES, share=st.sampled_from([0.0, 0.01, 0.3, 1.0]), cut=st.booleans())
-def test_damage_is_an_error_or_stays_inside_the_target(seed: int, itemsize: int, share: float, cut: bool) -> None:
-    """Any byte of the wire may be wrong, or bytes may be missing: nothing beside the target is touched."""
+@given(
+    seed=st.integers(0, 10_000), itemsize=SIZES, share=st.sampled_from([0.0, 0.01, 0.3, 1.0]), truncated=st.booleans()
+)
+def test_a_damaged_update_is_an_error_or_writes_only_to_the_target(
+    seed: int, itemsize: int, share: float, truncated: bool
+) -> None:
+    """Any byte of the wire may be wrong, or bytes may be missing: nothing outside of the target is touched."""
     previous, current = pair(seed, 1200, itemsize, share)
     wire = encoded(previous, current, itemsize, 512).clone()
     random = np.random.default_rng(seed)
-    if cut:
+    if truncated:
         wire = wire[: random.integers(0, wire.numel())]
     else:
-        # half of the time in the header and the table, which decide where things go
+        # half of the time in the header and the table, which determine where values are written
         place = random.integers(0, wire.numel() if random.random() < 0.5 else 80)
         wire[place] ^= int(random.integers(1, 256))
     memory = torch.full((8 + 1200 + 8,), 0x5A, dtype=torch.uint8)
@@ -120,7 +124,7 @@ def test_damage_is_an_error_or_stays_inside_the_target(seed: int, itemsize: int,
     except DeltaError:
         pass
     else:
-        assert not cut
+        assert not truncated
     assert set(memory[:8].tolist() + memory[-8:].tolist()) == {0x5A}
 
 
@@ -129,7 +133,7 @@ def test_an_offset_beyond_the_bucket_is_refused() -> None:
     current = previous.clone()
     current[100] = 1
     wire = encoded(previous, current, 2, 4096)
-    offset = wire.numel() - 16  # before the only value, each filled up to 8 bytes
+    offset = wire.numel() - 16  # before the only value; both are padded to 8 bytes
     assert wire[offset : offset + 2].tolist() == [50, 0]
     wire[offset + 1] = 0xFF
     with pytest.raises(DeltaError, match=r"bucket 1 of 1: .*65330.*1024"):

@@ -30,7 +30,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 DEADLINE_S = 180.0
 PATIENT_S = 60
-"""What a read may take that is to succeed: on a machine that stands still the product's own limit would pass."""
+"""Time limit of a read that succeeds: on a machine without free cores the product's own limit would pass."""
 SETTINGS = TransferSettings(bucket_mib=1, deadline_s=600)
 TENSORS = [
     ("wide", (6000, 701), torch.float32),
@@ -42,7 +42,7 @@ TENSORS = [
 
 
 def manifest() -> Manifest:
-    """`wide` is cut in two, `odd` unevenly; the second sender owns little, `norm` and `scale` among it."""
+    """`wide` is split in two, `odd` unevenly; the second sender owns little, including `norm` and `scale`."""
     return make_manifest(
         TENSORS,
         [
@@ -53,7 +53,7 @@ def manifest() -> Manifest:
 
 
 def values(version: int) -> list[torch.Tensor]:
-    """Arbitrary bits, NaNs of all kinds among them; no byte of them is 0."""
+    """Arbitrary bits, including NaNs of all kinds; no byte of them is 0."""
     generator = torch.Generator().manual_seed(version)
     shapes = [(shape, dtype.itemsize) for _, shape, dtype in TENSORS]
     return [torch.randint(1, 256, (*shape, size), generator=generator, dtype=torch.uint8) for shape, size in shapes]
@@ -64,7 +64,7 @@ def write(views: list[torch.Tensor], plan: Manifest, rank: int, version: int) ->
     for view, shard in zip(views, plan.shards[rank], strict=True):
         size = plan.tensors[shard.tensor].dtype.itemsize
         view.copy_(whole[shard.tensor].flatten()[shard.start * size : (shard.start + shard.numel) * size])
-        view.view(plan.tensors[shard.tensor].dtype)  # is aligned
+        view.view(plan.tensors[shard.tensor].dtype)  # raises unless it is aligned
 
 
 class Sending(Actor):
@@ -100,7 +100,7 @@ class Received:
 
 
 class ReadWhileWritten(RdmaReceiver):
-    """Has a sender begin its next snapshot between the last data and the second look at the header."""
+    """Makes a sender start its next snapshot between the last data and the second check of the header."""
 
     writer: Sending | None = None
 
@@ -125,7 +125,7 @@ class Receiving(Actor):
 
     @concurrent_endpoint
     async def receive(self, version: int, snapshot: int, after: tuple[int, signal.Signals] | None = None) -> Received:
-        """Receive; as soon as the first bytes are there, send a process a signal if ``after`` says so."""
+        """Receive; as soon as the first bytes have arrived, send a process the signal in ``after``, if given."""
         area = self.areas[snapshot].zero_()
         rdma.SILENCE_S = PATIENT_S if after is None else SILENCE_S
         receiving = asyncio.ensure_future(self.receiver.receive(version, snapshot))
@@ -174,7 +174,7 @@ class Sides:
         actor: Sending = self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
         return actor
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         opened = await ask(asyncio.gather(*(s.open.call_one() for s in self.senders)), "addresses")
         self.pids = [pid for _, pid in opened]
         await ask(self.receivers.connect.call([address for address, _ in opened]), "the receivers to connect")
@@ -196,7 +196,7 @@ def sides() -> Iterator[Sides]:
     with launch_cluster() as cluster:
         assert cluster is not None
         both = Sides(cluster)
-        asyncio.run(both.meet())
+        asyncio.run(both.connect())
         yield both
 
 
@@ -217,7 +217,7 @@ def test_versions_arrive_whole_at_every_receiver(sides: Sides) -> None:
 
 
 def test_a_version_is_awaited_and_read_together(sides: Sides) -> None:
-    """Receivers may begin before the senders: the two are called at once."""
+    """Receivers may start before the senders: both are called at the same time."""
 
     async def steps() -> None:
         await asyncio.gather(*(s.snapshot.call_one(6, 0) for s in sides.senders))
@@ -243,7 +243,7 @@ def test_another_version_than_expected_is_refused(sides: Sides) -> None:
 def test_a_snapshot_written_to_while_it_is_read_is_refused(sides: Sides) -> None:
     async def steps() -> None:
         await sides.publish(11, 0)
-        receiver = members(sides.receivers)[0]  # one alone: the other may begin when version 11 is gone already
+        receiver = members(sides.receivers)[0]  # only one: the other may start when version 11 is already overwritten
         await ask(receiver.set_writer.call_one(sides.senders[0]), "the writer")
         received = await ask(receiver.receive.call_one(11, 0), "version 11")
         assert "version 11 of trainer rank 0 was overwritten" in received.error
@@ -255,11 +255,11 @@ def test_a_snapshot_written_to_while_it_is_read_is_refused(sides: Sides) -> None
 
 
 @pytest.mark.core
-def test_a_stopped_owner_is_an_error_in_seconds_and_writes_nothing_later(sides: Sides) -> None:
+def test_a_stopped_sender_is_an_error_in_seconds_and_writes_nothing_later(sides: Sides) -> None:
     async def steps() -> None:
         await sides.publish(20, 0)
         received = await sides.receive_and_signal(20, 0, 0, signal.SIGSTOP)
-        assert f"from trainer rank 0 within {SILENCE_S} s" in received.error, "not by the deadline of the transfer"
+        assert f"from trainer rank 0 within {SILENCE_S} s" in received.error, "not by the transfer's deadline"
         receiver = members(sides.receivers)[0]
         before = await receiver.content.call_one(0)
         os.kill(sides.pids[0], signal.SIGCONT)
@@ -272,20 +272,20 @@ def test_a_stopped_owner_is_an_error_in_seconds_and_writes_nothing_later(sides: 
 
 
 @pytest.mark.core
-def test_a_killed_owner_is_an_error_in_seconds_and_can_be_replaced(sides: Sides) -> None:
+def test_a_killed_sender_is_an_error_in_seconds_and_can_be_replaced(sides: Sides) -> None:
     async def steps() -> None:
         await sides.publish(30, 0)
         received = await sides.receive_and_signal(30, 0, 0, signal.SIGKILL)
         assert f"version 30 from trainer rank 0 within {SILENCE_S} s" in received.error
         sides.senders[0] = sides.sender(0)
-        await sides.meet()
+        await sides.connect()
         await sides.publish(31, 1)
         assert all(received.equal for received in await sides.receive(31, 1))
 
     run(steps)
 
 
-def test_what_is_closed_cannot_be_read(sides: Sides) -> None:
+def test_a_closed_sender_cannot_be_read(sides: Sides) -> None:
     async def steps() -> None:
         await sides.publish(40, 0)
         await ask(sides.senders[1].close.call_one(), "the sender to close")
@@ -295,7 +295,7 @@ def test_what_is_closed_cannot_be_read(sides: Sides) -> None:
     run(steps)
 
 
-def test_it_says_when_it_cannot_work() -> None:
+def test_unusable_rdma_is_reported() -> None:
     with configured(rdma_allow_tcp_fallback=True):
         assert usable() is None
     with configured(rdma_allow_tcp_fallback=False, rdma_disable_ibverbs=True):
@@ -307,12 +307,12 @@ SHAPES = st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=8)
 
 
 @settings(deadline=None)
-@given(shapes=SHAPES, cuts=st.lists(st.integers(0, 40), max_size=3), bucket=st.integers(16, 100), last=st.booleans())
-def test_the_plan_brings_every_byte_to_its_place(
-    shapes: list[tuple[int, torch.dtype]], cuts: list[int], bucket: int, last: bool
+@given(shapes=SHAPES, splits=st.lists(st.integers(0, 40), max_size=3), bucket=st.integers(16, 100), last=st.booleans())
+def test_the_plan_copies_every_byte_to_its_place(
+    shapes: list[tuple[int, torch.dtype]], splits: list[int], bucket: int, last: bool
 ) -> None:
     tensors = [(f"t{i}", (numel,), dtype) for i, (numel, dtype) in enumerate(shapes)]
-    bounds = [0, *sorted(cuts), 40]
+    bounds = [0, *sorted(splits), 40]
     owned = [
         [(name, min(start, numel), min(end, numel) - min(start, numel)) for name, (numel,), _ in tensors]
         for start, end in zip(bounds, bounds[1:], strict=False)
@@ -332,14 +332,14 @@ def test_the_plan_brings_every_byte_to_its_place(
             ]
         for runs in layout.reads:
             assert runs[-1].snapshot_offset + runs[-1].nbytes - runs[0].snapshot_offset <= bucket
-            for piece in runs:
-                source = memory[piece.snapshot_offset : piece.snapshot_offset + piece.nbytes]
-                area[piece.area_offset : piece.area_offset + piece.nbytes] = source
+            for byte_range in runs:
+                source = memory[byte_range.snapshot_offset : byte_range.snapshot_offset + byte_range.nbytes]
+                area[byte_range.area_offset : byte_range.area_offset + byte_range.nbytes] = source
     for spec, value in zip(plan.tensors, whole, strict=True):
         assert torch.equal(spec.view(area).view(torch.uint8), value)
 
 
-def test_a_lone_owner_is_read_in_one_run() -> None:
+def test_a_single_sender_is_read_in_one_range() -> None:
     plan = make_manifest(TENSORS, [[(name, 0, rows * (rest[0] if rest else 1)) for name, (rows, *rest), _ in TENSORS]])
     layout = plan_snapshot(plan, 0, 1 << 30)
     assert [len(runs) for runs in layout.reads] == [1]

@@ -1,4 +1,4 @@
-"""The registry of transports: an entry is all that plans, checks and builder need to know of a new one."""
+"""The registry of transports: plans, checks and builder read all about a new transport from its entry."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class PigeonReceiver:
 
 @pytest.fixture
 def pigeon(monkeypatch: pytest.MonkeyPatch) -> TransferSettings:
-    """The two lines of ``weights/transport.py`` that declare another transport; settings that choose it."""
+    """The two lines of ``weights/transport.py`` that declare another transport; settings that select it."""
     monkeypatch.setitem(TRANSPORTS, NAME, PIGEON)
     monkeypatch.setattr(transport, "TransportName", Literal[("auto", *TRANSPORTS)])  # type: ignore[valid-type]
-    TransferSettings()  # so that it remembers its fields, which are forgotten for the test and restored after it
+    TransferSettings()  # caches its fields, which are reset for the test and restored after it
     monkeypatch.delattr(TransferSettings, "_fields")
     return TransferSettings(NAME, bucket_mib=1)
 
 
-def test_memory_of_replicas_and_trainer_ranks_is_that_of_the_entry(
+def test_memory_of_replicas_and_trainer_ranks_follows_the_entry(
     pigeon: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 100 * MIB
@@ -149,7 +149,7 @@ def test_a_plan_that_does_not_fit_suggests_a_transport_that_needs_less(pigeon: T
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_an_entry_is_built_also_to_send_updates(pigeon: TransferSettings, delta: bool) -> None:
+def test_an_entry_also_builds_transports_for_updates(pigeon: TransferSettings, delta: bool) -> None:
     manifest = make_manifest([("norm", (5,), torch.float32)], [[("norm", 0, 5)]])
     settings = replace(pigeon, bucket_mib=64, delta=delta)
     sender: Any = make_sender(manifest, 0, settings, "loft", CPU)
@@ -161,7 +161,7 @@ def test_an_entry_is_built_also_to_send_updates(pigeon: TransferSettings, delta:
     assert isinstance(receiver, PigeonReceiver) and receiver.arguments == (names, bucket)
 
 
-def test_choices_of_the_flag_are_the_registry() -> None:
+def test_choices_of_the_flag_equal_the_registry() -> None:
     assert get_args(TransportName) == ("auto", *TRANSPORTS)
 
 
@@ -174,7 +174,7 @@ def test_every_transport_has_the_methods_of_the_interface_and_a_row_in_each_tabl
         assert methods <= set(dir(getattr(module, found)))
     assert len(methods) >= 5
     docs = (Path(__file__).parents[2] / "docs/weights.md").read_text()
-    assert docs.count(f"\n| `{name}`") >= 2  # what it does, and what it costs
+    assert docs.count(f"\n| `{name}`") >= 2  # its description and its costs
 
 
 def test_declarations_are_read_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""Neighbours that are alike are handled together: with the same result, in a fixed number of kernels."""
+"""Neighbouring tensors of one kind are handled together: with the same result, in a fixed number of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from monarch_rl.weights.blocks import TensorBox, find_spans, memory_kind, stack_
 from monarch_rl.weights.checksum import Checksums, ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.kernels import Kernels
-from tests.weights.test_checksum import DTYPES, HEIGHTS, SEEDS, WIDTHS, drawn
+from tests.weights.test_checksum import DTYPES, HEIGHTS, SEEDS, WIDTHS, random_bits
 
 PLACES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(-2, 3), st.integers(-2, 3)), max_size=20)
 
@@ -35,8 +35,8 @@ def test_runs_are_neighbours_of_one_kind_at_equal_distances(items: list[tuple[st
 
 
 @given(st.integers(1, 5), HEIGHTS, WIDTHS, st.integers(0, 3), DTYPES)
-def test_a_run_is_its_members(count: int, height: int, width: int, gap: int, dtype: torch.dtype) -> None:
-    memory = drawn(0, count * (height + gap), width + 1, dtype)
+def test_a_run_equals_its_members(count: int, height: int, width: int, gap: int, dtype: torch.dtype) -> None:
+    memory = random_bits(0, count * (height + gap), width + 1, dtype)
     members = [memory[i * (height + gap) :][:height, 1:] for i in range(count)]
     assert len({memory_kind(member) for member in members}) == 1
     run = stack_span(members[:2], count)
@@ -61,32 +61,32 @@ def test_tensors_of_a_run_have_their_own_checksums(
     whole_rows: bool,
     cached: int,
 ) -> None:
-    """As parts of tensors, as slices of fused parameters, small or large, in cache or not."""
+    """As shards of tensors, as slices of fused parameters, small or large, in cache or not."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("monarch_rl.weights.checksum._CACHED_WORDS", cached)
         held = []
         for count, height, width, dtype, *_ in boxes:
-            memory = drawn(seed, count * (height + 2), width + (0 if whole_rows else 3), dtype)
+            memory = random_bits(seed, count * (height + 2), width + (0 if whole_rows else 3), dtype)
             held.append(memory.view(count, height + 2, -1)[:, 1:-1, :width])
         firsts = [(first_row, first_column) for *_, first_row, first_column in boxes]
         planned = Checksums([TensorBox(data, *first) for data, first in zip(held, firsts, strict=True)])
-        for again in range(2):
+        for repetition in range(2):
             for data in held:
-                data.copy_(drawn(seed + again, data.numel(), 1, data.dtype).view(data.shape))
+                data.copy_(random_bits(seed + repetition, data.numel(), 1, data.dtype).view(data.shape))
             for block in planned.blocks:
                 block.add()
             expected = [
                 tensor_checksum(rows, *first).item() for data, first in zip(held, firsts, strict=True) for rows in data
             ]
             assert planned.take().tolist() == expected
-            # What is looked at for values that are not finite is all that there is, and zeros.
+            # The probe for values that are not finite covers all values, and zeros.
             for block in planned.blocks:
                 sums = sum(int(tensor_bits(data).sum()) for data in block.data)
                 assert int(tensor_bits(block.values).sum()) == sums
 
 
 def tensor_bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes, as numbers that add up."""
+    """The bytes, as integers whose sums can be compared."""
     return x.contiguous().view(torch.uint8).to(torch.int64)
 
 
@@ -99,12 +99,12 @@ def experts(count: int, dtype: torch.dtype = torch.float32) -> tuple[Manifest, l
     tensors = [(name, shape, dtype) for name, shape in shapes.items()]
     manifest = make_manifest(tensors, [[(name, 0, torch.Size(shape).numel()) for name, shape in shapes.items()]])
     sizes = [shard.numel * dtype.itemsize for shard in manifest.shards[0]]
-    memory = drawn(1, sum(sizes) // 4, 1).nan_to_num(1).clamp(-9, 9).view(torch.uint8).flatten()
+    memory = random_bits(1, sum(sizes) // 4, 1).nan_to_num(1).clamp(-9, 9).view(torch.uint8).flatten()
     return manifest, list(memory.split(sizes))
 
 
 def test_kernels_do_not_grow_with_the_number_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the experts of a layer are far more than what is gathered as small."""
+    """Also where a layer has far more experts than are gathered as small tensors."""
     monkeypatch.setattr("monarch_rl.weights.checksum._SMALL_SHARE", 1 << 18)
     counted = []
     for count in (2, 100):

@@ -1,6 +1,6 @@
 """Transfers, checksums and compression stay off the stream of training; a lost member ends no process.
 
-A recording device stands in for CUDA and :class:`Network` for NCCL: broadcasts are enqueued, and hang if a member does.
+A recording device replaces CUDA, and :class:`Network` NCCL: broadcasts are enqueued, and hang if a member does.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROWS = 600_000
 
 
 class Network:
-    """Carries broadcasts of one sender to one receiver, as NCCL does: what it returns says nothing of their end."""
+    """Transfers broadcasts of one sender to one receiver, like NCCL: it returns before they have ended."""
 
     def __init__(self, device: RecordedDevice) -> None:
         self.device = device
         self.sent: queue.Queue[torch.Tensor] = queue.Queue()
         self.hanging, self.release = threading.Event(), threading.Event()
-        """A broadcast is enqueued that does not end; aborts may go on."""
+        """Set while an enqueued broadcast does not end; aborts may proceed."""
         self.release.set()
         self.aborts: list[tuple[str, str]] = []
         """``begun`` and ``ended``, each with the thread."""
@@ -66,7 +66,7 @@ class Network:
         def abort(self) -> None:
             network, name = self._network, threading.current_thread().name
             network.aborts.append(("begun", name))
-            happened(network.release, "the leave to abort")
+            happened(network.release, "permission to abort")
             network.aborts.append(("ended", name))
 
 
@@ -92,14 +92,14 @@ def manifest() -> Manifest:
 
 
 def train(views: list[torch.Tensor], version: int) -> None:
-    """A snapshot, as the thread that trains takes it."""
+    """A snapshot, as the training thread takes it."""
     for view in views:
         view.view(torch.float32).fill_(version)
     finish_current(CPU)
 
 
 async def publish(transport: TransportName, delta: bool, device: RecordedDevice) -> list[tuple[list[int], list[float]]]:
-    """Three versions from a trainer rank to a replica: the rank's checksums, and what arrived of each tensor."""
+    """Three versions from a trainer rank to a replica: the rank's checksums, and the received values of each tensor."""
     settings = TransferSettings(transport, bucket_mib=1, deadline_s=60, delta=delta)
     compute = ThreadPoolExecutor(1, "compute")
     plan, arrived = manifest(), list[tuple[list[int], list[float]]]()
@@ -116,7 +116,7 @@ async def publish(transport: TransportName, delta: bool, device: RecordedDevice)
             sums, _, _ = await asyncio.gather(
                 snapshots.checksums(version, index), sender.send(version, index), receiver.receive(version, index)
             )
-            with _disable_current_modes():  # the test's own reading
+            with _disable_current_modes():  # the test itself reads
                 held = attach(receiver.area(index))
                 arrived.append((sums.tolist(), [float(spec.view(held).flatten()[-1]) for spec in plan.tensors]))
         await snapshots.close()
@@ -130,7 +130,7 @@ async def publish(transport: TransportName, delta: bool, device: RecordedDevice)
 def test_no_stream_is_shared_with_training(
     transport: TransportName, delta: bool, device: RecordedDevice, network: Network
 ) -> None:
-    """Only the thread that trains uses the default stream; every other thread has its own, and waits for that alone."""
+    """Only the training thread uses the default stream; every other thread has its own, and waits for it alone."""
     plan = manifest()
     for version, (sums, values) in enumerate(asyncio.run(publish(transport, delta, device)), 1):
         assert values == [version] * 3
@@ -145,14 +145,14 @@ def test_no_stream_is_shared_with_training(
     kinds = {"compute", "verify", "weights", *(["delta"] if delta else [])}
     assert kinds <= set().union(*threads.values())
     for stream, users in threads.items():
-        # The event loop marks an area as being written on the stream of the thread that marks it as written.
+        # The event loop marks the start of writing an area on the stream of the thread that marks its end.
         assert len(users & kinds) <= 1, f"{stream} is used by {users}"
     broadcasts = {record.thread.split("_")[0] for record in device.records if record.op == "broadcast"}
     assert broadcasts == ({"weights"} if transport == "collective" else set())
 
 
 class Registered:
-    """In place of Monarch's ``RDMABuffer``: both ends are in one process, and a read is on no stream."""
+    """Replaces Monarch's ``RDMABuffer``: both ends are in one process, and a read is on no stream."""
 
     memory: ClassVar[list[torch.Tensor]] = []
 
@@ -171,7 +171,7 @@ class Registered:
     async def drop(self) -> None: ...
 
 
-def test_what_rdma_has_read_together_is_unpacked_off_the_stream_of_training(
+def test_ranges_that_rdma_read_together_are_unpacked_off_the_training_stream(
     device: RecordedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import monarch.rdma
@@ -179,13 +179,13 @@ def test_what_rdma_has_read_together_is_unpacked_off_the_stream_of_training(
     monkeypatch.setattr(monarch.rdma, "RDMABuffer", Registered)
     monkeypatch.setattr(Registered, "memory", [])
     monkeypatch.setattr(rdma, "usable", lambda: None)
-    # Each rank's shards have another rank's between them, so that they are read together and copied to their places.
+    # Each rank's shards have another rank's between them, so that they are read in one range and then copied.
     plan = make_manifest(
         [(name, (8,), torch.float32) for name in "abcd"],
         [[(name, 0, 8) for name in names] for names in ("ac", "bd")],
     )
 
-    async def go() -> None:
+    async def scenario() -> None:
         settings = TransferSettings("rdma", deadline_s=60)
         senders = [make_sender(plan, rank, settings, "127.0.0.1", CPU) for rank in range(2)]
         receiver = make_receiver(plan, settings, CPU)
@@ -201,7 +201,7 @@ def test_what_rdma_has_read_together_is_unpacked_off_the_stream_of_training(
             await sender.close()
         await receiver.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
     copies = [record for record in device.records if record.op.startswith("copy_")]
     assert len(copies) == 4
     assert {record.thread.split("_")[0] for record in copies} == {"weights"}
@@ -210,7 +210,7 @@ def test_what_rdma_has_read_together_is_unpacked_off_the_stream_of_training(
 
 
 class Pair:
-    """A sender and a receiver that have met, and transferred version 1."""
+    """A sender and a receiver that are connected, and have transferred version 1."""
 
     def __init__(self, deadline_s: float) -> None:
         settings = TransferSettings("collective", bucket_mib=1, deadline_s=deadline_s)
@@ -241,14 +241,14 @@ def broadcasts(device: RecordedDevice) -> list[Record]:
 
 
 def watch_questions(group: BroadcastGroup) -> threading.Semaphore:
-    """Is released whenever a member asks whether the others have come."""
+    """A semaphore that is released whenever a member asks whether the others have joined."""
     asked, store = threading.Semaphore(0), group._store
 
     class Store:
         def check(self, keys: list[str]) -> bool:
-            come = store.check(keys)
+            joined = store.check(keys)
             asked.release()
-            return come
+            return joined
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
@@ -266,9 +266,9 @@ async def failure(awaitable: Any) -> str:
 def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_waits_for_its_abort(
     device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The abort blocks, as NCCL's may. The event loop goes on; nothing is received into its memory before its end."""
+    """The abort blocks, as NCCL's may. The event loop continues; nothing is received into its memory before its end."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         pair = Pair(deadline_s=60)
         await pair.connect()
         await pair.transfer(1)
@@ -290,22 +290,22 @@ def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_wai
             return wait(timeout)
 
         monkeypatch.setattr(left, "wait", seen_wait)
-        meeting = asyncio.ensure_future(pair.connect())
-        await asyncio.to_thread(happened, waits, "the meeting to wait for the abort")
+        connecting = asyncio.ensure_future(pair.connect())
+        await asyncio.to_thread(happened, waits, "connect() to wait for the abort")
         assert pair.receiver._transfers._running is None, "a broadcast may still write to the receiver's memory"
         network.release.set()
-        await meeting
+        await connecting
         await pair.transfer(3)
         assert pair.held() == 3
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDevice, network: Network) -> None:
-    """Not at the deadline, which is ten minutes; and what was received by then does not count."""
+def test_a_transfer_is_aborted_immediately_when_a_member_is_lost(device: RecordedDevice, network: Network) -> None:
+    """Not at the deadline of ten minutes; tensors received by then do not count."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         pair = Pair(deadline_s=600)
         await pair.connect()
         device.hangs.set()
@@ -322,13 +322,13 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
         assert pair.held() == 2
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
 def test_an_abort_that_comes_before_its_transfer_is_not_lost(device: RecordedDevice, network: Network) -> None:
-    """An end prepares what it sends before it sends it. A meeting begins anew: what came before it is over."""
+    """An end prepares a version before it sends it. Connecting starts anew: earlier aborts no longer count."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         pair = Pair(deadline_s=600)
         await pair.connect()
         pair.sender.abort("generator 1 is lost")
@@ -336,7 +336,7 @@ def test_an_abort_that_comes_before_its_transfer_is_not_lost(device: RecordedDev
         assert (await failure(pair.sender.send(1, 1))).endswith("the transfer was aborted: generator 1 is lost")
         assert len(broadcasts(device)) == begun
         assert "before connect()" in await failure(pair.sender.send(1, 1))
-        pair.sender.abort("it was lost, as was said")
+        pair.sender.abort("it was lost, as reported before")
         await pair.connect()
         await pair.transfer(2)
         pair.receiver.abort("generator 1 is lost")
@@ -346,15 +346,15 @@ def test_an_abort_that_comes_before_its_transfer_is_not_lost(device: RecordedDev
         assert pair.held() == 4
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_a_member_that_has_not_come_is_named_and_a_thread_that_waits_for_it_ends(
+def test_a_member_that_has_not_joined_is_named_and_a_thread_that_waits_for_it_ends(
     device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the deadline, by the thread itself; and once the group is left, at once."""
+    """Before the deadline, by the thread itself; and immediately once the group is abandoned."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         pair = Pair(deadline_s=60)
         for end, alone in (("sender", "generator 0 of 1"), ("receiver", "the trainer rank")):
             await pair.connect()
@@ -374,21 +374,21 @@ def test_a_member_that_has_not_come_is_named_and_a_thread_that_waits_for_it_ends
         await patiently(asyncio.to_thread(thread._executor.shutdown), "the call to end long before its deadline")
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_another(
+def test_a_hanging_connect_is_abandoned_with_its_thread_and_the_next_one_has_another(
     device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the hung call makes in the end is in nobody's way."""
+    """The group that the hung call creates in the end affects nothing."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         entered, released, hung = threading.Event(), threading.Event(), list[threading.Thread]()
 
         def hang(*arguments: Any) -> Any:
             hung.append(threading.current_thread())
             entered.set()
-            happened(released, "the leave to go on")
+            happened(released, "permission to continue")
             return network.make_group(*arguments)
 
         pair = Pair(deadline_s=60)
@@ -396,9 +396,9 @@ def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_anoth
         with monkeypatch.context() as patch:
             patch.setattr(broadcast_group, "make_group", hang)
             connecting = asyncio.ensure_future(failure(pair.sender.connect([address], 1)))
-            await asyncio.to_thread(happened, entered, "the meeting to hang")
+            await asyncio.to_thread(happened, entered, "connect() to hang")
             pair.sender.abort("generator 0 is lost")
-            assert "generator 0 is lost" in await patiently(connecting, "the meeting to be left")
+            assert "generator 0 is lost" in await patiently(connecting, "connect() to be abandoned")
         await pair.connect()
         pair.set_deadline(0.1)  # the late group waits for members
         released.set()
@@ -409,13 +409,13 @@ def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_anoth
         assert pair.held() == 2
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
-def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: RecordedDevice, network: Network) -> None:
-    """A broadcast that waits for a receiver would be a kernel that spins, and hold up others on its device."""
+def test_a_sender_enqueues_nothing_before_all_receivers_have_joined(device: RecordedDevice, network: Network) -> None:
+    """A broadcast that waits for a receiver would be a spinning kernel, and delay others on its device."""
 
-    async def go() -> None:
+    async def scenario() -> None:
         pair = Pair(deadline_s=60)
         await pair.connect()
         enqueued = len(broadcasts(device))
@@ -430,13 +430,13 @@ def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: Record
         assert pair.held() == 1
         await pair.close()
 
-    asyncio.run(go())
+    asyncio.run(scenario())
 
 
 def test_a_group_for_weights_is_made_with_nccls_timeout_out_of_reach_and_its_watchdog_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The variables are as before for all other groups. What NCCL makes of them needs GPUs."""
+    """The variables are unchanged for all other groups. NCCL's use of them needs GPUs to test."""
     seen: dict[str, Any] = {}
 
     class Options:
@@ -472,14 +472,14 @@ def test_a_group_for_weights_is_made_with_nccls_timeout_out_of_reach_and_its_wat
 
 
 def map_shared(size: int) -> torch.Tensor:
-    """What another process does to attach."""
+    """Map the memory as another process does to attach."""
     return torch.ones(size)
 
 
-def test_device_memory_is_shared_only_when_somebody_asks_and_not_on_a_stream_of_training(
+def test_device_memory_is_shared_only_on_request_and_not_on_the_training_stream(
     device: RecordedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps memory that was shared and never attached; both ends wait for their current stream."""
+    """torch retains memory that was shared and never attached; both ends wait for their current stream."""
     from torch.multiprocessing import reductions
 
     shared: list[int] = []

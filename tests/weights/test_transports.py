@@ -23,9 +23,9 @@ TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32),
 TENSORS += [(f"small {i}", (100_000,), torch.float32) for i in range(8)]
 ALL_BYTES = 4 * (700_000 + 21 + 5 + 8 * 100_000)
 JOIN_S = 300
-"""Seconds for an answer, the first of which waits for imports: some 4 when nothing else runs, over 40 were seen."""
+"""Seconds for an answer, the first of which waits for imports: some 4 when nothing else runs, over 40 were observed."""
 FAR_S = 600.0
-"""A deadline that is not to pass: what ends a transfer then is something else."""
+"""A deadline that does not pass: transfers then end for another reason."""
 BOTH: tuple[TransportName, ...] = ("collective", "shared_memory")
 
 
@@ -34,14 +34,15 @@ def settings(transport: TransportName, deadline_s: float = FAR_S, delta: bool = 
 
 
 def manifest() -> Manifest:
-    """`wide` is cut in two, `odd` unevenly, and `norm` is the second sender's alone. The small ones, the first sender's
-    alone, lie in the areas in another order, so that they share four of the buckets that broadcasts use in turn."""
+    """`wide` is split in two, `odd` unevenly, and only the second sender has `norm`. The small ones, which only the
+    first sender has, are in another order in the areas, so that they share four of the buckets that broadcasts use in
+    turn."""
     first = [*((f"small {i}", 0, 100_000) for i in reversed(range(8))), ("wide", 0, 350_000), ("odd", 0, 12)]
     return make_manifest(TENSORS, [first, [("wide", 350_000, 350_000), ("odd", 12, 9), ("norm", 0, 5)]])
 
 
 def values(version: int) -> list[torch.Tensor]:
-    """All other ones in each version; from 10 on, a few elements more than in version 10."""
+    """All values differ in each version; from 10 on, only a few elements differ from version 10."""
     generator = torch.Generator().manual_seed(min(version, 10))
     tensors = [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
     for changed in range(11, version + 1):
@@ -51,7 +52,7 @@ def values(version: int) -> list[torch.Tensor]:
 
 
 def write(version: int, rank: int, views: list[torch.Tensor]) -> None:
-    """What a trainer's snapshot does."""
+    """Write a version, as a trainer's snapshot does."""
     whole, plan = values(version), manifest()
     for shard, view in zip(plan.shards[rank], views, strict=True):
         run = whole[shard.tensor].flatten()[shard.start : shard.start + shard.numel]
@@ -59,9 +60,9 @@ def write(version: int, rank: int, views: list[torch.Tensor]) -> None:
 
 
 def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
-    """Obey: ``open``, ``("connect", addresses, receivers)``, ``("send", version)``."""
+    """Serve the commands ``open``, ``("connect", addresses, receivers)``, ``("send", version)``."""
 
-    async def obey() -> None:
+    async def serve() -> None:
         sender = make_sender(manifest(), rank, chosen, "127.0.0.1", CPU)
         while True:
             match await asyncio.to_thread(pipe.recv):
@@ -81,13 +82,13 @@ def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
                         pipe.send(str(error))
 
     torch.set_num_threads(1)
-    asyncio.run(obey())
+    asyncio.run(serve())
 
 
 def receive(pipe: Connection, chosen: TransferSettings) -> None:
-    """Obey: ``("connect", addresses, position, receivers)``, ``("receive", version)``."""
+    """Serve the commands ``("connect", addresses, position, receivers)``, ``("receive", version)``."""
 
-    async def obey() -> None:
+    async def serve() -> None:
         plan = manifest()
         receiver = make_receiver(plan, chosen, CPU)
         while True:
@@ -106,7 +107,7 @@ def receive(pipe: Connection, chosen: TransferSettings) -> None:
                     pipe.send(sum(nbytes) if all(map(torch.equal, received, values(version))) else "other values")
 
     torch.set_num_threads(1)
-    asyncio.run(obey())
+    asyncio.run(serve())
 
 
 class Processes:
@@ -126,7 +127,7 @@ class Processes:
         self.processes[-1].start()
         return here
 
-    def meet(self, receivers: list[Connection]) -> None:
+    def connect(self, receivers: list[Connection]) -> None:
         for pipe in self.senders:
             pipe.send("open")
         addresses = [self.answer(pipe) for pipe in self.senders]
@@ -137,7 +138,7 @@ class Processes:
         assert {self.answer(pipe) for pipe in (*self.senders, *receivers)} == {"connected"}
 
     def transfer(self, version: int, receivers: list[Connection]) -> tuple[list[Any], list[Any]]:
-        """What the senders say, and what the receivers."""
+        """The answers of the senders, and of the receivers."""
         for pipe in self.senders:
             pipe.send(("send", version))
         for pipe in receivers:
@@ -160,10 +161,10 @@ class Processes:
 
 @pytest.mark.parametrize("transport", BOTH)
 def test_versions_arrive_whole_and_members_may_change(transport: TransportName) -> None:
-    """Three versions to two receivers; one of these is killed, another one comes; two more versions."""
+    """Three versions to two receivers; one of these is killed, another one joins; two more versions."""
     chosen = settings(transport)
     with Processes(chosen) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         for version in (1, 2, 3):
             sums, arrived = running.transfer(version, running.receivers)
             assert arrived == [ALL_BYTES, ALL_BYTES]
@@ -171,36 +172,36 @@ def test_versions_arrive_whole_and_members_may_change(transport: TransportName) 
             assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0] * len(TENSORS)
         running.processes[-1].kill()
         remaining = [running.receivers[0], running.start(receive, chosen)]
-        running.meet(remaining)
+        running.connect(remaining)
         assert [running.transfer(version, remaining)[1] for version in (3, 4)] == [[ALL_BYTES, ALL_BYTES]] * 2
 
 
 @pytest.mark.parametrize("transport", BOTH)
-def test_only_what_changed_is_sent_and_all_is_sent_to_new_members(transport: TransportName) -> None:
-    """Versions 10, 11, ... differ in few elements; to a new member the next one goes whole."""
+def test_only_changed_elements_are_sent_except_to_new_members(transport: TransportName) -> None:
+    """Versions 10, 11, ... differ in few elements; a new member gets the next one whole."""
     chosen = settings(transport, delta=True)
     with Processes(chosen) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         sent = [running.transfer(version, running.receivers)[1] for version in (10, 11, 12)]
-        print(f"{transport}: sent share of what changed {max(map(max, sent[1:])) / ALL_BYTES:.2%}")
+        print(f"{transport}: sent share of the version's bytes {max(map(max, sent[1:])) / ALL_BYTES:.2%}")
         assert sent[0][0] > ALL_BYTES and max(map(max, sent[1:])) < ALL_BYTES / 100
         remaining = [running.receivers[1], running.start(receive, chosen)]
-        running.meet(remaining)
-        again, after = running.transfer(12, remaining)[1], running.transfer(13, remaining)[1]
-        assert min(again) > ALL_BYTES and max(after) < ALL_BYTES / 100
+        running.connect(remaining)
+        whole, after = running.transfer(12, remaining)[1], running.transfer(13, remaining)[1]
+        assert min(whole) > ALL_BYTES and max(after) < ALL_BYTES / 100
 
 
 @pytest.mark.parametrize("transport", BOTH)
 def test_another_version_than_expected_is_refused(transport: TransportName) -> None:
-    """The receiver of a broadcast finds another one; through shared memory the one awaited does not come in time."""
+    """The receiver of a broadcast finds another version; through shared memory the expected one is late."""
     with Processes(settings(transport, FAR_S if transport == "collective" else 1.0)) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         for pipe in running.senders:
             pipe.send(("send", 5))
             if transport == "shared_memory":
                 running.answer(pipe)
         for pipe in running.receivers:
-            pipe.send(("receive", 7))  # of the same snapshot
+            pipe.send(("receive", 7))  # in the same snapshot
         for pipe in running.receivers:
             message = running.answer(pipe)
             assert "version 7" in message and "5" in message and "trainer rank" in message
@@ -208,7 +209,7 @@ def test_another_version_than_expected_is_refused(transport: TransportName) -> N
 
 def test_a_killed_sender_is_an_error_before_the_deadline() -> None:
     with Processes(settings("collective")) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
         running.processes[1].kill()
         running.senders[0].send(("send", 2))
@@ -219,10 +220,10 @@ def test_a_killed_sender_is_an_error_before_the_deadline() -> None:
             assert "version 2 from trainer rank" in message and "deadline" not in message
 
 
-def test_the_loss_of_one_receiver_is_heard_of_by_the_others_at_once() -> None:
+def test_the_loss_of_one_receiver_is_noticed_immediately_by_the_others() -> None:
     """Not at the deadline: a member that fails closes its connections, which the others notice."""
     with Processes(settings("collective")) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
         for pipe in (*running.senders, running.receivers[0]):
             pipe.send(("receive" if pipe is running.receivers[0] else "send", 2))
@@ -232,10 +233,10 @@ def test_the_loss_of_one_receiver_is_heard_of_by_the_others_at_once() -> None:
             assert "version 2" in message and "deadline" not in message
 
 
-def test_the_first_update_is_waited_for() -> None:
-    """Version 0 is not what areas hold that nobody has written to."""
+def test_areas_that_were_never_written_are_not_taken_for_version_0() -> None:
+    """New areas hold zeros, which no trainer rank has marked as a version."""
     with Processes(settings("shared_memory", deadline_s=1.0, delta=True)) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         for pipe in running.receivers:
             pipe.send(("receive", 0))
         for pipe in running.receivers:
@@ -249,9 +250,9 @@ def test_the_first_update_is_waited_for() -> None:
 
 
 def test_a_late_sender_is_named() -> None:
-    """Nothing moves through shared memory: what is missing is a rank's word that its part is there."""
+    """Nothing moves through shared memory: what is missing is a rank's mark that its shard is written."""
     with Processes(settings("shared_memory", deadline_s=1.0)) as running:
-        running.meet(running.receivers)
+        running.connect(running.receivers)
         running.senders[0].send(("send", 2))
         running.answer(running.senders[0])
         running.receivers[0].send(("receive", 2))
@@ -265,10 +266,10 @@ def test_settings_must_be_positive(setting: str) -> None:
         TransferSettings(**{setting: 0})  # type: ignore[arg-type]
 
 
-def test_a_part_that_is_being_written_is_no_version() -> None:
-    """Versions come again where a run goes back: a receiver must not take the old one for it while it is written."""
+def test_a_shard_that_is_being_written_is_no_version() -> None:
+    """Version numbers are reused after a rollback: a receiver must not take the old version while it is replaced."""
 
-    async def received_again() -> None:
+    async def receive_twice() -> None:
         plan, chosen = make_manifest(TENSORS[2:3], [[("norm", 0, 5)]]), settings("shared_memory", deadline_s=0.5)
         sender, receiver = make_sender(plan, 0, chosen, "127.0.0.1", CPU), make_receiver(plan, chosen, CPU)
         address = await sender.open()
@@ -285,4 +286,4 @@ def test_a_part_that_is_being_written_is_no_version() -> None:
         await sender.close()
         await receiver.close()
 
-    asyncio.run(received_again())
+    asyncio.run(receive_twice())
