@@ -126,7 +126,7 @@ def tries(recipe: str, flag: str, value: Any, wrong: str, first: Mapping[str, An
     return WRONG.index(wrong) == (list(first).index(flag) + RECIPES.index(recipe)) % len(WRONG)
 
 
-def test_flags_that_have_a_list_of_words_are_known(
+def test_flags_with_a_list_of_words_are_found(
     models: dict[str, Path], defaults: Callable[[str, Path], RunSettings]
 ) -> None:
     """Or the test below would show nothing of them."""
@@ -190,7 +190,7 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
     ],
 )
 @pytest.mark.parametrize("settings", ["grpo"], indirect=True)
-def test_what_cannot_work_is_refused_by_name(settings: RunSettings, flag: str, wrong: str) -> None:
+def test_values_that_cannot_work_are_refused_by_the_flags_name(settings: RunSettings, flag: str, wrong: str) -> None:
     value, hint = next((value, hint) for name, value, hint in flags(settings) if name == flag)
     said = refusal(settings, flag, value, hint, wrong)
     assert said is not None and names(said, flag), said
@@ -262,7 +262,7 @@ SAMPLED_IN_TEST_RECIPE = {"distill", "game", "grpo_lora", "grpo_moe", "ppo"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in SAMPLED_IN_TEST_RECIPE])
-def test_a_sample_of_what_passes_starts_and_makes_steps(
+def test_a_sample_of_accepted_flags_starts_and_makes_steps(
     recipe: str, models: dict[str, Path], run_sample: Callable[..., Launched]
 ) -> None:
     run_sample(recipe, models.get(recipe, models[""]))

@@ -23,7 +23,7 @@ def youngest_engine(run: Launched) -> psutil.Process:
     return max(engines, key=psutil.Process.create_time)
 
 
-def test_a_lost_judge_is_replaced_and_its_requests_are_asked_again(start: Start, model: Path, tmp_path: Path) -> None:
+def test_a_lost_judge_is_replaced_and_its_requests_are_retried(start: Start, model: Path, tmp_path: Path) -> None:
     """The actor's process, then the engine's alone, which by then is the youngest. Episodes that wait for the only
     judge are not lost, and the new engines hold what was loaded last (``judged.py``)."""
     script = Path(__file__).with_name("judged.py")

@@ -79,7 +79,7 @@ def ends_and_names(run: Launched, process: str) -> None:
         ),
     ],
 )
-def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_process(
+def test_a_run_continues_without_a_lost_generator_and_leaves_no_process_behind(
     start: Start,
     model: Path,
     tmp_path: Path,
@@ -107,7 +107,7 @@ def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_proce
 
 
 @pytest.mark.parametrize(("process", "ranks", "engine"), [("trainer-1", 2, []), ("buffer-0", 1, [STAND_IN])])
-def test_what_cannot_be_replaced_ends_the_run_though_others_may_be_restarted(
+def test_a_lost_trainer_rank_or_buffer_ends_the_run_even_if_other_actors_may_restart(
     start: Start, model: Path, tmp_path: Path, process: str, ranks: int, engine: list[str]
 ) -> None:
     """By default settings, and as the first loss. Until then a replica of so many ranks takes versions while it draws:
@@ -121,7 +121,7 @@ def test_what_cannot_be_replaced_ends_the_run_though_others_may_be_restarted(
     assert 1 <= max(step["lag/max"] for step in steps_logged(tmp_path / "runs")) <= 2
 
 
-def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
+def test_losing_the_last_worker_ends_the_run_when_none_may_be_restarted(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, STAND_IN, *recipe(model, tmp_path / "runs", *LONG, script=SLOW)])
     wait_for_step(run)
     process_named(run, "rollout0-0").kill()

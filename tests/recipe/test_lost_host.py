@@ -40,7 +40,7 @@ def lose(machine: Launched) -> None:
 
 
 @pytest.mark.parametrize("engine", [[], [STAND_IN]], ids=["SGLang", "stand-in"])
-def test_a_run_goes_on_with_a_machine_that_joins_for_a_lost_one_and_without_lost_generators(
+def test_a_run_resumes_with_a_replacement_machine_and_continues_without_lost_generators(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: list[str]
 ) -> None:
     """Three slots a machine: two trainer ranks and generator 0 on the first, generator 1 on the second. With ``-s`` it

@@ -323,7 +323,7 @@ launch(train, cli(grpo.Settings))
 """
 
 
-def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_rejects(
+def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and_rejects(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     """Advantage, objective and a stage, which fills a column that the objective reads, are functions of the recipe's

@@ -62,7 +62,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         pytest.param(True, 40, 10, LOSSES, id="SGLang"),
     ],
 )
-def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journal_has(
+def test_a_lost_trainer_rank_buffer_or_controller_costs_no_journaled_batch(
     start: Start,
     model: Path,
     tmp_path: Path,
@@ -126,7 +126,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
         verify(checkpoint)
 
 
-def test_torchrun_goes_on_with_a_run_that_has_lost_its_controller_but_not_after_a_mistake(
+def test_torchrun_resumes_a_run_that_lost_its_controller_but_not_after_an_error_of_the_recipe(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     """The second attempt goes on, and makes a mistake; the third would make it again."""
@@ -147,7 +147,7 @@ def test_torchrun_goes_on_with_a_run_that_has_lost_its_controller_but_not_after_
     assert steps[-1] > resumed["step"] and steps == list(range(1, len(steps) + 1))
 
 
-def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_refused(
+def test_sigusr1_saves_and_prints_how_to_resume_and_other_settings_are_listed_or_refused(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     """It goes on with other numbers of trainer ranks, replicas and machines."""

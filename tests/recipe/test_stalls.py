@@ -50,7 +50,7 @@ WAITING = ["--steps=5000", "--buffer.max-policy-lag=0", "--rollout.max-new-token
 ALONE = ["--recovery.restarts=0"]  # what is stopped is not replaced
 
 
-def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced_and_sigterm_leaves_no_process(
+def test_a_stopped_rollout_worker_is_named_and_replaced_and_sigterm_leaves_no_process(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     run = start([sys.executable, STAND_IN, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS, script=SLOW)])

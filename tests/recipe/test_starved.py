@@ -140,7 +140,7 @@ def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
     assert not open_to_all
 
 
-def test_processes_are_forked_with_their_imports_behind_them(run: Launched) -> None:
+def test_processes_are_forked_with_their_imports_done(run: Launched) -> None:
     """Or each start would take ten CPU-seconds more; also where the imports take longer than a process may wait."""
     stages = {"buffer-0": "torch", "trainer-0": "trainer", "generator0-0": "engine", "rollout0-0": "rollout"}
     stages["sglang::scheduler"] = "engine"
@@ -160,14 +160,14 @@ def test_no_process_has_a_named_file_of_sglang_in_shared_memory(run: Launched) -
     assert all(deleted for found in names for _, deleted in found), names
 
 
-def test_it_goes_on_after_a_stop_of_all_its_processes(run: Launched, folder: Path) -> None:
+def test_a_run_continues_after_all_its_processes_were_stopped(run: Launched, folder: Path) -> None:
     signal_all(run, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     signal_all(run, signal.SIGCONT)
     goes_on_undisturbed(run, folder, 5)
 
 
-def test_it_goes_on_beside_hogs(run: Launched, folder: Path) -> None:
+def test_a_run_continues_while_hogs_take_the_cores(run: Launched, folder: Path) -> None:
     give_way(run)
     with hogs(HOGS * (os.cpu_count() or 1)):
         before = look(pids(run))

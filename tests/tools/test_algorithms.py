@@ -35,7 +35,7 @@ def algorithms() -> Any:
     return imported("algorithms")
 
 
-def test_every_name_of_the_registry_is_run_or_said_to_need_more(cases: Any) -> None:
+def test_every_registered_name_is_run_or_listed_as_needing_more(cases: Any) -> None:
     flags = [case.flags for case in cases.plan((0, 1, 2, 3, 4))]
     named = {word for of_case in flags for word in of_case}
     known = named | set(cases.NEEDS_MORE)
@@ -78,7 +78,7 @@ def finished(algorithms: Any, cases: Any, name: str, lag: int, seed: int, end: f
     return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.figures(rows)
 
 
-def test_what_is_there_is_shown_and_what_is_not_is_said(
+def test_finished_runs_are_shown_and_missing_runs_are_listed(
     algorithms: Any, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = [("dapo", 0, 0, 0.8), ("dapo", 0, 1, 0.6), ("dapo", 8, 0, 0.5), ("dapo", 8, 1, 0.4), ("rows", 2, 0, 0.3)]

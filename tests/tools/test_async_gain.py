@@ -37,7 +37,7 @@ def simulate(s: Any, lag: int) -> RunMetrics:
     return predict(replace(s.plan, buffer=BufferSettings(lag)), costs, s.steps, s.warm_up, grain=1)
 
 
-def test_the_demand_is_that_of_the_tokens_drawn(async_gain: Any) -> None:
+def test_the_demand_of_the_generator_is_that_of_its_sampled_tokens(async_gain: Any) -> None:
     s = async_gain.Settings()
     found = simulate(s, lag=0)  # all that is drawn in a step is trained in it
     seconds = found.tokens_per_s * found.step_s * s.token_s / (s.places * s.replicas)
@@ -80,7 +80,7 @@ class _Engine:
         return prompt_ids
 
 
-def test_answers_wait_for_a_place_and_then_take_their_time(async_gain: Any) -> None:
+def test_answers_wait_for_a_slot_and_then_for_their_latency(async_gain: Any) -> None:
     recipe = sys.modules["async_gain_recipe"]
     length, token_s = Distribution(10), 0.01
 

@@ -46,7 +46,7 @@ def source_in(place: Path, trained: bool = False) -> Source:
         return source
 
 
-def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
+def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint can be named; its weights are exported in the dtype that is served, as the version that they are.
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_its_run_removes_can_still_be_read(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("named", [".", "checkpoints/best", "checkpoints/step-000003"])
-def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
+def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     """But the one that its name has then."""
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
         assert source_in(run / named).checkpoint == (checkpoints / "step-000006").resolve()
 
 
-def test_of_a_run_whose_newest_checkpoint_is_broken_an_earlier_one_is_taken(
+def test_an_earlier_checkpoint_is_used_if_the_newest_is_broken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As by a resume. One that was named is refused."""
@@ -146,7 +146,7 @@ def test_of_a_run_whose_newest_checkpoint_is_broken_an_earlier_one_is_taken(
         source_in(run)
 
 
-def test_to_the_recipe_the_model_is_what_the_run_began_with(tmp_path: Path) -> None:
+def test_the_recipe_gets_the_model_that_the_run_started_from(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "Qwen/Qwen3-0.6B"}')
     assert Evaluated.of(str(tmp_path)).begun_with == "Qwen/Qwen3-0.6B"
     assert Evaluated.of("Qwen/Qwen3-4B").begun_with == "Qwen/Qwen3-4B"
@@ -167,7 +167,7 @@ def test_saved_settings_are_the_defaults_of_their_recipe(path: Path, tmp_path: P
         assert to_plain(load_recipe(path, [], settings).settings) == settings
 
 
-def test_parameters_that_no_flag_can_give_are_those_of_the_run() -> None:
+def test_parameters_without_a_flag_come_from_the_run() -> None:
     recipe = ROOT / "recipes" / "grpo.py"
     run = load_recipe(recipe, []).settings
     loss = LossSettings(corrections=(IcePop(low=0.1), SequenceMask(high=2.0)))
@@ -194,7 +194,7 @@ def test_a_run_whose_settings_the_recipe_does_not_have_is_refused_with_its_versi
         load_recipe(own, [], {"held_out": 7})
 
 
-def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
+def test_flags_override_the_settings_of_a_run(tmp_path: Path) -> None:
     """Of a checkpoint those that its manifest has. Where the run was is not taken; nor is anything where another recipe
     is played."""
     path = ROOT / "recipes" / "grpo.py"

@@ -71,7 +71,7 @@ def passed_on_a_cpu(*parts: str) -> list[dict[str, Any]]:
 @pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
-def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
+def test_engines_sample_and_tokens_have_their_versions_on_a_cpu() -> None:
     """The real engine, and commits under load."""
     engine, under_load = passed_on_a_cpu("engine", "commits")
     assert engine["sequences"] == 16 and engine["start_s"] > 0
@@ -104,7 +104,7 @@ def test_speed_is_measured_on_a_cpu() -> None:
     "device, gpus, layouts",
     [("cuda", 1, ["colocated_", "lora_"]), ("cuda", 8, ["", "colocated_", "lora_"]), ("cpu", 0, ["", "lora_"])],
 )
-def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
+def test_the_main_job_is_colocated_on_one_gpu_and_runs_both_ways_on_several(
     device: str, gpus: int, layouts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is run there is a real run elsewhere (tests/recipe/test_recipe.py)."""
@@ -135,7 +135,7 @@ def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_models_can_be_trained_and_served_where_they_are_for(device: str, tmp_path: Path) -> None:
+def test_the_models_can_be_trained_and_served_on_their_device(device: str, tmp_path: Path) -> None:
     bench = Bench(torch.device(device), tmp_path)
     dense, sparse = parse_config(model_shape(bench)), parse_config(expert_shape(bench))
     for config in (dense, sparse):
@@ -190,7 +190,7 @@ def test_a_part_that_does_not_end_is_killed_and_the_next_one_runs(capsys: pytest
     assert all(line["verdict"] == "failed" and "0.01 s" in line["problems"][-1] for line in lines)
 
 
-def test_a_part_that_there_is_not_is_refused() -> None:
+def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(ValueError, match="wieghts.*weights"):
         gpu_check.Settings(parts="trainer,wieghts")
 
@@ -239,7 +239,7 @@ def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> 
         ([0, 2, 9], "9 tokens sampled with equal probabilities are labelled with the other version"),
     ],
 )
-def test_a_token_with_anothers_version_is_found(flat: list[int], problem: str | None) -> None:
+def test_a_token_labelled_with_another_version_is_found(flat: list[int], problem: str | None) -> None:
     """Odd versions draw with equal probabilities: here 2 tokens of version 1, between 20,000 and 9 of the model's."""
     findings, sizes = Findings(), [20_000, 2, 9]
     equal = [i < many for many, size in zip(flat, sizes, strict=True) for i in range(size)]
@@ -278,7 +278,7 @@ def test_a_part_with_engines_has_the_time_of_a_first_start() -> None:
     }
 
 
-def test_completions_that_are_none_are_found() -> None:
+def test_incomplete_completions_are_found() -> None:
     findings = Findings()
     engines.check_completions(findings, [completion([0] * 4, [False] * 4)], 4, 500)
     assert findings.problems == []

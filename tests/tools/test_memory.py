@@ -62,12 +62,12 @@ def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
         (Options(colocate=True), "model"),
     ],
 )
-def test_what_a_run_refuses_is_not_planned(options: Options, message: str) -> None:
+def test_settings_that_a_run_refuses_are_not_planned(options: Options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(options)
 
 
-def test_a_mistake_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["memory.py", "--model", "Qwen3-9B"])
     monkeypatch.setenv("PATH", os.environ["PATH"])  # a program adds to it
     with pytest.raises(SystemExit) as ended:
@@ -76,7 +76,7 @@ def test_a_mistake_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ended.value.code == 2 and "error: model Qwen3-9B" in said and "Traceback" not in said
 
 
-def test_the_table_leaves_out_what_a_run_refuses() -> None:
+def test_the_table_leaves_out_settings_that_a_run_refuses() -> None:
     """Tensor-parallel trainer ranks of a mixture of experts, and fewer ranks than there are parts."""
     experts, dense = (
         fewest(MODELS[name], Options(trainer=Trainer(ranks=2, tp=2)).sides, device_bytes(141))

@@ -96,7 +96,7 @@ def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) 
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("fork_server")
-def test_other_weights_fail_and_replay_mends_only_what_is_the_routers(models: dict[str, Path], tmp_path: Path) -> None:
+def test_other_weights_fail_and_replay_fixes_only_differences_of_routing(models: dict[str, Path], tmp_path: Path) -> None:
     other, weights = tmp_path / "other", weights_in(models["moe"])
     shutil.copytree(models["moe"], other)
     router = weights["model.layers.1.mlp.gate.weight"]
@@ -151,7 +151,7 @@ def test_each_limit_counts_and_replay_is_judged_where_there_is_one() -> None:
         ({"generator": GeneratorSettings(tp=3)}, "generator.tp 3"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_starts(
+def test_models_that_cannot_be_compared_are_refused_before_anything_starts(
     changes: dict[str, Any], message: str, models: dict[str, Path]
 ) -> None:
     if changes.get("trainer_model"):

@@ -108,7 +108,7 @@ def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) ->
         assert cluster is None
 
 
-def test_roles_have_colours_and_text_is_as_it_is() -> None:
+def test_roles_have_colours_and_text_is_unchanged() -> None:
     text = io.StringIO()
     console = Console(file=text, width=20, force_terminal=True, color_system="standard")
     for role in COLOURS:
@@ -132,7 +132,7 @@ class Showing:
         return Completion(np.array(drawn), np.full(len(drawn), -0.5, np.float32), np.zeros(len(drawn), int), "stop")
 
 
-def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path: Path) -> None:
+def test_the_examples_of_the_tools_recipe_are_the_tokens_of_its_episodes(tmp_path: Path) -> None:
     """The tiny model learns it from the first to the last token; the tools that are called give the right answers."""
     path = RECIPES / "tools.py"
     model, shown = random_model(tmp_path / "tiny", recipe=path), runpy.run_path(str(path))
@@ -157,7 +157,7 @@ def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path
 
 
 @pytest.mark.heavy
-def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
+def test_episodes_of_the_recipes_are_run_and_printed(tmp_path: Path) -> None:
     """Also against a frozen model, whose engine is in a process of its own; and with fewer devices than a run needs."""
     model = random_model(tmp_path / "tiny", recipe=RECIPES / "tools.py")
     flags = [f"--model={model}"]

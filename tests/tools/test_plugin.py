@@ -135,7 +135,7 @@ def turns_in_a_circle(again: bool) -> None:
     ("code", "expected"),
     [(Starting, True), (starts, True), (starts_by_others, True), (uses_an_object, True), (turns_in_a_circle, False)],
 )
-def test_what_a_test_uses_shows_whether_it_is_heavy(code: object, expected: bool) -> None:
+def test_a_test_is_heavy_if_its_code_starts_a_mesh(code: object, expected: bool) -> None:
     assert uses(code, {}) is expected
 
 
@@ -175,7 +175,7 @@ def test_after_it(): start()
 
 
 @pytest.mark.heavy  # what it starts has the name of an engine
-def test_a_quick_test_that_starts_an_engine_fails_and_says_why(tmp_path: Path) -> None:
+def test_a_quick_test_that_starts_an_engine_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(LIKE_AN_ENGINE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = heavy: starts one\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", f"--plan={tmp_path}", str(tmp_path)]

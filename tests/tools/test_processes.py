@@ -46,12 +46,12 @@ def processes() -> Any:
         ("python", ["python", "else"], "", "other"),
     ],
 )
-def test_processes_are_told_apart(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
+def test_processes_are_named_by_their_role(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
     environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
     assert processes.name_of(title, command, environment) == name
 
 
-def test_the_controller_is_who_the_runs_folder_says(processes: Any, tmp_path: Path) -> None:
+def test_the_controller_is_the_process_named_in_the_run_folder(processes: Any, tmp_path: Path) -> None:
     here, runs = psutil.Process(), tmp_path / "runs"
     assert processes.named_in(runs, [here]) == [(here, "other")], "there is no folder yet"
     (runs / "grpo-1").mkdir(parents=True)
@@ -71,7 +71,7 @@ sys.stdin.readline()
 """A process whose child goes on when it has ended."""
 
 
-def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) -> None:
+def test_ended_processes_count_and_orphans_are_still_followed(processes: Any) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdin is not None and parent.stdout is not None
     tree = processes.ProcessTree(parent.pid)
@@ -97,7 +97,7 @@ def test_roles_add_up(processes: Any) -> None:
     assert processes.by_role({"trainer 1": 1.0, "host": 0.5, "trainer 10": 2.0}) == {"trainer": 3.0, "host": 0.5}
 
 
-def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
+def test_shared_memory_files_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
     processes: Any,
 ) -> None:
     """Another program's file there is not counted, however new it is."""
@@ -117,7 +117,7 @@ def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope
     assert processes.growth(looks) == pytest.approx(2.0)
 
 
-def test_sockets_that_listen_are_told_from_others_and_gone_when_closed(processes: Any) -> None:
+def test_listening_sockets_are_distinguished_and_gone_when_closed(processes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listens, socket.socket() as silent:
         own = processes.sockets_of(os.getpid())
         inodes = {os.fstat(listens.fileno()).st_ino, os.fstat(silent.fileno()).st_ino}

@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_to_gets_one_sentence(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["read-only", "a file"])
-def test_the_tiny_model_says_where_it_cannot_be_made(tmp_path: Path, kind: str) -> None:
+def test_the_tiny_model_names_the_folder_that_cannot_be_written_to(tmp_path: Path, kind: str) -> None:
     (tmp_path / "cache").mkdir() if kind == "read-only" else (tmp_path / "cache").touch()
     refused = pytest.raises(SystemExit, match=rf"{tmp_path}/cache.*--model FOLDER")
     with read_only(tmp_path) if kind == "read-only" else nullcontext(), refused:

@@ -24,7 +24,7 @@ SMALL = simulate.Settings(
 )
 
 
-def test_the_last_line_is_the_recommendation_and_its_figures(
+def test_the_last_line_is_the_recommendation_and_its_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulate.main(replace(SMALL, output=tmp_path / "plots" / "sizing.png"), None)
@@ -42,7 +42,7 @@ def test_the_last_line_is_the_recommendation_and_its_figures(
     assert len([line for line in lines if line.startswith("lag <=")]) == found["simulated_runs"] == 9
 
 
-def test_a_run_is_predicted_first_and_flags_change_what_it_tells(
+def test_a_run_is_predicted_first_and_flags_override_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, [row(step) for step in range(1, 21)])

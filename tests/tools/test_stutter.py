@@ -108,7 +108,7 @@ def is_gone(pid: int) -> bool:
     return status(pid) in ("gone", psutil.STATUS_ZOMBIE)  # an orphan's zombie is another's to collect
 
 
-def test_all_processes_stand_still_and_go_on_and_the_exit_code_comes_through(tmp_path: Path) -> None:
+def test_all_processes_stop_and_continue_and_the_exit_code_is_passed_on(tmp_path: Path) -> None:
     """Also one that has neither its parent nor the command's environment any more."""
     with stuttering(tmp_path, *SHORT, "--seed", "7", "--times", "2") as started:
         started.stand_still(*ALL)
@@ -133,7 +133,7 @@ def test_repetitions_have_seeds_of_their_own(tmp_path: Path) -> None:
     assert [line.rsplit(maxsplit=1)[-1] for line in runs] == ["4", "5"]
 
 
-def test_a_process_that_somebody_else_has_stopped_stays_so(tmp_path: Path) -> None:
+def test_a_process_stopped_by_somebody_else_stays_stopped(tmp_path: Path) -> None:
     with stuttering(tmp_path, *SHORT) as started:
         child = started.pids()["child"]
 

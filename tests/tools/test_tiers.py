@@ -89,7 +89,7 @@ UNITS = [unit(f"tests/{folder}/test_x.py::test_{number}", 40.0) for folder in ("
     st.integers(0, 10_000),
     st.sets(st.sampled_from([unit.name for unit in UNITS]), max_size=3),
 )
-def test_a_sample_has_every_unit_once_owed_ones_first_then_those_of_changed_packages(
+def test_a_sample_has_every_unit_once_owed_units_first_then_changed_packages(
     changed: set[str], number: int, owed: set[str]
 ) -> None:
     order = list(sample_order(UNITS, changed, number, owed))
@@ -115,7 +115,7 @@ def test_later_commits_take_all_others_in_turn() -> None:
 
 
 @given(TIERED, st.data())
-def test_a_table_takes_what_was_measured_and_forgets_tests_that_are_gone(
+def test_a_table_takes_new_measurements_and_forgets_removed_tests(
     before: dict[str, Tier], data: st.DataObject
 ) -> None:
     table = CostTable.measured({test: data.draw(COSTS) for test in before}, before)
@@ -134,14 +134,14 @@ def test_a_table_takes_what_was_measured_and_forgets_tests_that_are_gone(
         assert ran or (name not in collected and (everything or module_of(name) in modules))
 
 
-def test_few_seconds_tell_no_speed() -> None:
+def test_a_few_seconds_do_not_measure_the_machines_speed() -> None:
     tiers: dict[str, Tier] = {"tests/a/test_b.py::test_c": "core"}
     costs = {test: Cost(COMPARED_S / 2) for test in tiers}
     assert slowness(costs, tiers, CostTable.measured(costs, tiers)) is None
 
 
 @given(st.floats(0.2, 20.0), st.data())
-def test_how_fast_the_machine_is_makes_nothing_dearer(factor: float, data: st.DataObject) -> None:
+def test_a_slower_machine_does_not_raise_the_costs(factor: float, data: st.DataObject) -> None:
     names = [f"tests/a/test_b.py::test_{number}" for number in range(4)]
     costs = {name: Cost(data.draw(st.floats(20.0, 200.0))) for name in names}
     tier: Tier = data.draw(st.sampled_from(["quick", "core"]))

@@ -136,7 +136,7 @@ def test_all_aggregations_and_some_advantages_have_a_name_in_trl(trl: Any) -> No
     assert set(sides.REWARD_SCALES) <= set(ADVANTAGES)
 
 
-def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
+def test_trl_gets_the_settings_of_the_recipe(trl: Any, tmp_path: Path) -> None:
     sides = sys.modules["trl_sides"]
     job = sides.JOBS["syllogism"]
     arguments = sides.recipe_arguments(job, tmp_path, 3, 7)
@@ -149,7 +149,7 @@ def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
     assert json.loads(json.dumps(described)) == described | {"betas": [0.9, 0.95]}
 
 
-def test_figures_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
+def test_measurements_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
     steps = [{"time/step_s": 9.0 if step < 2 else 0.5, "reward/mean": step / 10} for step in range(10)]
     cpu_s = {1: {"TRL": 7.0}, 2: {"TRL": 8.0}, 10: {"TRL": 12.0, "helpers": 0.8}}
     measured = processes.Measured(steps, cpu_s, {1: 10.0, 2: 19.0, 10: 23.0}, 25.0, 14.0, 0.1)
