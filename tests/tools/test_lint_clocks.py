@@ -1,4 +1,4 @@
-"""The lint of clocks: what it must find in tests, and what it must leave alone."""
+"""The clock lint: code that it must report in tests, and code that it must accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lint of streams: what it must find, and what it must leave alone."""
+"""The stream lint: code that it must report, and code that it must accept."""
 
 from __future__ import annotations
 

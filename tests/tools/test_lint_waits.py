@@ -1,4 +1,4 @@
-"""The lint that finds bare waits: what it must find, and what it must leave alone."""
+"""The lint of bare waits: code that it must report, and code that it must accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wait of a test counts time in which the waiter ran, and none in which the machine stood still."""
+"""Waits of tests count only time in which the waiting process ran, not time in which the machine stood still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/processes.py: what the processes of a run are called and have, and that those that have ended count."""
+"""benchmarks/processes.py: names and resources of the processes of a run, including ended processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.patience import wait_until
 @pytest.fixture(scope="module")
 def processes() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))  # where benchmarks find it
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))  # as for benchmarks
         return importlib.import_module("processes")
 
 
@@ -46,7 +46,9 @@ def processes() -> Any:
         ("python", ["python", "else"], "", "other"),
     ],
 )
-def test_processes_are_named_by_their_role(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
+def test_processes_are_named_by_their_role(
+    processes: Any, title: str, command: list[str], mesh: str, name: str
+) -> None:
     environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
     assert processes.name_of(title, command, environment) == name
 
@@ -68,7 +70,7 @@ subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch
 print("started", flush=True)
 sys.stdin.readline()
 """
-"""A process whose child goes on when it has ended."""
+"""A process whose child outlives it."""
 
 
 def test_ended_processes_count_and_orphans_are_still_followed(processes: Any) -> None:
@@ -87,7 +89,7 @@ def test_ended_processes_count_and_orphans_are_still_followed(processes: Any) ->
     tree.look()
     assert [found for found, _ in tree.running()] == [scorer[0]]
     assert tree.cpu_s()["controller"] >= used
-    parent.stdin.close()  # the child's, too, ends with it
+    parent.stdin.close()  # the child shares its standard input and ends with it
     wait_until(lambda: not scorer[0].is_running() or scorer[0].status() == psutil.STATUS_ZOMBIE, "the child's end")
     tree.look()
     assert list(tree.running()) == []
@@ -100,7 +102,7 @@ def test_roles_add_up(processes: Any) -> None:
 def test_shared_memory_files_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
     processes: Any,
 ) -> None:
-    """Another program's file there is not counted, however new it is."""
+    """Files of other programs do not count, even new ones."""
     shared = processes.SHARED_MEMORY
     with tempfile.NamedTemporaryFile(dir=shared) as own, tempfile.NamedTemporaryFile(dir=shared) as foreign:
         own.truncate(4096)

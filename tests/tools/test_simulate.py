@@ -1,4 +1,4 @@
-"""What tools/simulate.py prints and draws, and that flags change what a run tells."""
+"""Output and plot of tools/simulate.py, and flags that override the values of a run."""
 
 from __future__ import annotations
 

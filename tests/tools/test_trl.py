@@ -1,4 +1,4 @@
-"""benchmarks/trl.py: what is measured of a run, and that both sides are told the same."""
+"""benchmarks/trl.py: the measurements of a run, and that both sides get the same settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trl() -> Any:
 
 def _imported(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # where the benchmark finds its parts
+        patch.syspath_prepend(str(BENCHMARKS))  # the benchmark imports its own modules
         return importlib.import_module(name)
 
 
@@ -61,7 +61,7 @@ with (folder / "metrics.jsonl").open("w", buffering=1) as lines:
         lines.write(json.dumps({"step": step, "time/step_s": 1.0, "reward/mean": step / 4}) + "\\n")
         looked_at()
 """
-"""A run of three steps, each the work of a process that has ended when the step is marked."""
+"""A run of three steps, each computed by a process that has ended when the step is logged."""
 
 
 def test_cpu_time_of_processes_that_have_ended_counts(
@@ -72,7 +72,7 @@ def test_cpu_time_of_processes_that_have_ended_counts(
     (folder := tmp_path / "run").mkdir()
 
     def look(there: Path) -> list[dict[str, Any]]:
-        """The beginning of each look."""
+        """Record that a look begins."""
         with looks.open("a") as file:
             file.write(".")
         return list(steps_in(there))
@@ -84,7 +84,7 @@ def test_cpu_time_of_processes_that_have_ended_counts(
     assert sorted(found.cpu_s) == [1, 3]
     children = found.cpu_s[3]["other"] - found.cpu_s[1]["other"]
     used = sum(float((folder / f"used-{step}").read_text()) for step in (2, 3))
-    assert 2 * 0.95 <= children <= used + 0.1, "a second each, and what they have used at most"
+    assert 2 * 0.95 <= children <= used + 0.1, "each process used a second, and no more than it reported"
     assert found.wall_s[1] < found.wall_s[3] < found.total_s
     assert found.total_cpu_s >= sum(found.cpu_s[3].values())
 
@@ -100,7 +100,7 @@ def test_a_run_that_does_not_end_is_ended(processes: Any, tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="3 s"):
         processes.measure([sys.executable, "-c", program], {}, tmp_path, "controller", [1], 3.0)
     text = (tmp_path / "log").read_text()
-    if text:  # else it was ended before it began
+    if text:  # otherwise it was ended before it began
         with pytest.raises(ProcessLookupError):
             os.kill(int(text), 0)
 
@@ -175,7 +175,7 @@ model, template = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float
 together = answer(model, template, prompts, 6)
 print(json.dumps([together, [answer(model, template, [prompt], 6)[0] for prompt in prompts]]))
 """
-"""In a process of its own: SGLang patches transformers in that of the tests."""
+"""A separate program, because SGLang patches transformers in the process of the tests."""
 
 
 @pytest.mark.slow
