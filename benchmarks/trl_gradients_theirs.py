@@ -1,8 +1,8 @@
 """TRL's side of trl_gradients.py, ``python -P trl_gradients_theirs.py JOB.json`` in TRL's own environment.
 
-For each loss of the job one step of ``GRPOTrainer.train()``. What it would generate, and the rewards, are those of the
-job (``rollout_func`` and a reward function); so are log-probs of other policies, where the loss has them. The gradients
-that the optimiser is given are written as NUMBER.safetensors to the job's folder.
+Makes one step of ``GRPOTrainer.train()`` for each loss of the job. Completions and rewards are those of the job
+(``rollout_func`` and a reward function), and so are log-probs of other policies, if the loss uses them. The gradients
+that the optimiser gets are written as NUMBER.safetensors to the job's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIVEN = {"old": "old_per_token_logps", "reference": "ref_per_token_logps"}
 
 
 class GivenBatch(GRPOTrainer):
-    """Log-probs of other policies are the job's."""
+    """A trainer with the job's log-probs of other policies."""
 
     given: dict[str, list[list[float]]]
 
@@ -38,7 +38,7 @@ class GivenBatch(GRPOTrainer):
 
 
 class KeepGradients(TrainerCallback):
-    """Writes what the optimiser is given."""
+    """Writes the gradients that the optimiser gets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class KeepGradients(TrainerCallback):
 
 
 def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
-    """A step of the whole batch in float32, without clipping of the gradient."""
+    """Return the config of a step on the whole batch in float32, without clipping of the gradient."""
     return GRPOConfig(
         output_dir=job["folder"],
         max_steps=1,
@@ -73,7 +73,7 @@ def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
 
 
 def step(job: dict[str, Any], loss: dict[str, Any], path: Path) -> None:
-    """One step with a loss; its gradients go to ``path``."""
+    """Make one step with a loss, and write its gradients to ``path``."""
     sequences = job["sequences"]
     columns = {name: [sequence["columns"][name] for sequence in sequences] for name in ("old", "reference")}
 

@@ -73,7 +73,7 @@ def finished(algorithms: Any, cases: Any, name: str, lag: int, seed: int, end: f
     rows[-2]["wasted/tokens"] = 100.0
     case = cases.Case(name, lag, seed)
     arguments = algorithms.arguments_of(case, 10)
-    return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.figures(rows)
+    return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.summarise(rows)
 
 
 def test_finished_runs_are_shown_and_missing_runs_are_listed(

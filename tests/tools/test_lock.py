@@ -1,5 +1,5 @@
-"""The locks satisfy pyproject.toml, `lock.py --check` reports where they do not, and pyproject.toml declares all imports
-of src/."""
+"""The locks satisfy pyproject.toml, `lock.py --check` reports violations, and pyproject.toml declares all imports of
+src/."""
 
 from __future__ import annotations
 

@@ -154,13 +154,13 @@ def test_measurements_leave_out_the_first_steps(trl: Any, processes: Any) -> Non
     cpu_s = {1: {"TRL": 7.0}, 2: {"TRL": 8.0}, 10: {"TRL": 12.0, "helpers": 0.8}}
     measured = processes.Measured(steps, cpu_s, {1: 10.0, 2: 19.0, 10: 23.0}, 25.0, 14.0, 0.1)
     side = sys.modules["trl_sides"].Side("TRL", threads=1)
-    figures = trl.Result(side, measured, 2, {"accuracy": 0.5, "reward": 0.6}).figures(samples_per_step=4)
-    assert figures["step_s"] == 0.5
-    assert figures["step_cpu_s_by_part"] == pytest.approx({"TRL": 0.5, "helpers": 0.1})
-    assert figures["step_cpu_s"] == pytest.approx(0.6)
-    assert (figures["first_step_s"], figures["first_step_cpu_s"]) == (10.0, 7.0)
-    assert figures["reward_by_samples"] == pytest.approx({"8": 0.05, "20": 0.3, "32": 0.6, "40": 0.85})
-    shown = trl.table({"TRL": [figures]}, [0.25])
+    summary = trl.Result(side, measured, 2, {"accuracy": 0.5, "reward": 0.6}).summarise(samples_per_step=4)
+    assert summary["step_s"] == 0.5
+    assert summary["step_cpu_s_by_part"] == pytest.approx({"TRL": 0.5, "helpers": 0.1})
+    assert summary["step_cpu_s"] == pytest.approx(0.6)
+    assert (summary["first_step_s"], summary["first_step_cpu_s"]) == (10.0, 7.0)
+    assert summary["reward_by_samples"] == pytest.approx({"8": 0.05, "20": 0.3, "32": 0.6, "40": 0.85})
+    shown = trl.table({"TRL": [summary]}, [0.25])
     assert "| seconds a step | 0.500 |" in shown
     assert "| held out (before: 25.0%) | 50.0% |" in shown
 
