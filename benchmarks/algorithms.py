@@ -95,8 +95,8 @@ def run(case: Case, steps: int) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"{case.name} at lag {case.lag} failed:\n{(done.stdout + done.stderr)[-3000:]}")
         lines = next(Path(scratch).glob("*/metrics.jsonl")).read_text().splitlines()
-    of_case = {"name": case.name, "lag": case.lag, "seed": case.seed, "steps": steps, "arguments": arguments}
-    return of_case | short(summarise([json.loads(line) for line in lines]))
+    described = {"name": case.name, "lag": case.lag, "seed": case.seed, "steps": steps, "arguments": arguments}
+    return described | short(summarise([json.loads(line) for line in lines]))
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:

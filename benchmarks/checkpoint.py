@@ -137,9 +137,9 @@ def steps(s: Settings, scratch: Path) -> dict[str, Any]:
     times: dict[int, list[float]] = {0: [], s.every: []}
     copies: list[float] = []
     for number in range(s.rounds):
-        for every, of_runs in times.items():
+        for every, step_times in times.items():
             rows = rows_of(run_folder(s, scratch / f"{number}-{every}", every, f"--steps={s.steps}"))[FIRST:]
-            of_runs += [row["time/step_s"] for row in rows]
+            step_times += [row["time/step_s"] for row in rows]
             copies += [row["checkpoint/copy_ms"] for row in rows if every and "checkpoint/copy_ms" in row]
     without, saving = times[0], times[s.every]
     speed = {name: of(without) / of(saving) for name, of in (("mean", statistics.mean), ("median", statistics.median))}

@@ -70,8 +70,8 @@ class Snapshot:
 
     def threads(self, process: str) -> list[tuple[str, float]]:
         """Seconds by thread, the busiest first."""
-        of_process = {thread: seconds for (name, thread), seconds in self.seconds.items() if name == process}
-        return sorted(of_process.items(), key=lambda item: -item[1])
+        by_thread = {thread: seconds for (name, thread), seconds in self.seconds.items() if name == process}
+        return sorted(by_thread.items(), key=lambda item: -item[1])
 
 
 def cpu_seconds(tree: ProcessTree) -> dict[tuple[str, str], float]:

@@ -70,10 +70,10 @@ def spread(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
     """Return the mean over runs, and the sample standard deviation if there are several, of two numbers per run and of
     their difference."""
     found = {}
-    for name, of_runs in (("before", before), ("after", after), ("rise", np.subtract(after, before))):
-        found[f"{name}_mean"] = float(np.mean(of_runs))
+    for name, values_of_runs in (("before", before), ("after", after), ("rise", np.subtract(after, before))):
+        found[f"{name}_mean"] = float(np.mean(values_of_runs))
         if len(before) > 1:
-            found[f"{name}_standard_deviation"] = float(np.std(of_runs, ddof=1))
+            found[f"{name}_standard_deviation"] = float(np.std(values_of_runs, ddof=1))
     return found
 
 
@@ -104,10 +104,10 @@ def main(settings: Settings) -> None:
     runs = [rows_of(run) for run in settings.runs]
     draw(runs, settings.output, settings.title)
     found = [summarise(rows) for rows in runs]
-    for run, of_run in zip(settings.runs, found, strict=True):
-        print(run.name, short(of_run))
-    held_out = [of_run["held_out_accuracy"] for of_run in found if of_run["held_out_accuracy"]]
-    differ = spread([of_run[0] for of_run in held_out], [of_run[-1] for of_run in held_out]) if held_out else {}
+    for run, summary in zip(settings.runs, found, strict=True):
+        print(run.name, short(summary))
+    held_out = [summary["held_out_accuracy"] for summary in found if summary["held_out_accuracy"]]
+    differ = spread([summary[0] for summary in held_out], [summary[-1] for summary in held_out]) if held_out else {}
     print(json.dumps(short({"runs": found, **differ})))
 
 

@@ -132,8 +132,8 @@ class Growth:
             if len(looks) == longest:
                 roles.setdefault(role, []).append(looks)
         return {
-            role if len(of_role) == 1 else f"{role} (most of {len(of_role)})": max(of_role, key=growth)
-            for role, of_role in sorted(roles.items())
+            role if len(candidates) == 1 else f"{role} (most of {len(candidates)})": max(candidates, key=growth)
+            for role, candidates in sorted(roles.items())
         }
 
 
@@ -165,7 +165,7 @@ def report(growing: Growth, s: Settings) -> None:
     print(f"files in {SHARED_MEMORY}: {files[0]} / {files[len(files) // 2]} / {files[-1]}")
     slopes = {role: growth(looks) for role, looks in by_role.items()}
     print(above_goal(slopes))
-    figures: dict[str, Any] = {
+    result: dict[str, Any] = {
         "benchmark": "growth",
         "steps": s.steps,
         "mib_by_1000_steps": slopes,
@@ -173,8 +173,8 @@ def report(growing: Growth, s: Settings) -> None:
         "shared_files": files,
     }
     for name in COUNTS:
-        figures[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
-    print(json.dumps(short(figures)))
+        result[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
+    print(json.dumps(short(result)))
 
 
 if __name__ == "__main__":

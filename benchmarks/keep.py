@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside
+from speed_generator import ObservedGenerator
 from speed_trainer import Training
 
 from monarch_rl.episode.episode import Episode, Group, Turn
@@ -90,7 +90,7 @@ async def generate(
 
 async def start_engine(cluster: Cluster, model: Path, slot: int, expert_routes: bool) -> Dispatcher:
     settings, name = GeneratorSettings(replicas=1), f"generator{slot}"
-    generator = cluster.spawn(name, 1, first_device=slot).spawn(name, GeneratorBeside)
+    generator = cluster.spawn(name, 1, first_device=slot).spawn(name, ObservedGenerator)
     start = generator.setup.call_one(str(model), settings, slot, expert_routes=expert_routes)
     await within(settings.start_limit_s(cluster.devices.kind == "cuda"), start, f"{name} to start", on=name)
     return Dispatcher([generator], ROUND_DEADLINE_S, max_losses=0)

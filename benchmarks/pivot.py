@@ -53,7 +53,7 @@ class Template:
     def between(self, messages: list[Message], tools: None, end: int | None, thinking: bool) -> list[int]:
         return [2]
 
-    def cut_while_thinking(self, drawn: list[int], tools: None) -> bool:
+    def cut_while_thinking(self, sampled: list[int], tools: None) -> bool:
         return False
 
     def read(self, ids: list[int], tools: None, stop: tuple[str, ...]) -> ParsedReply:

@@ -87,7 +87,7 @@ async def play_bare(engine: Any, prompts: list[list[int]], sampling: Sampling) -
     return time.perf_counter() - started, sum(len(answer["output_ids"]) for answer in answers)
 
 
-class GeneratorBeside(Generator):
+class ObservedGenerator(Generator):
     """A replica whose engine can also be observed token by token, and that copies weights."""
 
     _emitted: list[float]
@@ -225,10 +225,10 @@ def _serve_shipped(pipe: Connection, model: str, settings: GeneratorSettings) ->
         engine.shutdown()
 
 
-async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> GeneratorBeside:
+async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> ObservedGenerator:
     """One replica."""
     mesh = cluster.spawn("generator0", 1, first_device=first_device)
-    generator = mesh.spawn("generator0", GeneratorBeside)
+    generator = mesh.spawn("generator0", ObservedGenerator)
     await within(START_DEADLINE_S, generator.setup.call_one(str(model), settings, 0), "the generator to start")
     return generator
 

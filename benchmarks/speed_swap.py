@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from speed_generator import GeneratorBeside, Load
+from speed_generator import Load, ObservedGenerator
 from speed_trainer import Training
 
 from monarch_rl.episode.sampling import Sampling
@@ -24,7 +24,7 @@ WARM_UP = 1
 
 
 async def measure(
-    training: Training, generator: GeneratorBeside, load: Load, swaps: int, dtype: str, deadline_s: float
+    training: Training, generator: ObservedGenerator, load: Load, swaps: int, dtype: str, deadline_s: float
 ) -> dict[str, Any]:
     """Publish ``swaps`` versions, each after an optimiser step, while ``load`` decodes without a break.
 
@@ -78,7 +78,7 @@ async def measure(
 
 
 @asynccontextmanager
-async def keep_busy(generator: GeneratorBeside, load: Load) -> AsyncIterator[None]:
+async def keep_busy(generator: ObservedGenerator, load: Load) -> AsyncIterator[None]:
     """Keep the generator decoding during the block, and record when the tokens of one request arrive."""
     requests = asyncio.create_task(_keep_requests_in_flight(Dispatcher([generator], DEADLINE_S, max_losses=0), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
@@ -108,7 +108,7 @@ async def _keep_requests_in_flight(dispatcher: Dispatcher, load: Load) -> None:
             places.create_task(place(index))
 
 
-async def _idle(generator: GeneratorBeside) -> None:
+async def _idle(generator: ObservedGenerator) -> None:
     """Wait until the engine has answered all requests."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:

@@ -158,12 +158,12 @@ def table(by_side: dict[str, list[dict[str, Any]]], before: list[float]) -> str:
     def mean(name: str, digits: int) -> list[str]:
         return [f"{np.mean([run[name] for run in runs]):.{digits}f}" for runs in by_side.values()]
 
-    def of_part(part: str) -> list[str]:
+    def cpu_s_of_part(part: str) -> list[str]:
         shares = [[run["step_cpu_s_by_part"].get(part, 0.0) for run in runs] for runs in by_side.values()]
         return [f"{np.mean(share):.3f}" if np.mean(share) >= 5e-4 else "" for share in shares]
 
     rows = [("seconds a step", mean("step_s", 3)), ("CPU-seconds a step", mean("step_cpu_s", 3))]
-    rows += [(f"- {part}", cells) for part in parts if any(cells := of_part(part))]
+    rows += [(f"- {part}", cells) for part in parts if any(cells := cpu_s_of_part(part))]
     rows += [("seconds, launch to first step", mean("first_step_s", 1))]
     rows += [("CPU-seconds, launch to first step", mean("first_step_cpu_s", 1))]
     rows += [("seconds with start and end", mean("total_s", 1)), ("CPU-seconds with both", mean("total_cpu_s", 1))]
@@ -190,9 +190,9 @@ def main(s: Settings) -> None:
     samples = 0
     with tempfile.TemporaryDirectory() as scratch:
         for seed in s.seeds:
-            started, of_seed = run_seed(s, seed, chosen, python, Path(scratch))
+            started, results_of_seed = run_seed(s, seed, chosen, python, Path(scratch))
             before.append(started)
-            for result in of_seed:
+            for result in results_of_seed:
                 results[result.side.name].append(result)
         described = json.loads(next(Path(scratch).glob("*/job.json")).read_text())
         samples = described["groups_per_step"] * described["group_size"]

@@ -186,8 +186,10 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
     policy.settings = replace(policy.settings, loss=loss.ours)
     groups = []
     for index in range(GROUPS):
-        of_group = sequences[index * SIZE : (index + 1) * SIZE]
-        packed = serialize_group(Group(index, index, [episode_of(sequence, loss.columns) for sequence in of_group]))
+        group_sequences = sequences[index * SIZE : (index + 1) * SIZE]
+        packed = serialize_group(
+            Group(index, index, [episode_of(sequence, loss.columns) for sequence in group_sequences])
+        )
         groups.append(SerializedGroup.read(packed))
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
@@ -256,29 +258,29 @@ def compare(ours: Tensors, theirs: Tensors) -> dict[str, Any]:
     worst = max(apart, key=lambda name: apart[name])
     whole = torch.cat([theirs[name].flatten() for name in ours])
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in ours])
-    of_all = float(difference.norm() / whole.norm())
-    return {"largest": apart[worst], "parameter": worst, "all": of_all, "norm": float(whole.norm())}
+    relative = float(difference.norm() / whole.norm())
+    return {"largest": apart[worst], "parameter": worst, "all": relative, "norm": float(whole.norm())}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     head = ["loss", "gradient's norm", "limited tokens", "difference of all", "of the parameter that differs most", ""]
     lines = [head, ["---"] * len(head)]
-    for name, of_loss in found.items():
-        shares = [f"{of_loss['norm']:.4g}", f"{of_loss['limited']:.1%}", f"{of_loss['all']:.1e}"]
-        lines.append([name, *shares, f"{of_loss['largest']:.1e}", of_loss["parameter"]])
+    for name, difference in found.items():
+        shares = [f"{difference['norm']:.4g}", f"{difference['limited']:.1%}", f"{difference['all']:.1e}"]
+        lines.append([name, *shares, f"{difference['largest']:.1e}", difference["parameter"]])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main(s: Settings) -> None:
     losses = {name: loss for name, loss in LOSSES.items() if not s.only or name in s.only}
     python, model = trl_environment.ensure(gpu=False), make_model("main", 0, ROOT / ".cache")
-    sequences, of_us = ours(model, losses)
-    of_trl = theirs(python, model, sequences, losses)
+    sequences, our_steps = ours(model, losses)
+    trl_gradients = theirs(python, model, sequences, losses)
     found = {}
-    for name, (metrics, mine) in of_us.items():
+    for name, (metrics, mine) in our_steps.items():
         limited = metrics["clipped"] + (1 - metrics["importance_weight"])
-        found[name] = compare(mine, of_trl[name]) | {"limited": limited}
-    parameters = len(of_trl[next(iter(losses))])
+        found[name] = compare(mine, trl_gradients[name]) | {"limited": limited}
+    parameters = len(trl_gradients[next(iter(losses))])
     tokens = sum(len(sequence.completion) for sequence in sequences)
     summary = {"benchmark": "trl_gradients", "versions": trl_environment.versions(python), "parameters": parameters}
     summary |= {"sequences": len(sequences), "tokens": tokens, "bound": BOUND, "losses": found}
@@ -288,7 +290,7 @@ def main(s: Settings) -> None:
         (ROOT / "benchmarks" / "results" / f"{s.save}.txt").write_text(
             f"# python benchmarks/trl_gradients.py\n\n{shown}\n"
         )
-    if failed := [name for name, of_loss in found.items() if of_loss["largest"] > BOUND]:
+    if failed := [name for name, difference in found.items() if difference["largest"] > BOUND]:
         sys.exit(f"gradients differ by more than {BOUND:g}: {', '.join(failed)}")
 
 

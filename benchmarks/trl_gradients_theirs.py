@@ -31,8 +31,8 @@ class GivenBatch(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         for name, values in self.given.items():
             padded = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
-            for row, of_sequence in zip(padded, values, strict=True):
-                row[: len(of_sequence)] = torch.tensor(of_sequence)
+            for row, sequence in zip(padded, values, strict=True):
+                row[: len(sequence)] = torch.tensor(sequence)
             output[name] = padded
         return output
 
@@ -48,7 +48,7 @@ class KeepGradients(TrainerCallback):
         save_file({name: value.grad.contiguous() for name, value in named}, self._path)
 
 
-def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
+def config(job: dict[str, Any], loss: dict[str, Any]) -> GRPOConfig:
     """Return the config of a step on the whole batch in float32, without clipping of the gradient."""
     return GRPOConfig(
         output_dir=job["folder"],
@@ -68,7 +68,7 @@ def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **{"beta": 0.0} | of_loss,
+        **{"beta": 0.0} | loss,
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import weights_raw
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside, Load
+from speed_generator import Load, ObservedGenerator
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
@@ -121,14 +121,14 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
 
 async def start_generator(
     cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int, lora: LoraSettings
-) -> GeneratorBeside:
-    generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", GeneratorBeside)
+) -> ObservedGenerator:
+    generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", ObservedGenerator)
     await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0, lora), "the generator to start")
     return generator
 
 
 async def one_transport(
-    training: Training, generator: GeneratorBeside, publisher: Publisher, load: Load, versions: int
+    training: Training, generator: ObservedGenerator, publisher: Publisher, load: Load, versions: int
 ) -> dict[str, Any]:
     """Publish versions one after the other: alone, then while the engine decodes, then also during training steps."""
     alone = [await one_version(training, generator, publisher) for _ in range(1 + versions)]
@@ -191,7 +191,7 @@ class Version:
         return self.commit.paused_seconds
 
 
-async def one_version(training: Training, generator: GeneratorBeside, publisher: Publisher) -> Version:
+async def one_version(training: Training, generator: ObservedGenerator, publisher: Publisher) -> Version:
     """Make a step and publish its version, without a concurrent step."""
     await training.step(DEADLINE_S)
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside
+from speed_generator import ObservedGenerator
 from speed_trainer import Training, make_groups, plan_of
 from weights import DEADLINE_S, VOCABULARY, model_of, start_generator
 
@@ -71,7 +71,7 @@ class Stopwatch:
         self.taken[name].append(seconds * 1e3)
 
 
-async def one_version(watch: Stopwatch, training: Training, generator: GeneratorBeside) -> None:
+async def one_version(watch: Stopwatch, training: Training, generator: ObservedGenerator) -> None:
     """Make a step, and the calls of its publication."""
     await training.step(DEADLINE_S)
     trainer, ranks, version = training.trainer, members(training.trainer), training.version

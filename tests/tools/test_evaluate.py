@@ -149,8 +149,8 @@ def test_an_earlier_checkpoint_is_used_if_the_newest_is_broken(
 
 def test_the_recipe_gets_the_model_that_the_run_started_from(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "Qwen/Qwen3-0.6B"}')
-    assert Evaluated.of(str(tmp_path)).begun_with == "Qwen/Qwen3-0.6B"
-    assert Evaluated.of("Qwen/Qwen3-4B").begun_with == "Qwen/Qwen3-4B"
+    assert Evaluated.of(str(tmp_path)).initial_model == "Qwen/Qwen3-0.6B"
+    assert Evaluated.of("Qwen/Qwen3-4B").initial_model == "Qwen/Qwen3-4B"
 
 
 CHANGED = ["--held-out=7", "--evaluation.samples=3", "--evaluation.temperature=0.7", "--evaluation.pass-at", "2", "3"]
