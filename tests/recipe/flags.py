@@ -76,9 +76,7 @@ def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
             continue
         if dataclasses.is_dataclass(value):
             yield from leaves(value, f"{name}.")
-        elif (
-            isinstance(settings, NamedSettings) and field.name == "name"
-        ):  # its flag is the name of the family: `--objective`
+        elif isinstance(settings, NamedSettings) and field.name == "name":  # its flag is that of the family
             yield prefix.removesuffix("."), settings, field.name
         else:
             yield name, settings, field.name
