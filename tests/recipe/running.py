@@ -210,9 +210,8 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
         assert 0 <= line["lag/mean"] <= line["lag/max"] <= max_policy_lag, line
         assert line["buffer/trained"] == 8 * line["step"], line
         assert not [name for name in line if name.startswith("dropped/")], line
-    assert (
-        max(line["tokens_per_second"] for line in steps) > 0
-    )  # 0 in a step that sampled no tokens because its batch was ready
+    # A step samples no tokens if its batch is ready.
+    assert max(line["tokens_per_second"] for line in steps) > 0
     assert max(line["reward/std"] for line in steps) > 0, "all rewards were equal: there was nothing to learn"
 
     board = EventAccumulator(str(folder / "tensorboard"))

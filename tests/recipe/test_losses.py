@@ -116,9 +116,8 @@ def test_a_lost_trainer_rank_or_buffer_ends_the_run_even_if_other_actors_may_res
     run = start([sys.executable, *engine, *recipe(model, tmp_path / "runs", *more)])
     wait_for_line(run, r"^step \d+/.*\| lag \d\.\d+/[12] ")
     assert engines(run) == (0 if engine else ranks)
-    assert "is lost" not in run.output(), (
-        run.output()
-    )  # later a worker may be lost, because its call to the buffer failed
+    # Later a worker may be lost, because its call to the buffer failed.
+    assert "is lost" not in run.output(), run.output()
     lose_and_check_message(run, process)
     assert 1 <= max(step["lag/max"] for step in steps_logged(tmp_path / "runs")) <= 2
 
