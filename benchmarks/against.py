@@ -4,7 +4,7 @@
     python benchmarks/against.py --base ../base --parts main_job --rounds 9
 
 Each tree runs its own copy of a benchmark with its own sources and its own environment, or this one's if it has none.
-The order changes with every round. A ratio is this tree's figure / the base's in the same round. The interval from the
+The order changes with every round. A ratio is this tree's cost / the base's in the same round. The interval from the
 smallest to the largest of n ratios holds the true median with probability 1 - 2^(1 - n), whatever the distribution. The
 last line is JSON.
 
@@ -121,11 +121,9 @@ def main(s: Settings) -> None:
                 ratios[name].append(costs["here"][name] / costs["base"][name])
             print(f"{part}, round {round_number + 1}:", short(costs), flush=True)
         for name, values in ratios.items():
-            figures = [statistics.median(values), min(values), max(values)]
-            print(
-                f"{part}, {name}: median ratio {figures[0]:.3f}, from {figures[1]:.3f} to {figures[2]:.3f}", flush=True
-            )
-            results[f"{part}, {name}"] = short(figures)
+            spread = [statistics.median(values), min(values), max(values)]
+            print(f"{part}, {name}: median ratio {spread[0]:.3f}, from {spread[1]:.3f} to {spread[2]:.3f}", flush=True)
+            results[f"{part}, {name}"] = short(spread)
     print(json.dumps(results))
 
 

@@ -1,17 +1,17 @@
-"""Does it learn, side by side: every objective, correction and advantage on the main job, at a lag that is exact.
+"""Compares learning: every objective, correction and advantage on the main job, at an exact lag.
 
-    python benchmarks/algorithms.py                        # all runs that are missing, the most valuable first
-    python benchmarks/algorithms.py --minutes 60           # begin none after an hour
+    python benchmarks/algorithms.py                        # all missing runs, the most valuable first
+    python benchmarks/algorithms.py --minutes 60           # start none after an hour
     python benchmarks/algorithms.py --only gspo cispo --seeds 0 1 --steps 50
-    python benchmarks/algorithms.py --show                 # table and plot of what is there
+    python benchmarks/algorithms.py --show                 # table and plot of finished runs
 
-Four objectives (dapo, gspo, cispo, decoupled) run at lag 0 and 8 with five seeds; the policy gradient with each
-correction at lag 8, and those two that lose most by the lag with the correction opsm, these with three seeds;
-everything else that has a name once at lag 2. All have the main job's model, task, batches and optimiser, and half of
-its steps, on 1 trainer rank and 1 replica (algorithms_recipe.py says how the lag is made exact). Each seed has its
-own model, items and draws. Each finished run is a line of the results file, and a call runs only what is not there.
+Four objectives (dapo, gspo, cispo, decoupled) run at lag 0 and 8 with five seeds. The policy gradient runs with each
+correction at lag 8; the two objectives that lose most by the lag run with the correction opsm and three seeds;
+everything else that has a name runs once at lag 2. All have the main job's model, task, batches and optimiser, and half
+of its steps, on 1 trainer rank and 1 replica (algorithms_recipe.py makes the lag exact). Each seed has its own model,
+items and samples. Each finished run is a line of the results file; a call runs only the missing ones.
 
-The last line is JSON. benchmarks/README.md says what each column means.
+The last line is JSON. benchmarks/README.md describes the columns.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from reporting import run_benchmark, short
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SHARED = "--trainer.ranks 1 --generator.replicas 1 --buffer.window 0"
-"""Of all runs, beside the recipe's defaults. Without a window a batch has one age."""
+"""Flags of all runs, in addition to the recipe's defaults. Without a window all tokens of a batch have one lag."""
 EVALUATIONS = 5
-"""After training and between, at equal distances."""
+"""Number of evaluations during and after training, at equal distances."""
 RUN_DEADLINE_S = 3600.0
-"""Seconds that one run may take."""
+"""Deadline of a run in seconds."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Does it learn, side by side (see the top of this file)."""
+    """Compare learning (see the top of this file)."""
 
     only: tuple[str, ...] = ()
     """Names of cases to run, such as gspo; none is all."""
@@ -56,7 +56,7 @@ class Settings:
     results: Path = RESULTS / "algorithms_cpu.jsonl"
     """File with a line for each finished run."""
     show: bool = False
-    """Run nothing: show what the file has."""
+    """Run nothing: show the runs in the file."""
     save: str = ""
     """Also write table and plot to benchmarks/results/ under this name, such as algorithms_cpu."""
 
@@ -68,7 +68,8 @@ class Settings:
 
 
 def model_of(seed: int) -> Path:
-    """The tiny model of a seed: random weights and a supervised run of its own. Seed 0 has the main job's."""
+    """Make the tiny model of a seed, with its own random weights and supervised run; seed 0 has the main job's
+    model."""
     folder = ROOT / ".cache" / ("tiny-qwen3" + (f"-seed{seed}" if seed else ""))
     command = ["tools/make_tiny_model.py", "--seed", str(seed), "--task.seed", str(seed), "--output", str(folder)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=RUN_DEADLINE_S, stdout=subprocess.DEVNULL)
@@ -76,7 +77,7 @@ def model_of(seed: int) -> Path:
 
 
 def arguments_of(case: Case, steps: int) -> list[str]:
-    """Of the recipe, but for the folders."""
+    """Return the arguments of the recipe, without folders."""
     seeds = ["--task.seed", str(case.seed), "--generator.random-seed", str(1000 * case.seed)]
     lengths = ["--steps", str(steps), "--evaluate-every", str(steps // EVALUATIONS)]
     lag = ["--buffer.max-policy-lag", str(case.lag)]
@@ -84,7 +85,7 @@ def arguments_of(case: Case, steps: int) -> list[str]:
 
 
 def run(case: Case, steps: int) -> dict[str, Any]:
-    """Figures of one run. Raises RuntimeError with the end of its output if it fails."""
+    """Run a case and return its result. Raises RuntimeError with the end of its output if it fails."""
     arguments, model = arguments_of(case, steps), model_of(case.seed)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = str(ROOT / "benchmarks" / "algorithms_recipe.py")
@@ -94,12 +95,12 @@ def run(case: Case, steps: int) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"{case.name} at lag {case.lag} failed:\n{(done.stdout + done.stderr)[-3000:]}")
         lines = next(Path(scratch).glob("*/metrics.jsonl")).read_text().splitlines()
-    of_case = {"name": case.name, "lag": case.lag, "seed": case.seed, "steps": steps, "arguments": arguments}
-    return of_case | short(figures([json.loads(line) for line in lines]))
+    described = {"name": case.name, "lag": case.lag, "seed": case.seed, "steps": steps, "arguments": arguments}
+    return described | short(summarise([json.loads(line) for line in lines]))
 
 
-def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of a run's ``metrics.jsonl``."""
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of a run's ``metrics.jsonl`` for the results file."""
     steps = [row for row in rows if "reward/mean" in row]
     part, half = max(1, len(steps) // 10), steps[len(steps) // 2 :]
 
@@ -130,31 +131,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run_missing(s: Settings) -> list[str]:
-    """Run what the file lacks; returns sentences on what failed."""
+    """Run the cases that the file lacks; returns a sentence about each failure."""
     started, failed = time.monotonic(), []
     for case in plan(s.seeds):
-        known = any(row["arguments"] == arguments_of(case, s.steps) for row in read(s.results))
-        if known or s.only and case.name not in s.only:
+        finished = any(row["arguments"] == arguments_of(case, s.steps) for row in read(s.results))
+        if finished or s.only and case.name not in s.only:
             continue
         if s.minutes and time.monotonic() - started > 60 * s.minutes:
             break
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             result = run(case, s.steps)
-        except (RuntimeError, subprocess.SubprocessError) as error:  # the others can still be run
+        except (RuntimeError, subprocess.SubprocessError) as error:  # the other cases can still run
             failed.append(str(error))
             print(error, flush=True)
             continue
         with s.results.open("a") as file:
             file.write(json.dumps(result) + "\n")
         (_, before), (_, after) = result["accuracy"][0], result["accuracy"][-1]
-        took = time.monotonic() - begun
+        took = time.monotonic() - started
         print(f"{case.name}, lag {case.lag}, seed {case.seed}: {before} -> {after} ({took:.0f} s)", flush=True)
     return failed
 
 
 def left_out(s: Settings, rows: list[dict[str, Any]]) -> list[str]:
-    """Sentences on runs that are not in the file."""
+    """Return sentences about runs that are not in the file."""
     there = [row["arguments"] for row in rows]
     missing = [case for case in plan(s.seeds) if arguments_of(case, s.steps) not in there]
     runs = "; ".join(f"{case.name} (lag {case.lag}, seed {case.seed})" for case in missing)

@@ -1,4 +1,4 @@
-"""What algorithms.py runs: every objective, correction and advantage that has a name, at which lag, in which order."""
+"""The cases of algorithms.py: objectives, corrections and advantages, with their lags and their order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FOUR: dict[str, tuple[str, ...]] = {
     "cispo": (LOSS, "cispo", *TO_BEHAVIOUR),
     "decoupled": (LOSS, "decoupled"),
 }
-"""The objectives that are compared with all seeds, at both lags. The ratio is to the policy that drew the tokens: to
-the trainer's own it is 1 with one update a batch, and all are the policy gradient. ``decoupled`` has that ratio as a
-weight."""
+"""The objectives that are compared with all seeds, at both lags. Their ratio is to the behaviour policy: the ratio to
+the trainer's own policy is 1 with one update per batch, which makes all of them the policy gradient. ``decoupled`` uses
+the ratio to the behaviour policy as a weight."""
 LAGS, OTHER_LAG = (0, 8), 2
 WITH: dict[str, tuple[str, ...]] = {"gae": ("--trainer.critic.lr", "1e-3")}
-"""Flags that an advantage needs beside its name."""
+"""Flags that an advantage needs in addition to its name."""
 TEACHER = "a teacher, as in recipes/distill.py"
 NEEDS_MORE = {
     "distillation": TEACHER,
@@ -48,18 +48,19 @@ MORE: dict[str, tuple[str, ...]] = {
     "dapo, 2 epochs": (LOSS, "ppo_clip", "--trainer.epochs", "2"),
     "decoupled, 2 mini-batches": (LOSS, "decoupled", "--trainer.minibatches", "2"),
 }
-"""Settings that are no names of the registry, and combinations."""
+"""Combinations, and settings that have no name in the registry."""
 MENDING = ("dapo, dual clip 3", "dapo, opsm", "gspo, clip 0.2", "gspo, opsm")
 """Combinations for stale tokens, at the larger lag only, with the first seed."""
 MENDED = {"decoupled, opsm": "decoupled", "cispo, opsm": "cispo"}
-"""The same with three seeds, for those that lose most by the lag, and what each is without its correction. They refuse
-``tis`` and ``icepop``, because they weigh by the policy that drew themselves; ``sequence_mask`` breaks stale runs."""
+"""Cases with three seeds, for the objectives that lose most by the lag, each with the case without its correction. They
+refuse ``tis`` and ``icepop``, because they already weigh by the behaviour policy; ``sequence_mask`` breaks stale
+runs."""
 ALIKE = {
     LAGS[0]: ("dapo", "cispo", "decoupled"),
     OTHER_LAG: ("pg, tis", "advantage dr_grpo", "advantage rloo"),
 }
-"""By lag, cases with one gradient but for a factor, which AdamW does not see: their ratios are 1, or ``rloo`` is
-``dr_grpo`` times 8/7, or every token has one lag. What they differ by is noise."""
+"""By lag, cases whose gradients are equal up to a factor, to which AdamW is invariant: their ratios are 1, or ``rloo``
+is ``dr_grpo`` times 8/7, or all tokens have one lag. Differences between them are noise."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class Case:
 
 
 def _of_losses() -> dict[str, tuple[str, ...]]:
-    """Policy objectives that are none of the four."""
+    """Return policy objectives other than the four."""
     there = {flags[1] for flags in FOUR.values()} | {"pg"}
     others = [name for name in PolicyObjective.names() if name not in there]
     return {name: (LOSS, name, *(TO_BEHAVIOUR if name in RatioObjective.names() else ())) for name in others}
 
 
 def _of_corrections() -> dict[str, tuple[str, ...]]:
-    """The policy gradient without and with each correction."""
+    """Return the policy gradient without and with each correction."""
     given: dict[str, tuple[str, ...]] = {"no correction": ()} | {name: (name,) for name in Correction.names()}
     return {f"pg, {name}": (LOSS, "pg", CORRECTED, *names) for name, names in given.items()}
 
@@ -102,13 +103,13 @@ OTHERS = (
     | {name: flags for name, flags in MORE.items() if name not in (*MENDING, *MENDED)}
 )
 FLAGS = FOUR | OTHERS | MORE
-"""By the names of the cases. What a case does not say is the default: advantage ``dr_grpo``, objective ``ppo_clip``
-with the ratio to the trainer, correction ``tis``."""
+"""Flags by name of the case. Everything else is the default: advantage ``dr_grpo``, objective ``ppo_clip`` with the
+ratio to the trainer's policy, correction ``tis``."""
 
 
 def plan(seeds: tuple[int, ...]) -> list[Case]:
-    """All runs, the most valuable first: the four with the first seed, corrections at the larger lag, the four with two
-    seeds more, everything else, the four with the seeds that are left."""
+    """Return all runs, the most valuable first: the four with the first seed, corrections at the larger lag, the four
+    with two more seeds, everything else, the four with the remaining seeds."""
 
     def four(some: tuple[int, ...]) -> list[Case]:
         return [Case(name, lag, seed) for seed in some for lag in LAGS for name in FOUR]

@@ -1,8 +1,8 @@
 """recipes/grpo.py with batches that are exactly as old as the bound allows: ``algorithms_recipe.py ARGUMENTS...``
 
-For algorithms.py. How far generators run ahead depends on what else a machine does, and with it the lag of what is
-trained. Here an update waits until every slot of the buffer holds a complete group. So the batch that updates version v
-was drawn by version v - buffer.max-policy-lag, all of it (by version 0, while v is less), on any machine.
+For algorithms.py. How far generators run ahead, and so the lag of trained tokens, usually depends on the load of the
+machine. Here an update waits until every slot of the buffer holds a complete group. So all tokens of the batch that
+updates version v were sampled by version v - buffer.max-policy-lag (or version 0 if that is negative), on any machine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ POLL_S = 0.1
 
 
 async def every_slot_filled(run: Run) -> None:
-    """Until as many groups are complete as the buffer has slots: with the lag of a run that is limited by its
-    trainer."""
+    """Wait until as many groups are complete as the buffer has slots, as in a run that is limited by its trainer."""
     while (counts := await run.counts()).complete != counts.slots:
         await asyncio.sleep(POLL_S)
 
@@ -36,9 +35,9 @@ async def train(run: Run, s: grpo.Settings) -> None:
     async for step in run.steps(s.steps):
         filled = within(s.update_limit_s, every_slot_filled(run), "a group in every slot of the buffer", on="buffer")
         await run.publisher.unless_publishing_fails(filled)
-        figures = await run.update()
+        metrics = await run.update()
         await run.publish()
-        await run.log(figures)
+        await run.log(metrics)
         await run.evaluate_after(step)
     await run.evaluate()
 

@@ -26,12 +26,12 @@ COLUMNS = (
     ("wasted tokens", "wasted"),
     ("groups of equal rewards", "equal_groups"),
 )
-"""Headings and figures, beside accuracy. Shares have a heading in ``SHARES``."""
+"""Headings and keys of the columns other than accuracy; columns in ``SHARES`` are percentages."""
 SHARES = {"clipped", "wasted tokens", "groups of equal rewards"}
 
 
 def interval(values: list[float], items: int = HELD_OUT) -> tuple[float, float]:
-    """95 % interval of a mean over seeds, by Student's t; of one seed the interval of its share of ``items``."""
+    """Return the 95 % interval of a mean over seeds, by Student's t; for one seed, that of its share of ``items``."""
     if len(values) == 1:
         return wilson_interval(values[0], items)
     half = STUDENT[min(len(values) - 1, 4)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -39,7 +39,7 @@ def interval(values: list[float], items: int = HELD_OUT) -> tuple[float, float]:
 
 
 def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
-    """Runs by case and lag, in the order of the table."""
+    """Return the runs by case and lag, in the order of the table."""
     found: dict[tuple[str, int], Rows] = defaultdict(list)
     for row in rows:
         found[row["name"], row["lag"]].append(row)
@@ -47,13 +47,13 @@ def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
 
 
 def accuracies(runs: Rows, place: int) -> list[float]:
-    """Of each run, at an evaluation."""
+    """Return the accuracy of each run at an evaluation."""
     return [run["accuracy"][place][1] for run in runs]
 
 
 def table(rows: Rows) -> str:
-    """A line for each case and lag, means over seeds; then how much the four objectives lose by the lag, what a
-    correction gives back, and how far equal runs lie apart."""
+    """Return a row for each case and lag, with means over seeds; then sentences about the losses of the four objectives
+    by the lag, the gains of corrections, and the noise of equal runs."""
     head = ["", "lag", "seeds", "accuracy: start", "end", "95 %", *(column[0] for column in COLUMNS)]
     lines = [head, ["---"] * len(head)]
     for (name, lag), runs in grouped(rows).items():
@@ -76,35 +76,35 @@ def _cell(runs: Rows, heading: str, *names: str) -> str:
 
 
 def losses_by_lag(rows: Rows) -> list[str]:
-    """For each of the four a sentence: accuracy at the larger lag minus that at the smaller."""
+    """Return, for each of the four, a sentence about its accuracy at the larger lag minus that at the smaller one."""
     cases = (((name, LAGS[1]), (name, LAGS[0]), f"lag {LAGS[0]}") for name in FOUR)
-    return [said for case in cases if (said := _difference(rows, *case))]
+    return [sentence for case in cases if (sentence := _difference(rows, *case))]
 
 
 def gains_by_correction(rows: Rows) -> list[str]:
-    """The same of objectives with a correction, at the larger lag, beside those without, at both."""
+    """Return such sentences for objectives with a correction at the larger lag, relative to both lags without it."""
     pairs = ((name, without, lag) for name, without in MENDED.items() for lag in reversed(LAGS))
     cases = (((name, LAGS[1]), (without, lag), f"{without} at lag {lag}") for name, without, lag in pairs)
-    return [said for case in cases if (said := _difference(rows, *case))]
+    return [sentence for case in cases if (sentence := _difference(rows, *case))]
 
 
-def _difference(rows: Rows, one: tuple[str, int], other: tuple[str, int], beside: str) -> str:
-    """Accuracy of one case and lag minus that of another, of the same seeds; empty if no seed has both."""
+def _difference(rows: Rows, one: tuple[str, int], other: tuple[str, int], reference: str) -> str:
+    """Return a sentence about the accuracy of one case minus that of another, over common seeds; empty without any."""
     by_case = grouped(rows)
     found, others = ({run["seed"]: run for run in by_case.get(case, [])} for case in (one, other))
     seeds = sorted(found.keys() & others.keys())
     if not seeds:
         return ""
     differences = [found[seed]["accuracy"][-1][1] - others[seed]["accuracy"][-1][1] for seed in seeds]
-    said = f"{one[0]}: lag {one[1]} ends {np.mean(differences):+.1%} beside {beside}"
+    sentence = f"{one[0]}: lag {one[1]} ends {np.mean(differences):+.1%} beside {reference}"
     if len(seeds) == 1:
-        return said + ", of one seed."
+        return sentence + ", of one seed."
     low, high = interval(differences)
-    return said + f" (95 %: {low:+.1%} to {high:+.1%}; {len(seeds)} seeds)."
+    return sentence + f" (95 %: {low:+.1%} to {high:+.1%}; {len(seeds)} seeds)."
 
 
 def noise(rows: Rows) -> list[str]:
-    """For each of ``ALIKE`` a sentence: the standard deviation of the runs of one seed, pooled over seeds."""
+    """Return, for each of ``ALIKE``, a sentence about the standard deviation of runs of one seed, pooled over seeds."""
     sentences = []
     for lag, names in ALIKE.items():
         by_seed: dict[int, list[float]] = defaultdict(list)
@@ -124,7 +124,7 @@ def noise(rows: Rows) -> list[str]:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Held-out accuracy over steps of the four, and at the end of everything."""
+    """Plot the held-out accuracy of the four over steps, and of all cases at the end."""
     import matplotlib
 
     matplotlib.use("Agg")

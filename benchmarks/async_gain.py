@@ -1,20 +1,20 @@
-"""What asynchrony is worth where generation and training have devices of their own: steps at lag 0, 1, 2 and 4.
+"""Gain by asynchrony if generation and training have separate devices: steps at lag 0, 1, 2 and 4.
 
     python benchmarks/async_gain.py
 
 Runs recipes/grpo.py on the tiny model with injected latencies (async_gain_recipe.py): answers take as long as on
-generators that draw `token_s` seconds at a token, with lengths from a lognormal distribution, and updates as long as on
-a trainer of `update_s`. So both sides have devices of their own, which the cores of this machine only stand for. The
-same prompts, seeds and lengths at every lag.
+generators that need `token_s` seconds per token, with lengths from a lognormal distribution, and updates take
+`update_s` seconds. So both sides seem to have separate devices, although they share the cores of this machine. Prompts,
+seeds and lengths are the same at every lag.
 
-The bound. In every step the trainer has an update to make, and the generators have `tokens x token_s / places` seconds
-of drawing with all places taken. However the two overlap, a step cannot take less than the longer of these demands (the
+The bound: in every step the trainer makes an update, and the generators need `tokens x token_s / places` seconds to
+sample with all places in use. However the two overlap, a step cannot take less than the longer of these demands (the
 utilisation law: throughput <= 1 / largest demand; Denning and Buzen, ACM Computing Surveys 10(3), 1978). At lag 0 a
-step takes longer, and the rest is idle time of the busier side: its idle share. So over lag 0 nothing gains more than
+step takes longer, and the rest is idle time of the busier side: its idle share. So no gain over lag 0 exceeds
 1 / (1 - idle share).
 
-Each lag's step time is printed beside the bound and beside the prediction of the simulator (docs/sizing.md), which is
-given the latencies and what publishing and calls cost in the run. The last line is JSON.
+Each lag's step time is printed with the bound and with the prediction of the simulator (docs/sizing.md), which gets the
+latencies, and the measured cost of publishing and calls. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUP_SIZE = 8
 SEED = 7
 PLACES_OF_WORKER = 64
-"""Groups that the worker plays at once: more than the buffer has slots at any of the lags."""
+"""Concurrent groups of the worker: more than the buffer has slots at any of the lags."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What asynchrony is worth (see the top of this file)."""
+    """Gain by asynchrony (see the top of this file)."""
 
     lags: tuple[int, ...] = (0, 1, 2, 4)
-    """Values of buffer.max-policy-lag; the first is what the others are compared with."""
+    """Values of buffer.max-policy-lag; the others are compared with the first one."""
     steps: int = 14
     """Optimiser steps of each run."""
     warm_up: int = 4
-    """Steps at the beginning that do not count: the buffer fills."""
+    """Steps at the beginning that do not count, because the buffer fills."""
     groups_per_step: int = 8
-    """Prompts of a step, of 8 episodes each."""
+    """Prompts per step, with 8 episodes each."""
     replicas: int = 2
     """Generator replicas."""
     length: Distribution = field(default_factory=lambda: Distribution(36, 1.0, 120))
-    """Tokens of an answer; at 0.05 s a token 1.8 s in the mean, before they are cut at 6 s."""
+    """Tokens of an answer; at 0.05 s per token 1.8 s on average, before truncation at 6 s."""
     token_s: float = 0.05
-    """Seconds of a token, however many sequences are drawn."""
+    """Seconds per token, however many sequences are generated."""
     places: int = 32
-    """Sequences that a replica draws at once."""
+    """Concurrent sequences of a replica."""
     update_s: float = 2.5
     """Seconds of an update."""
     deadline_s: float = 900.0
-    """Seconds that one run may take."""
+    """Deadline of a run in seconds."""
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder of the model."""
     save: str = ""
@@ -80,30 +80,30 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """What the recipe runs, for the simulator."""
+        """The plan of the run, for the simulator."""
         return Plan(self.groups_per_step, GROUP_SIZE, 1, self.replicas, concurrent_groups=PLACES_OF_WORKER, seed=SEED)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The counted steps of a run."""
+    """Means over the counted steps of a run."""
 
     step_s: float
     trainer_s: float
     """Seconds of a step in which the trainer computes or copies a snapshot."""
     generator_s: float
-    """Seconds of a step in which the generators would draw its tokens, if all of their places were always taken."""
+    """Seconds per step in which the generators would sample its tokens with all places always in use."""
     lag_mean: float
     lag_max: float
 
     @property
     def demand_s(self) -> float:
-        """Of the busier side: no step takes less."""
+        """Demand of the busier side, below which no step can be."""
         return max(self.trainer_s, self.generator_s)
 
     @property
     def idle_share(self) -> float:
-        """Of the busier side."""
+        """Idle share of the busier side."""
         return 1.0 - self.demand_s / self.step_s
 
     @property
@@ -113,7 +113,7 @@ class Steps:
 
 
 def generator_demand(s: Settings) -> float:
-    """Seconds of a step in which the generators draw, mean over the counted steps; batches are formed in order."""
+    """Return the mean seconds per step in which the generators sample; batches are formed in order."""
     groups = range(s.warm_up * s.groups_per_step, s.steps * s.groups_per_step)
     seeds = (episode_seed(SEED, group, episode) for group in groups for episode in range(GROUP_SIZE))
     tokens = sum(tokens_of(s.length, seed) for seed in seeds if seed is not None)
@@ -121,7 +121,7 @@ def generator_demand(s: Settings) -> float:
 
 
 def summed(rows: list[dict[str, Any]], s: Settings) -> Steps:
-    """Figures of the counted rows of ``metrics.jsonl``."""
+    """Return the means over the counted rows of ``metrics.jsonl``."""
 
     def mean(name: str) -> float:
         return float(np.mean([row.get(name) or 0.0 for row in rows]))
@@ -132,7 +132,7 @@ def summed(rows: list[dict[str, Any]], s: Settings) -> Steps:
 
 
 def measured_costs(rows: list[dict[str, Any]], s: Settings) -> Costs:
-    """The injected latencies, with what publishing and calls cost in the run."""
+    """Return the injected latencies, with the cost of publishing and calls in the run."""
 
     def median(name: str) -> float:
         return float(np.median([row[name] for row in rows if row.get(name) is not None]))
@@ -152,7 +152,7 @@ def measured_costs(rows: list[dict[str, Any]], s: Settings) -> Costs:
 
 
 def observe(s: Settings, lag: int, scratch: Path) -> list[dict[str, Any]]:
-    """Run the recipe at a lag; the counted rows of its ``metrics.jsonl``."""
+    """Run the recipe at a lag; returns the counted rows of its ``metrics.jsonl``."""
     folder = scratch / f"lag{lag}"
     folder.mkdir()
     latencies = folder / "latencies.json"
@@ -168,13 +168,13 @@ def observe(s: Settings, lag: int, scratch: Path) -> list[dict[str, Any]]:
 
 
 def compare(s: Settings, lag: int, rows: list[dict[str, Any]], first: Steps | None) -> tuple[Steps, dict[str, Any]]:
-    """Figures of a lag, beside the bound and the prediction."""
+    """Compare a run at one lag with the bound and the prediction."""
     steps = summed(rows, s)
     first = first or steps
     plan = replace(s.plan, buffer=BufferSettings(lag))
     foretold = predict(plan, measured_costs(rows, s), s.steps, s.warm_up, grain=1)
     gain = first.step_s / steps.step_s
-    figures = {
+    row = {
         "max_policy_lag": lag,
         "step_s": steps.step_s,
         "trainer_idle_share": 1.0 - steps.trainer_s / steps.step_s,
@@ -187,7 +187,7 @@ def compare(s: Settings, lag: int, rows: list[dict[str, Any]], first: Steps | No
         "lag_mean": steps.lag_mean,
         "lag_max": steps.lag_max,
     }
-    return steps, figures
+    return steps, row
 
 
 COLUMNS = {
@@ -211,7 +211,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds a step by lag, observed and predicted, over what no step can be faster than."""
+    """Plot seconds per step by lag, observed and predicted, and the bound."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,10 +234,10 @@ def main(s: Settings) -> None:
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         for lag in s.lags:
-            steps, figures = compare(s, lag, observe(s, lag, Path(scratch)), first)
+            steps, row = compare(s, lag, observe(s, lag, Path(scratch)), first)
             first = first or steps
-            results.append(figures)
-            print(f"lag <= {lag}: {short(figures)}", flush=True)
+            results.append(row)
+            print(f"lag <= {lag}: {short(row)}", flush=True)
     summary = {"benchmark": "async_gain", "cores": os.cpu_count(), "settings": asdict(s), "lags": results}
     shown = f"{table(results)}\n{json.dumps(short(summary))}"
     print(shown)

@@ -1,9 +1,9 @@
-"""recipes/grpo.py on devices that are not there: ``async_gain_recipe.py LATENCIES.json ARGUMENTS...``
+"""recipes/grpo.py with the latencies of simulated devices: ``async_gain_recipe.py LATENCIES.json ARGUMENTS...``
 
-For async_gain.py. All is real: actors, buffer, workers, scores, SGLang's engines, torchtitan's updates, versions that
-are sent, verified and committed. But an answer is handed over only when a device that draws `places` sequences at a
-time, at `token_s` seconds a token, would have it; and an update ends only when a trainer that takes `update_s` would
-end it. What this machine computes is done within these times.
+For async_gain.py. Everything is real: actors, buffer, workers, scores, SGLang's engines, torchtitan's updates, versions
+that are sent, verified and committed. But an answer is returned only when a device that generates `places` sequences at
+a time, at `token_s` seconds per token, would have it; and an update ends only after `update_s` seconds. The machine's
+own computations must fit into these times.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from monarch_rl.trainer.policy import Policy  # noqa: E402
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of the devices that are not there."""
+    """Latencies of the simulated devices."""
 
     length: Distribution
-    """Tokens of an answer; what the engine really draws is shorter."""
+    """Tokens of an answer; the engine really generates fewer."""
     token_s: float
     places: int
     update_s: float
@@ -50,7 +50,7 @@ class Latencies:
 
 
 class SlowGenerator(Generator):
-    """A generator whose engine answers when the device that is not there would."""
+    """A generator whose engine answers when the simulated device would."""
 
     latencies: Latencies
     _places: asyncio.Semaphore | None = None
@@ -63,17 +63,17 @@ class SlowGenerator(Generator):
         return engine
 
     def _slow_down(self, engine: Engine) -> None:
-        draw, latencies, places = engine.generate, self.latencies, asyncio.Semaphore(self.latencies.places)
+        real_generate, latencies, places = engine.generate, self.latencies, asyncio.Semaphore(self.latencies.places)
 
         async def generate(prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
             if sampling.seed is None:  # a held-out item
-                return await draw(prompt_ids, sampling, on_part)
+                return await real_generate(prompt_ids, sampling, on_part)
             async with places:
                 now = asyncio.get_running_loop().time
                 due = now() + latencies.token_s * tokens_of(latencies.length, sampling.seed)
                 engine.requests.clock.enter()
                 try:
-                    completion = await draw(prompt_ids, sampling, on_part)
+                    completion = await real_generate(prompt_ids, sampling, on_part)
                     await asyncio.sleep(due - now())
                 finally:
                     engine.requests.clock.leave()
@@ -83,7 +83,7 @@ class SlowGenerator(Generator):
 
 
 class SlowTrainer(Trainer):
-    """A trainer rank whose updates take as long as those of the devices that are not there."""
+    """A trainer rank whose updates take as long as on the simulated device."""
 
     latencies: Latencies
 
@@ -95,16 +95,16 @@ class SlowTrainer(Trainer):
 
             def slow_update(microbatches: Sequence[MicroBatch], objective: LossFunction) -> dict[str, float]:
                 due = time.monotonic() + seconds
-                figures = update(microbatches, objective)
+                metrics = update(microbatches, objective)
                 time.sleep(max(0.0, due - time.monotonic()))
-                return figures
+                return metrics
 
             policy.update = slow_update  # type: ignore[method-assign]
         return policy
 
 
 def tokens_of(length: Distribution, seed: int) -> int:
-    """Tokens of the answer with this seed: as in :class:`monarch_rl.simulate.replica.SimulatedReplica`."""
+    """Return the tokens of the answer with this seed, as in :class:`monarch_rl.simulate.replica.SimulatedReplica`."""
     return max(1, round(length.draw(0, seed)))
 
 

@@ -1,11 +1,11 @@
-"""How many groups go through the buffer: producers admit, offer and put, trainer ranks take, each in its own process.
+"""Throughput of the buffer: producers admit and submit groups, trainer ranks take batches, each in its own process.
 
     python benchmarks/buffer.py
 
-A group is 16 episodes of 1,000 drawn tokens and a prompt of 100. The yardstick is a bare actor that receives the same
-bytes in calls of the same size and returns as many, between the same processes; both sides take turns. The last line is
-JSON: rates, which hold for this machine and hour; their ratio, which holds elsewhere too; and the CPU time of a group
-in all processes and in the buffer's process alone, which depends less on what else the machine does.
+A group has 16 episodes of 1,000 sampled tokens and a prompt of 100. The reference is a bare actor that receives the
+same bytes in calls of the same size and returns as many, between the same processes; both sides alternate. The last
+line is JSON: rates, which hold for this machine and hour; their ratio, which also holds elsewhere; and the CPU time per
+group in all processes and in the buffer's process alone, which depends less on the load of the machine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Groups through the buffer (see the top of this file)."""
+    """Throughput of the buffer (see the top of this file)."""
 
     producers: int = 2
-    """Processes that put groups."""
+    """Processes that submit groups."""
     ranks: int = 2
     """Processes that take shards of batches."""
     groups_per_step: int = 64
@@ -50,29 +50,29 @@ class Settings:
     steps: int = 32
     """Batches of a round."""
     places: int = 64
-    """Groups that each producer has under way."""
+    """Groups in flight per producer."""
     group_size: int = 16
     """Episodes of a group."""
     prompt_tokens: int = 100
     """Tokens of a prompt."""
     new_tokens: int = 1000
-    """Tokens drawn for an episode."""
+    """Sampled tokens of an episode."""
     rounds: int = 5
     """Rounds of both sides; the first does not count."""
 
 
 GROUP_ID = 10**9
-"""Placeholder for the number of the group in a template; as many bytes as any number."""
+"""Placeholder for the number of the group in a template, with the size of any number."""
 
 
 def template(s: Settings) -> bytes:
-    """A packed group without its number, which is filled in later: packing random tokens must not be measured."""
+    """Return a serialized group without its number, which is filled in later: serializing must not be measured."""
     rng = np.random.default_rng(0)
 
     def episode(reward: int) -> Episode:
         ids, logprobs = rng.integers(0, 150_000, s.new_tokens), -rng.exponential(1.0, s.new_tokens)
-        drawn = Completion(ids, logprobs.astype(np.float32), np.zeros(s.new_tokens, np.int32), "length")
-        return Episode([Turn.from_completion(list(range(s.prompt_tokens)), drawn)], float(reward), "length")
+        completion = Completion(ids, logprobs.astype(np.float32), np.zeros(s.new_tokens, np.int32), "length")
+        return Episode([Turn.from_completion(list(range(s.prompt_tokens)), completion)], float(reward), "length")
 
     return serialize_group(Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]))
 
@@ -109,7 +109,7 @@ class Producer(Actor):
 
     @concurrent_endpoint
     async def feed(self, buffer: Any, name: str) -> None:
-        """Put groups until the buffer is closed."""
+        """Submit groups until the buffer is closed."""
         admissions, outbox = TicketQueue(buffer, name, WAIT_S), SubmitQueue(buffer, name, WAIT_S)
 
         async def place() -> None:
@@ -120,7 +120,7 @@ class Producer(Actor):
 
     @concurrent_endpoint
     async def feed_bare(self, bare: Any, groups: int) -> None:
-        """Put as many groups in calls as large as the outbox's, two at a time: one is packed while one is sent."""
+        """Send as many groups in calls as large as a worker's, two at a time: one is serialized while one is sent."""
         per_call = max(1, MESSAGE_BYTES // len(self._data))
         left = groups
 
@@ -145,7 +145,7 @@ class Rank(Actor):
 
 
 async def through_buffer(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
-    """Seconds of a round with the buffer."""
+    """Return the seconds of a round with the buffer."""
     # All tokens are of version 0, so no lag may be too large. The window leaves as many slots as max-policy-lag 2.
     settings = BufferSettings(s.steps + 2, window=s.steps * s.groups_per_step)
     buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, settings)
@@ -163,7 +163,7 @@ async def through_buffer(s: Settings, producers: list[Any], ranks: list[Any], me
 
 
 async def through_bare(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any, nbytes: int) -> float:
-    """Seconds of a round with the bare actor: in each step, the bytes of a batch in each direction."""
+    """Return the seconds of a round with the bare actor: in each step, the bytes of a batch in each direction."""
     share = os.urandom(nbytes * s.groups_per_step // s.ranks)
     bare = mesh.spawn(f"bare{time.monotonic_ns()}", Bare, share)
     calls = [p.feed_bare.call_one(bare, s.groups_per_step * s.steps // s.producers) for p in producers]
@@ -174,7 +174,7 @@ async def through_bare(s: Settings, producers: list[Any], ranks: list[Any], mesh
 
 
 async def cpu_ms(clocks: list[Any]) -> np.ndarray:
-    """CPU time so far: of all processes, and of the buffer's (the last) alone."""
+    """Return the CPU time so far of all processes, and of the buffer's process (the last)."""
     seconds = await within(WAIT_S, asyncio.gather(*(c.cpu_seconds.call_one() for c in clocks)), "the clocks")
     return np.asarray([sum(seconds), seconds[-1]]) * 1e3
 

@@ -1,11 +1,11 @@
-"""What a window is worth: steps per second by window, in virtual time, with long-tailed answers.
+"""Gain by a window: steps per second by window, in virtual time, with long-tailed answers.
 
     python benchmarks/buffer_window.py
 
-The buffer's own core plays groups whose time is the longest of its episodes' (lognormal lengths, sigma 1: the longest
-of 8 takes about three times the mean). The trainer is as fast as the places would play if they never waited for a slot.
-A window costs slots and saves waits. Each line gives, by window in batches, the steps made as a share of those of a
-trainer that never waits, mean of five seeds. `greedy` drops late groups and costs no slot: it shows what order costs.
+Runs the buffer's own core. A group takes as long as its longest episode (lognormal lengths, sigma 1: the longest of 8
+takes about three times the mean). The trainer is as fast as the places would complete groups if they never waited for a
+slot. A window costs slots and saves waits. Each line has, by window in batches, the steps relative to those of a
+trainer that never waits, mean of five seeds. `greedy` drops late groups and costs no slot: it shows the cost of order.
 The last line is JSON.
 """
 
@@ -25,7 +25,7 @@ SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
 def times(seed: int, size: int, sigma: float) -> np.ndarray:
-    """Seconds of each group: those of its longest episode; a mean episode takes 1."""
+    """Return the seconds of each group, those of its longest episode; a mean episode takes 1."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(-(sigma**2) / 2, sigma, (STEPS * GROUPS * 3, size))
     return lengths.max(axis=1)
@@ -40,7 +40,7 @@ def rate(settings: BufferSettings, places: int, sigma: float, seed: int) -> floa
 
 
 def main() -> None:
-    figures = {}
+    results = {}
     for lag in (1, 2, 4):
         shares = [share for share in SHARES if share <= lag]
         windows = {str(share): BufferSettings(lag, window=int(share * GROUPS)) for share in shares}
@@ -52,8 +52,8 @@ def main() -> None:
                     for name, s in choices.items()
                 }
                 print(f"lag {lag}, {places} batches played at once, sigma {sigma}: {found}", flush=True)
-                figures[f"lag{lag}_places{places}_sigma{sigma}"] = found
-    print(json.dumps(figures))
+                results[f"lag{lag}_places{places}_sigma{sigma}"] = found
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a call of an actor in another process costs: Monarch's own beside one over a lasting port.
+"""Cost of a call to an actor in another process: Monarch's own, and over a persistent channel.
 
     python benchmarks/calls.py
 
-For each, one call after the other and --together at once: microseconds of CPU, and bytes of anonymous memory that a
-call leaves behind, at the caller and at the actor. CPU time needs no quiet machine, though others make it longer.
-Memory is of the whole process, in pages, so that a few bytes more or less mean nothing.
+For each, one call after the other and --together concurrently: CPU microseconds, and bytes of anonymous memory that a
+call leaks, at the caller and at the actor. CPU time needs no quiet machine, although other work makes it longer. Memory
+is that of the whole process, in pages, so that differences of a few bytes mean nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Settings:
     """Cost of a call (see the top of this file)."""
 
     calls: int = 4000
-    """Calls of each kind that are counted, after half as many that are not."""
+    """Measured calls of each kind, after half as many that warm up."""
     together: int = 10
     """Calls in one turn of the event loop, in the second row of each kind."""
 
 
 def used() -> tuple[float, int]:
-    """CPU seconds and bytes of anonymous memory of this process."""
+    """Return the CPU seconds and bytes of anonymous memory of this process."""
     anonymous = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     return time.process_time(), 1024 * int(anonymous[1]) if anonymous else 0
 
@@ -60,7 +60,7 @@ class Asked(ResilientActor):
 
 
 async def measure(actor: Any, call: Callable[[], Awaitable[int]], s: Settings, together: int) -> dict[str, float]:
-    """Cost of a call at both ends."""
+    """Return the cost of a call at both ends."""
 
     async def awaited() -> int:
         return await call()
@@ -83,17 +83,17 @@ async def measure(actor: Any, call: Callable[[], Awaitable[int]], s: Settings, t
 
 
 async def main(s: Settings) -> None:
-    """Print a line a kind, then all figures as one line of JSON."""
+    """Print a line per kind, then everything as one line of JSON."""
     from monarch.actor import this_host
 
     processes = this_host().spawn_procs(per_host={"gpus": 1})
     actor: Any = processes.spawn("asked", Asked)
-    figures = {}
+    results = {}
     for together in (1, s.together):
         for kind in ("monarchs", "lasting"):
-            figures[f"{kind}_{together}"] = row = await measure(actor, getattr(actor, kind).call_one, s, together)
+            results[f"{kind}_{together}"] = row = await measure(actor, getattr(actor, kind).call_one, s, together)
             print(f"{kind:9s} {together:3d} at once: " + ", ".join(f"{name} {value}" for name, value in row.items()))
-    print(json.dumps({"benchmark": "calls", **figures}))
+    print(json.dumps({"benchmark": "calls", **results}))
     await processes.stop()
 
 

@@ -5,8 +5,9 @@
 
 The real trainer makes policy-gradient steps at each learning rate: AdamW on fp32 master weights, starting from the
 model. After each step the master weights are cast to bfloat16 and encoded against those of the previous step. The
-episodes are pieces of the documentation, and their rewards are random. The size of AdamW's steps depends little on the
-size of gradients, but on how steady they are: noise makes steps smaller, so a run that learns may change more.
+episodes are excerpts of the documentation, and their rewards are random. The size of AdamW's steps depends
+little on the size of gradients, but on how steady they are: noise makes steps smaller, so a run that learns may change
+more.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Settings:
     tokens: int = 64
     """Tokens of an episode; the first quarter is its prompt."""
     text: tuple[Path, ...] = (Path("README.md"), Path("docs"))
-    """Files, or folders of Markdown, that episodes are cut from."""
+    """Files, or folders of Markdown, from which episodes are taken."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.groups, self.group_size) < 1 or self.tokens < 4:
@@ -72,7 +73,7 @@ class Settings:
 
 
 def read_tokens(s: Settings, model: Path) -> np.ndarray[Any, Any]:
-    """int32: the text, one file after the other."""
+    """Return the token IDs of the text, int32, one file after the other."""
     from transformers import AutoTokenizer
 
     files = [file for path in s.text for file in (sorted(path.rglob("*.md")) if path.is_dir() else [path])]
@@ -83,20 +84,20 @@ def read_tokens(s: Settings, model: Path) -> np.ndarray[Any, Any]:
 
 
 def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Policy) -> list[MicroBatch]:
-    """This rank's part of a batch: a group's episodes are different continuations of one prompt."""
+    """Return this rank's part of a batch; the episodes of a group are different continuations of one prompt."""
     random = np.random.default_rng(step)
     prompt = s.tokens // 4
     trainable = np.arange(s.tokens) >= prompt
 
-    def piece(length: int) -> np.ndarray[Any, Any]:
+    def excerpt(length: int) -> np.ndarray[Any, Any]:
         start = random.integers(0, len(text) - length)
         return text[start : start + length]
 
     def group(index: int) -> Group:
-        shared = piece(prompt)
+        shared = excerpt(prompt)
         turns = [
             Turn(
-                token_ids=np.concatenate([shared, piece(s.tokens - prompt)]),
+                token_ids=np.concatenate([shared, excerpt(s.tokens - prompt)]),
                 logprobs=np.zeros(s.tokens, dtype=np.float32),
                 policy_versions=np.where(trainable, step, -1).astype(np.int32),
                 trainable=trainable,
@@ -116,7 +117,7 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
 
 
 def served(policy: Policy) -> torch.Tensor:
-    """This rank's weights in bfloat16, as uint8."""
+    """Return this rank's weights in bfloat16, as uint8."""
     runs = [local_span(value)[0].detach().flatten() for value in policy.model.hf_state().values()]
     return torch.cat([run.to(torch.bfloat16) for run in runs]).view(torch.uint8)
 
@@ -155,15 +156,15 @@ def measure(s: Settings, model: Path, text: np.ndarray[Any, Any], lr: float) -> 
 
 
 def main(s: Settings) -> None:
-    if "RANK" not in os.environ:  # not under torchrun: a world of one
+    if "RANK" not in os.environ:  # not under torchrun: a process group of one rank
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         os.environ.update({name: str(value) for name, value in place.items()})
     model = resolve_model(s.model).folder
     text = read_tokens(s, model)
-    figures = {f"{lr:g}": measure(s, model, text, lr) for lr in s.lrs}
+    by_lr = {f"{lr:g}": measure(s, model, text, lr) for lr in s.lrs}
     if dist.get_rank() == 0:
         batch = {"episodes": s.groups * s.group_size, "tokens": s.tokens, "steps": s.steps}
-        print(json.dumps({"benchmark": "changed_share", "model": s.model, **batch, "by_lr": figures}))
+        print(json.dumps({"benchmark": "changed_share", "model": s.model, **batch, "by_lr": by_lr}))
     dist.destroy_process_group()
 
 

@@ -1,15 +1,15 @@
-"""Does a run go on when every kind of process is killed, stopped, ended and made to fail?
+"""Tests whether a run survives when every kind of process is killed, stopped, terminated and made to fail.
 
     python benchmarks/chaos.py
     python benchmarks/chaos.py --seed 3
-    python benchmarks/chaos.py --stall-s 8 --stuck-s 4     stopped processes are missed sooner (the test)
+    python benchmarks/chaos.py --stall-s 8 --stuck-s 4     stopped processes are detected sooner (as in the test)
 
 A real run of recipes/grpo.py on the tiny model, under the supervisor, with two replicas, two rollout workers and a
 checkpoint every other step. One fault after the other is injected; order, victims and pauses follow from the seed. Then
-it ends. Checked: it ends well, the lag bound holds at every step, every batch is full, every admitted group is
-accounted for, none was trained twice, steps that were made again have the weights of before, every lost process came
-back, and no process, no listening socket and no temporary file is left. Prints a table and, last,
-the same as one line of JSON.
+the run ends. Checks that its exit code is 0, the lag bound holds at every step, every batch is full, every admitted
+group is accounted for and none was trained twice, replayed steps have their previous weights, every lost process was
+replaced, and no process, no listening socket and no temporary file is left. Prints a table and, last, the same as one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from monarch_rl.runtime.process import die_with_parent
 ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("chaos_recipe.py")
 RUN_S = 1200.0
-"""Seconds for the whole run."""
+"""Deadline of the whole run in seconds."""
 FAULT_S = 600.0
-"""Seconds from a fault until the process is back, on cores that are shared."""
+"""Deadline in seconds from a fault until the process is replaced, on shared cores."""
 GONE_S = 15.0
-"""Seconds after the end of the run by which its last process has ended."""
+"""Deadline in seconds from the end of the run to that of its last process."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,11 @@ class Settings:
     seed: int = 0
     """Seed of order, victims and pauses."""
     stall_s: float = 15.0
-    """Of the run: seconds after which a process that cannot go on is missed."""
+    """Setting of the run: seconds after which a blocked process is reported."""
     stuck_s: float | None = None
-    """Seconds after a score's deadline at which scoring processes of which none ends a score are replaced; None is what
-    the project takes."""
+    """Seconds after a score's deadline until blocked scoring processes are replaced; None is the project's default."""
     pause_s: float = 2.0
-    """Longest pause between a return and the next fault."""
+    """Longest pause in seconds between a recovery and the next fault."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +78,27 @@ OWNERS = {
     "scorer": "rollout worker",
     "trainer rank": "trainer",
 }
-"""The actor to which a process of a kind belongs, as ``processes.name_of`` calls it."""
+"""The actor to which a kind of process belongs, by its name in ``processes.name_of``."""
 ALONE = ("buffer", "controller", "host")
-"""Kinds of which there is one."""
+"""Kinds with a single process."""
 REPLACED = ("generator", "engine", "rollout worker", "scorer")
 RESTORED = ("trainer rank", "buffer", "controller", "host")
-"""After their loss the run goes on from its last checkpoint."""
+"""Kinds after whose loss the run resumes from its last checkpoint."""
 FAULTS = [Fault(kind, what) for kind in (*REPLACED, "trainer rank", "buffer") for what in ("SIGKILL", "SIGSTOP")]
 FAULTS += [Fault(kind, "os._exit") for kind in ("generator", "rollout worker", "trainer rank", "buffer")]
 FAULTS += [Fault("rollout worker", "exception"), Fault("controller", "SIGKILL"), Fault("host", "SIGKILL")]
 
 
 class Run:
-    """The run, seen from outside: its processes, and what it writes."""
+    """The run as seen from outside: its processes and files."""
 
     def __init__(self, scratch: Path, *flags: str, stuck_s: float | None = None) -> None:
         """Start it.
 
         Args:
-            scratch: a folder for all that it writes.
-            flags: of the recipe.
-            stuck_s: of :class:`Settings`.
+            scratch: folder for all files of the run.
+            flags: flags of the recipe.
+            stuck_s: see :class:`Settings`.
         """
         self.scratch, self._mark = scratch, uuid.uuid4().hex
         self.log, self.temporary = scratch / "log", scratch / "t"
@@ -107,7 +106,7 @@ class Run:
         sizes = ["--groups-per-step=8", "--held-out=16", "--rollout.workers=2", "--rollout.concurrent-groups=16"]
         more = ["--steps=1000000", f"--output={scratch}/runs", "--recovery.restarts=1000", *sizes, *flags]
         arguments = [str(scratch), "" if stuck_s is None else str(stuck_s), *more]
-        # SGLang's processes change their title, which by default destroys the environment that they are found by.
+        # SGLang's processes change their title, which by default overwrites the environment by which they are found.
         environment = {**os.environ, "MONARCH_RL_CHAOS": self._mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
         environment["TMPDIR"] = str(self.temporary)
         with self.log.open("w") as log:
@@ -122,7 +121,7 @@ class Run:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of the run that are running now."""
+        """Return all processes of the run that are running now."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -133,30 +132,30 @@ class Run:
         return found
 
     def named(self) -> list[tuple[psutil.Process, str]]:
-        """All processes of the run that are running now, and their names."""
+        """All processes of the run that are running now, with their names."""
         return named_in(self.scratch / "runs", self.processes())
 
     def victim(self, kind: str, index: int) -> psutil.Process:
-        """The process of this kind and index; among a worker's scoring processes, the first."""
+        """Return the process of this kind and index; for scoring processes, the first one of a worker."""
         named = self.named()
         (actor,) = [process for process, name in named if name == name_in(OWNERS.get(kind, kind), index)]
         if kind not in ("engine", "scorer"):
             return actor
-        group = os.getpgid(actor.pid)  # what an actor starts is in its process group
+        group = os.getpgid(actor.pid)  # processes that an actor starts are in its process group
         return next(process for process, name in named if name == kind and os.getpgid(process.pid) == group)
 
-    def keepable(self) -> set[psutil.Process]:
-        """The generators, their engines and the rollout workers, which may stay where trainer ranks are lost."""
+    def may_survive(self) -> set[psutil.Process]:
+        """The generators, their engines and the rollout workers, which may survive a lost trainer rank."""
         kinds = ("generator actor", "engine", "rollout worker")
         return {process for process, name in self.named() if name.startswith(kinds)}
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a file of the run's folder."""
+        """Return the lines of a file in the run's folder."""
         texts = [path.read_text() for path in self.scratch.glob(f"runs/*/{name}")]
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
-    def said(self) -> str:
-        """The end of what the run has printed, without most steps."""
+    def output(self) -> str:
+        """Return the end of the run's output, without most steps."""
         lines = self.log.read_text().splitlines()
         shown = [line for place, line in enumerate(lines) if place >= len(lines) - 20 or not line.startswith("step ")]
         return "\n".join(shown[-1000:])
@@ -169,9 +168,9 @@ class Run:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if self.process.poll() is not None:
-                raise RuntimeError(f"the run ended before {what}:\n{self.said()}")
+                raise RuntimeError(f"the run ended before {what}:\n{self.output()}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not within {seconds:g} s\n{self.said()}")
+                raise TimeoutError(f"{what}: not within {seconds:g} s\n{self.output()}")
             time.sleep(0.1)
         return found
 
@@ -180,21 +179,21 @@ class Run:
         self.until(lambda: len(self.steps()) > shown, "another step")
 
     def until_next_checkpoint(self) -> None:
-        """Wait for one since the run last went on."""
+        """Wait for a checkpoint that is newer than the last resume."""
         resumed = next((row["step"] for row in reversed(self.rows("resumes.jsonl"))), 0)
 
         def newer() -> bool:
-            made = self.scratch.glob("runs/*/checkpoints/step-*")
-            return any(int(path.name.removeprefix("step-")) > resumed for path in made)
+            checkpoints = self.scratch.glob("runs/*/checkpoints/step-*")
+            return any(int(path.name.removeprefix("step-")) > resumed for path in checkpoints)
 
         self.until(newer, "a newer checkpoint")
 
     def finish(self) -> None:
-        """Have it end after its next step, and wait until nothing is left of it. Raises if it does not end well."""
+        """Let the run end after its next step, and wait until no process is left. Raises if it fails."""
         sockets = {inode for process in self.processes() for inode in sockets_of(process.pid)} & listening_sockets()
         (self.scratch / "end").touch()
         if self.process.wait(RUN_S) != 0:
-            raise RuntimeError(f"exit code {self.process.returncode}:\n{self.said()}")
+            raise RuntimeError(f"exit code {self.process.returncode}:\n{self.output()}")
         deadline = time.monotonic() + GONE_S
         while left := [*self.processes(), *self.temporary.iterdir(), *(sockets & listening_sockets())]:
             if time.monotonic() > deadline:
@@ -202,18 +201,18 @@ class Run:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """Kill all processes that are left."""
+        """Kill all remaining processes."""
         for process in self.processes():
             process.kill()
 
 
 def name_in(kind: str, index: int) -> str:
-    """The name of a process of a kind."""
+    """Return the name of a process of this kind."""
     return kind if kind in ALONE else f"{kind} {index}"
 
 
 def strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
-    """Inject ``fault``; return after how many seconds it was noticed, and after how many the process was back."""
+    """Inject ``fault``; returns the seconds until it was detected, and until the process was replaced."""
     if fault.kind in REPLACED:
         (run.scratch / "slow").touch()
     try:
@@ -224,7 +223,7 @@ def strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
 
 def _strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
     victim = run.until(lambda: _found(lambda: run.victim(fault.kind, index)), f"a {fault.kind}")
-    before, struck = run.keepable(), time.time()
+    before, struck = run.may_survive(), time.time()
     if fault.what.startswith("SIG"):
         victim.send_signal(signal.Signals[fault.what])
     else:
@@ -237,30 +236,31 @@ def _strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
         return {"noticed_s": seconds, "back_s": seconds, "happened": "another scoring process"}
     name = f"{'rollout worker' if fault.kind == 'rollout worker' else 'generator'} {index}"
 
-    def told(key: str) -> Any:
+    def reported(key: str) -> Any:
         found = [row["time"] for row in run.rows("failures.jsonl") if row["who"] == name and key in row]
         return next((when for when in found if when > struck), None)
 
-    noticed = run.until(lambda: told("cause"), f"{name} to be missed")
-    back = run.until(lambda: told("back_after_s"), f"{name} to be back")
+    noticed = run.until(lambda: reported("cause"), f"the loss of {name} to be detected")
+    back = run.until(lambda: reported("back_after_s"), f"{name} to be replaced")
     happened = "another replica, verified" if "generator" in name else "another worker; its groups started again"
     return {"noticed_s": noticed - struck, "back_s": back - struck, "happened": happened}
 
 
 def _restored(run: Run, struck: float, before: set[psutil.Process]) -> dict[str, Any]:
-    """How the run went on from a checkpoint: noticed when it began to, back with its next step.
+    """Wait until the run has resumed from a checkpoint: the fault is detected when the resume starts, and the run is
+    back with its next step.
 
     Args:
-        before: the processes of the run that it may keep.
+        before: processes of the run that may survive.
     """
 
     def last(name: str) -> Any:
         return next((row for row in reversed(run.rows(name)) if row["time"] > struck), None)
 
-    resumed = run.until(lambda: last("resumes.jsonl"), "the run to go on from its checkpoint")
+    resumed = run.until(lambda: last("resumes.jsonl"), "the run to resume from its checkpoint")
     lost = next((row for row in run.rows("failures.jsonl") if row["time"] > struck and "cause" in row), None)
     run.until(lambda: any(row["step"] > resumed["step"] for row in run.steps()), "a step after the checkpoint")
-    stayed = len(before & run.keepable())
+    stayed = len(before & run.may_survive())
     others = "the others stayed" if stayed == len(before) else f"{stayed} of {len(before)} others stayed"
     happened = f"trainer and buffer started again; {others}" if stayed else "all processes started again"
     noticed = (lost or resumed)["time"]
@@ -268,7 +268,7 @@ def _restored(run: Run, struck: float, before: set[psutil.Process]) -> dict[str,
 
 
 def _found(look: Callable[[], Any]) -> Any:
-    """The result of the search, or None while there is none."""
+    """Return the result of the search, or None while there is none."""
     try:
         return look()
     except (StopIteration, ValueError, ProcessLookupError, psutil.NoSuchProcess):  # it has ended meanwhile
@@ -276,7 +276,7 @@ def _found(look: Callable[[], Any]) -> Any:
 
 
 def check(run: Run) -> dict[str, float]:
-    """Return the figures of a run that has ended. Raises if it is not as it should be."""
+    """Check a run that has ended, and return its numbers. Raises RuntimeError if a check fails."""
     steps = run.steps()
     wrong = [row for row in steps if row["lag/max"] > 2 or row["buffer/trained"] != 8 * row["step"]]
     for row in steps:
@@ -292,7 +292,7 @@ def check(run: Run) -> dict[str, float]:
 
 
 def check_rollouts(run: Run) -> int:
-    """The groups that were logged; each was trained in one step. Raises if one was in two."""
+    """Return the number of logged groups. Raises RuntimeError if a group was trained in two steps."""
     steps_of: dict[int, set[int]] = {}
     for row in run.rows("rollouts.jsonl"):
         steps_of.setdefault(row["group"], set()).add(row["step"])
@@ -301,21 +301,24 @@ def check_rollouts(run: Run) -> int:
     return len(steps_of)
 
 
-def check_made_again(run: Run) -> int:
-    """The steps that were made again from the journal. Raises if there are none, or their weights are others."""
-    said = re.findall(
+def check_replayed(run: Run) -> int:
+    """Return the number of steps replayed from the journal. Raises RuntimeError if there are none, or weights
+    differ."""
+    replays = re.findall(
         r"^steps? (\d+)(?: to (\d+))? replayed from the journal; (.*)$", run.log.read_text(), re.MULTILINE
     )
-    steps = sum(int(last or first) - int(first) + 1 for first, last, _ in said)
-    if not any("bit for bit" in weights for *_, weights in said) or any("differ" in weights for *_, weights in said):
-        raise RuntimeError(f"{steps} steps were replayed from the journal: {said}")
+    steps = sum(int(last or first) - int(first) + 1 for first, last, _ in replays)
+    if not any("bit for bit" in weights for *_, weights in replays) or any(
+        "differ" in weights for *_, weights in replays
+    ):
+        raise RuntimeError(f"{steps} steps were replayed from the journal: {replays}")
     return steps
 
 
 def main(s: Settings) -> None:
     rng = random.Random(s.seed)
     faults = rng.sample(FAULTS, len(FAULTS))
-    make_model = [sys.executable, "tools/make_tiny_model.py"]  # if it is not there
+    make_model = [sys.executable, "tools/make_tiny_model.py"]  # does nothing if the model exists
     subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -334,13 +337,13 @@ def main(s: Settings) -> None:
                 noticed, back = struck["noticed_s"], struck["back_s"]
                 print(f"{fault}: noticed after {noticed:.1f} s, back after {back:.1f} s", flush=True)
             run.finish()
-            figures = check(run) | {"groups_logged": check_rollouts(run), "made_again": check_made_again(run)}
+            numbers = check(run) | {"groups_logged": check_rollouts(run), "made_again": check_replayed(run)}
         finally:
             run.end()
     print("\n| fault | what happened | noticed after s | back after s |\n|---|---|---|---|")
     for row in sorted(rows, key=lambda row: str(row["fault"])):
         print(f"| {row['fault']} | {row['happened']} | {row['noticed_s']:.1f} | {row['back_s']:.1f} |")
-    print(json.dumps({"seed": s.seed} | figures | {"faults": rows}))
+    print(json.dumps({"seed": s.seed} | numbers | {"faults": rows}))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 
 A rollout worker raises once a file such as `FOLDER/exception rollout worker 1` is there, and ends its process once
 `FOLDER/os._exit rollout worker 1` is; so do generators, trainer ranks and the buffer (`os._exit buffer`). While
-FOLDER/slow is there, updates are delayed: a fast machine makes many steps until a stopped process is missed. The loop
-ends after the step at which FOLDER/end is there. Scoring processes of which none ends a score are replaced STUCK_S
-after a score's deadline; empty is what the project takes.
+FOLDER/slow exists, updates are delayed, because a fast machine would make many steps until a stopped process is
+detected. The loop ends after the step in which FOLDER/end appears. Blocked scoring processes are replaced STUCK_S
+seconds after a score's deadline; empty means the project's default.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SLOW_S = 4.0
 update = run.update
 
 
-def end_if_told(name: str) -> None:
-    """End this process at once if FOLDER says so."""
+def end_on_demand(name: str) -> None:
+    """End this process immediately if its file in FOLDER exists."""
     fault = FOLDER / f"os._exit {name}"
     if fault.exists():
         fault.unlink()
@@ -54,54 +54,54 @@ def end_if_told(name: str) -> None:
 
 
 class FailingWorker(RolloutWorker):
-    """Fails when it begins a group."""
+    """A rollout worker that can fail when it starts a group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scoring.STUCK_S = STUCK_S
 
     async def _run_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
-        end_if_told(self._name)
+        end_on_demand(self._name)
         fault = FOLDER / f"exception {self._name}"
         if fault.exists():
             fault.unlink()
-            raise RuntimeError("what a user has written may fail")
+            raise RuntimeError("a user's code may fail")
         return await super()._run_group(ticket)
 
 
 class FailingTrainer(Trainer):
-    """Fails when it copies its weights."""
+    """A trainer rank that can fail when it copies its weights."""
 
     def _copy(self, index: int, views: list[torch.Tensor]) -> None:
-        end_if_told(f"trainer rank {self.policy.rank}")
+        end_on_demand(f"trainer rank {self.policy.rank}")
         super()._copy(index, views)
 
 
 class FailingGenerator(Generator):
-    """Fails when it is asked for an answer."""
+    """A generator that can fail when it gets a request."""
 
     async def _generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
-        end_if_told(self._name)
+        end_on_demand(self._name)
         return await super()._generate(prompt_ids, sampling, on_part)
 
 
 class FailingBuffer(Buffer):
-    """Fails when it is given groups."""
+    """A buffer that can fail when groups are submitted."""
 
     def _submit(self, groups: list[SerializedGroup]) -> None:
-        end_if_told("buffer")
+        end_on_demand("buffer")
         super()._submit(groups)
 
 
 async def slow_update(*arguments: Any) -> Any:
-    """An update, delayed while FOLDER/slow is there."""
+    """Make an update, delayed while FOLDER/slow exists."""
     if (FOLDER / "slow").exists():
         await asyncio.sleep(SLOW_S)
     return await update(*arguments)
 
 
 async def train(going: run.Run, s: grpo.Settings) -> None:
-    """The recipe's loop, until it is told to end."""
+    """Run the recipe's loop until FOLDER/end exists."""
     await going.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in going.steps(s.steps):
         await going.step()
@@ -111,7 +111,7 @@ async def train(going: run.Run, s: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
+    die_with_parent(signal.SIGTERM)  # no run outlives the driver
     start.RolloutWorker = FailingWorker  # type: ignore[misc]
     start.Trainer = FailingTrainer  # type: ignore[misc]
     start.Generator = FailingGenerator  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""What does a turn of a conversation cost the process that plays it, beside the engine? CPU time, by part of a turn.
+"""CPU time of a turn of a conversation in the process that runs the episode, without the engine, by part of a turn.
 
     python benchmarks/chat.py MODEL_FOLDER [--turns 8] [--conversations 50]
 
-Conversations of one question, then answers of a user. Printed are milliseconds of CPU time, the median over
-conversations: of the opening, of the ids between turns for the first and for the last of them, and of reading a turn.
+A conversation has a question, then answers of a user. Prints milliseconds of CPU time, medians over conversations: of
+the opening, of the ids between turns (first and last), and of reading a turn.
 The last line is JSON.
 """
 
@@ -31,21 +31,21 @@ def milliseconds(part: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(template: ChatTemplate, turns: int, conversations: int) -> dict[str, float]:
-    """Median milliseconds of CPU time by part."""
+    """Return the median milliseconds of CPU time by part."""
     times: dict[str, list[float]] = {"opening": [], "first_between": [], "last_between": [], "reading": []}
     end = [template.stop_token_ids[0]]
     for index in range(conversations):
         conversation = Conversation(template)
-        drawn = template.tokenizer.encode(ANSWER.format(index) * 4, add_special_tokens=False) + end
+        sampled = template.tokenizer.encode(ANSWER.format(index) * 4, add_special_tokens=False) + end
         for turn in range(turns):
             question = user(QUESTION.format(index * turns + turn))
             took, _ = milliseconds(lambda: conversation.add(question))  # noqa: B023  called at once
             if turn in (0, 1, turns - 1):
                 times[{0: "opening", 1: "first_between"}.get(turn, "last_between")].append(took)
-            took, _ = milliseconds(lambda: conversation.replied(drawn, "stop"))  # noqa: B023  called at once
+            took, _ = milliseconds(lambda: conversation.replied(sampled, "stop"))  # noqa: B023  called at once
             times["reading"].append(took)
-    figures = {name: round(statistics.median(values), 3) for name, values in times.items()}
-    return figures | {"tokens": float(len(conversation.ids))}
+    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
+    return medians | {"tokens": float(len(conversation.ids))}
 
 
 def main() -> None:
@@ -54,10 +54,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="turns of a conversation, 3 or more")
     parser.add_argument("--conversations", type=int, default=50)
     arguments = parser.parse_args()
-    figures = measure(ChatTemplate(arguments.model), arguments.turns, arguments.conversations)
-    for name, value in figures.items():
+    medians = measure(ChatTemplate(arguments.model), arguments.turns, arguments.conversations)
+    for name, value in medians.items():
         print(f"{name:15} {value:10.3f}")
-    print(json.dumps(figures))
+    print(json.dumps(medians))
 
 
 if __name__ == "__main__":

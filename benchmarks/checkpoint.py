@@ -1,15 +1,15 @@
-"""What checkpoints and the journal cost, and what a loss costs.
+"""Cost of checkpoints, of the journal, and of a loss.
 
     python benchmarks/checkpoint.py                          all parts
     python benchmarks/checkpoint.py --parts sizes,journal    two of them; these need no quiet machine for their bytes
 
-steps      real runs of the main job, in turns: the time of a step with checkpoints every ten steps over one without
-sizes      a trainer rank by itself, with random weights in the shapes of the tiny model, of SmolLM2-135M and of 1 GB:
-           bytes of a checkpoint; seconds of the copy, of saving and of reading, beside one plain write and one plain
-           read of as many bytes
+steps      real runs of the main job, alternately: the time of a step with checkpoints every ten steps over one without
+sizes      a single trainer rank with random weights in the shapes of the tiny model, of SmolLM2-135M and of 1 GB:
+           bytes of a checkpoint; seconds of the copy, of saving and of reading, compared with one plain write and one
+           plain read of as many bytes
 loss       a supervised run of the main job, some of whose processes are killed by SIGKILL: seconds to the next step
-journal    bytes of a token in the journal over those of token ids and log-probs: of the main job, and of made-up
-           answers of 1,000 random tokens
+journal    bytes per token in the journal over those of token ids and log-probs: for the main job, and for answers of
+           1,000 random tokens
 
 The last line of each part is JSON.
 """
@@ -93,21 +93,21 @@ class Settings:
     """Costs of checkpoints and of the journal (see the top of this file)."""
 
     parts: str = "steps,sizes,loss,journal"
-    """With commas between them."""
+    """Parts to run, separated by commas."""
     steps: int = 60
-    """Of each run of `steps`."""
+    """Steps of each run of `steps`."""
     every: int = 10
     """Steps between two checkpoints."""
     rounds: int = 2
     """Runs with checkpoints, and as many without."""
     kills: int = 3
-    """Of each process of `loss`."""
+    """Losses of each process of `loss`."""
     victims: str = "trainer-1,buffer-0,controller"
     """Processes that `loss` kills: titles without monarch_rl::, or the controller."""
     models: str = ",".join(SHAPES)
     """Shapes of `sizes`."""
     model: Path = ROOT / ".cache" / "tiny-qwen3"
-    """Trained in `steps`, `loss` and `journal`."""
+    """Model that is trained in `steps`, `loss` and `journal`."""
 
 
 def command(s: Settings, output: Path, every: int, *more: str) -> list[str]:
@@ -117,14 +117,14 @@ def command(s: Settings, output: Path, every: int, *more: str) -> list[str]:
 
 
 def run_folder(s: Settings, output: Path, every: int, *more: str) -> Path:
-    """The folder of a run that has come to its end."""
+    """Run the recipe to its end; returns the run folder."""
     subprocess.run(command(s, output, every, *more), check=True, stdout=subprocess.DEVNULL, timeout=RUN_S)
     (folder,) = output.iterdir()
     return folder
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of the steps."""
+    """Return the metrics of all steps."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "time/step_s" in row]
 
@@ -137,25 +137,25 @@ def steps(s: Settings, scratch: Path) -> dict[str, Any]:
     times: dict[int, list[float]] = {0: [], s.every: []}
     copies: list[float] = []
     for number in range(s.rounds):
-        for every, of_runs in times.items():
+        for every, step_times in times.items():
             rows = rows_of(run_folder(s, scratch / f"{number}-{every}", every, f"--steps={s.steps}"))[FIRST:]
-            of_runs += [row["time/step_s"] for row in rows]
+            step_times += [row["time/step_s"] for row in rows]
             copies += [row["checkpoint/copy_ms"] for row in rows if every and "checkpoint/copy_ms" in row]
-    without, beside = times[0], times[s.every]
-    speed = {name: of(without) / of(beside) for name, of in (("mean", statistics.mean), ("median", statistics.median))}
+    without, saving = times[0], times[s.every]
+    speed = {name: of(without) / of(saving) for name, of in (("mean", statistics.mean), ("median", statistics.median))}
     print(
-        f"speed with checkpoints every {s.every} steps over that without, {len(beside)} steps each: mean "
+        f"speed with checkpoints every {s.every} steps over that without, {len(saving)} steps each: mean "
         f"{speed['mean']:.3f}, median {speed['median']:.3f} (goal 0.97); "
         f"a copy takes {statistics.median(copies):.1f} ms"
     )
-    return {"speed": speed, "steps": len(beside), "copy_ms": statistics.median(copies)}
+    return {"speed": speed, "steps": len(saving), "copy_ms": statistics.median(copies)}
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
 
 
 def sizes(s: Settings, scratch: Path) -> dict[str, Any]:
-    """Of one trainer rank: more ranks write as many bytes in all."""
+    """Measure one trainer rank; more ranks write as many bytes in total."""
     import torch
 
     found = {}
@@ -164,20 +164,20 @@ def sizes(s: Settings, scratch: Path) -> dict[str, Any]:
         make_model(Bench(torch.device("cpu"), scratch), SHAPES[name], folder.name)
         with held_port() as port:
             run_ranks(save_and_read, (folder, port), 1, START_S, "a trainer rank to save and read")
-        found[name] = figures = json.loads((folder / "figures.json").read_text())
+        found[name] = numbers = json.loads((folder / "numbers.json").read_text())
         shutil.rmtree(folder)
         print(
-            f"{name}: {figures['parameters'] / 1e6:,.1f} M parameters, checkpoint {figures['bytes'] / 1e6:,.1f} MB "
-            f"({figures['bytes'] / figures['parameters']:.1f} bytes each); copy {figures['copy_s']:.3f} s, save "
-            f"{figures['save_s']:.2f} s ({figures['save_s'] / figures['plain_write_s']:.2f} plain writes), verify and "
-            f"read {figures['read_s']:.2f} s ({figures['read_s'] / figures['plain_read_s']:.2f} plain reads)",
+            f"{name}: {numbers['parameters'] / 1e6:,.1f} M parameters, checkpoint {numbers['bytes'] / 1e6:,.1f} MB "
+            f"({numbers['bytes'] / numbers['parameters']:.1f} bytes each); copy {numbers['copy_s']:.3f} s, save "
+            f"{numbers['save_s']:.2f} s ({numbers['save_s'] / numbers['plain_write_s']:.2f} plain writes), verify and "
+            f"read {numbers['read_s']:.2f} s ({numbers['read_s'] / numbers['plain_read_s']:.2f} plain reads)",
             flush=True,
         )
     return found
 
 
 def save_and_read(rank: int, folder: Path, port: int) -> None:
-    """What the rank does; writes what it found into ``folder``."""
+    """Save and read a checkpoint on the rank, and write the measurements into ``folder``."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     import torch
@@ -189,10 +189,10 @@ def save_and_read(rank: int, folder: Path, port: int) -> None:
     policy = Policy(folder, TrainerSettings(ranks=1), total_steps=1)
     for parameter in policy.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    policy.optimizers.step()  # else AdamW has no state
+    policy.optimizers.step()  # otherwise AdamW has no state
     policy.optimizers.zero_grad()
     root, checkpoint = folder / "checkpoints", policy.checkpoint
-    checkpoint.stage()  # the first one makes room
+    checkpoint.stage()  # the first copy allocates memory
     copy_s = seconds(checkpoint.stage)
 
     def save() -> None:
@@ -207,7 +207,7 @@ def save_and_read(rank: int, folder: Path, port: int) -> None:
         newest_whole(root)
         checkpoint.restore(written, 1)
 
-    figures = {
+    numbers = {
         "parameters": sum(parameter.numel() for parameter in policy.module.parameters()),
         "bytes": manifest.nbytes,
         "copy_s": copy_s,
@@ -216,24 +216,24 @@ def save_and_read(rank: int, folder: Path, port: int) -> None:
         "plain_write_s": seconds(lambda: plain_write(folder / "plain", manifest.nbytes)),
         "plain_read_s": seconds(lambda: plain_read(folder / "plain")),
     }
-    (folder / "figures.json").write_text(json.dumps(figures))
+    (folder / "numbers.json").write_text(json.dumps(numbers))
     policy.close()
 
 
-PIECE = 2**22
+CHUNK = 2**22
 
 
 def plain_write(path: Path, nbytes: int) -> None:
-    piece = np.random.default_rng(0).bytes(PIECE)
+    chunk = np.random.default_rng(0).bytes(CHUNK)
     with path.open("wb") as file:
-        for start in range(0, nbytes, PIECE):
-            file.write(piece[: min(PIECE, nbytes - start)])
+        for start in range(0, nbytes, CHUNK):
+            file.write(chunk[: min(CHUNK, nbytes - start)])
         file.flush()
         os.fsync(file.fileno())
 
 
 def plain_read(path: Path) -> None:
-    room = bytearray(PIECE)
+    room = bytearray(CHUNK)
     with path.open("rb") as file:
         while file.readinto(room):
             pass
@@ -251,9 +251,12 @@ def seconds(work: Callable[[], object]) -> float:
 def loss(s: Settings, scratch: Path) -> dict[str, Any]:
     """The goal is less than 40 s on two quiet cores."""
     log, output = scratch / "log", scratch / "runs"
-    with log.open("w") as said:
+    with log.open("w") as output_file:
         run = subprocess.Popen(
-            command(s, output, s.every, "--steps=100000"), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command(s, output, s.every, "--steps=100000"),
+            stdout=output_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     took: dict[str, list[float]] = {}
     position = 0
@@ -273,7 +276,7 @@ def loss(s: Settings, scratch: Path) -> dict[str, Any]:
 
 
 def kill_and_wait(run: subprocess.Popen[bytes], folder: Path, log: Path, victim: str) -> None:
-    """Kill a process of the run, and wait for the first step that is made after the run was resumed."""
+    """Kill a process of the run, and wait for the first step after the resume."""
     resumes = folder / "resumes.jsonl"
     before = resumes.read_text().count("\n") if resumes.exists() else 0
     process_of(run, folder, victim).kill()
@@ -289,7 +292,7 @@ def process_of(run: subprocess.Popen[bytes], folder: Path, victim: str) -> psuti
 
 
 def wait_for(log: Path, pattern: str, run: subprocess.Popen[bytes], after: int) -> int:
-    """Where in the log the first match after ``after`` ends."""
+    """Wait for the first match in the log after position ``after``; returns the position of its end."""
     searching = re.compile(pattern, re.MULTILINE)
     wait(lambda: searching.search(log.read_text(), after), pattern, run, log)
     found = searching.search(log.read_text(), after)
@@ -319,24 +322,25 @@ def journal(s: Settings, scratch: Path) -> dict[str, Any]:
     writer.close()
     found = {}
     for name, place in (("main job", folder / FOLDER), ("1,000 random tokens", scratch / "long")):
-        said = journal_sizes(place)
-        print(f"{name}: {said} (goal 1.5)")
-        found[name] = float(re.search(r"([\d.]+) times", said)[1])  # type: ignore[index]
+        sizes = journal_sizes(place)
+        print(f"{name}: {sizes} (goal 1.5)")
+        found[name] = float(re.search(r"([\d.]+) times", sizes)[1])  # type: ignore[index]
     return found
 
 
 def long_group(number: int) -> Group:
-    """Eight answers of 1,000 tokens to a prompt of 200, drawn alike from a large vocabulary: what compresses least."""
+    """Return eight answers of 1,000 tokens to a prompt of 200, uniform over a large vocabulary: the worst
+    compression."""
     rng = np.random.default_rng(number)
     prompt = rng.integers(0, 150_000, 200)
 
     def answer() -> Episode:
-        drawn = np.arange(1200) >= 200
+        sampled = np.arange(1200) >= 200
         turn = Turn(
             token_ids=np.concatenate([prompt, rng.integers(0, 150_000, 1000)]).astype(np.int32),
-            logprobs=np.where(drawn, -rng.exponential(1.0, 1200), 0).astype(np.float32),
-            policy_versions=np.where(drawn, 0, -1).astype(np.int32),
-            trainable=drawn,
+            logprobs=np.where(sampled, -rng.exponential(1.0, 1200), 0).astype(np.float32),
+            policy_versions=np.where(sampled, 0, -1).astype(np.int32),
+            trainable=sampled,
         )
         return Episode([turn], float(rng.integers(0, 2)), "stop")
 
@@ -354,12 +358,12 @@ PARTS: dict[str, Callable[[Settings, Path], dict[str, Any]]] = {
 def main(s: Settings) -> None:
     names = s.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
-        raise ValueError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        raise ValueError(f"unknown parts: {', '.join(unknown)}; there are {', '.join(PARTS)}")
     for name in names:
         print(f"-- {name}", flush=True)
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as scratch:
-            figures = PARTS[name](s, Path(scratch))
-        print(json.dumps({"benchmark": "checkpoint", "part": name} | short(figures)), flush=True)
+            result = PARTS[name](s, Path(scratch))
+        print(json.dumps({"benchmark": "checkpoint", "part": name} | short(result)), flush=True)
 
 
 if __name__ == "__main__":

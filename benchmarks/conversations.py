@@ -1,12 +1,12 @@
-"""A thousand conversations at once in one rollout worker: what does a turn cost it, beside the engine?
+"""A thousand concurrent conversations in one rollout worker: the cost of a turn, without the engine.
 
     python benchmarks/conversations.py [--model FOLDER] [--conversations 1000] [--turns 6]
 
-The worker is the real one, with its players, stages and outbox, in this process. The generator is scripted: it answers
-each turn after a drawn delay; the buffer gives slots and takes groups. What these two cost alone, asked just as often
-by as many tasks at once, is measured first and subtracted. Not in it: the messages to engines and buffer
-(`benchmarks/calls.py`). CPU time, because it holds on a busy machine too, if not to the last tenth; the lag of the
-event loop does not. The last line is JSON.
+The worker is the real one, in this process, with its episode runners, stages and submissions. The generator is
+scripted: it answers each turn after a random delay; the buffer gives slots and accepts groups. The cost of these two
+alone, with as many requests from as many tasks, is measured first and subtracted. Messages to engines and buffer are
+not included (`benchmarks/calls.py`). CPU time is reported because it is meaningful (to about a tenth) on a busy
+machine; the lag of the event loop is not. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tests.model.chat_helpers import write_model  # noqa: E402
 ANSWER = "A horse has four legs, and {} plus four is what I have to say. "
 QUESTION = "What is {} plus the number of legs of a horse? Think, then answer with a number and nothing else."
 SAMPLE_S = 0.02
-"""Seconds between two looks at the loop's lag."""
+"""Interval in seconds at which the lag of the event loop is sampled."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is played."""
+    """Settings of the load."""
 
     model: str = ""
     """Folder of tokenizer and chat template; empty makes a small tokenizer with Qwen3's template."""
@@ -60,13 +60,13 @@ class Settings:
     turns: int = 6
     """Turns of a conversation."""
     delay_s: float = 2.0
-    """Mean seconds until the generator answers; drawn between a half of it and three halves."""
+    """Mean seconds until the generator answers; uniform between half and one and a half times this."""
     rounds: int = 2
-    """Groups that each place plays."""
+    """Groups that each place runs."""
 
 
 class ScriptedGenerator:
-    """Answers with the same ids after a drawn delay."""
+    """A generator that answers with the same ids after a random delay."""
 
     def __init__(self, answer: list[int], delay_s: float) -> None:
         n = len(answer)
@@ -86,7 +86,7 @@ class ScriptedGenerator:
 
 
 class ScriptedBuffer:
-    """Gives each slot once, and ends the run when all groups are put."""
+    """A buffer that gives each slot once, and ends the run when all groups are submitted."""
 
     def __init__(self, groups: int) -> None:
         self._groups, self._given, self._ended = groups, 0, asyncio.Event()
@@ -96,7 +96,7 @@ class ScriptedBuffer:
         given = range(self._given, min(self._groups, self._given + limit))
         self._given += len(given)
         if not given:
-            await self._ended.wait()  # waits: for the groups that are played
+            await self._ended.wait()  # waits: for the groups in flight
         return [Ticket(number, number) for number in given]
 
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
@@ -110,7 +110,7 @@ class ScriptedBuffer:
 
 
 def conversation(turns: int) -> Callable[[int, Policy], Awaitable[float]]:
-    """The episode: a user asks again and again."""
+    """The episode: a user asks repeatedly."""
 
     async def episode(item: int, policy: Policy) -> float:
         for turn in range(turns):
@@ -122,14 +122,14 @@ def conversation(turns: int) -> Callable[[int, Policy], Awaitable[float]]:
 
 @dataclass
 class Load:
-    """What something cost this process."""
+    """Cost of a load in this process."""
 
     cpu_s: float
     lag_s: list[float]
 
 
 async def measured(work: Awaitable[None]) -> Load:
-    """Run it; sample the lag of the event loop meanwhile."""
+    """Run a load, and sample the lag of the event loop meanwhile."""
     lags: list[float] = []
 
     async def look() -> None:
@@ -146,7 +146,7 @@ async def measured(work: Awaitable[None]) -> Load:
 
 
 async def alone(generator: ScriptedGenerator, s: Settings) -> None:
-    """As many turns at once, of nobody's conversations."""
+    """As many concurrent turns, without conversations."""
 
     async def ask() -> None:
         for _ in range(s.turns * s.rounds):
@@ -155,8 +155,8 @@ async def alone(generator: ScriptedGenerator, s: Settings) -> None:
     await asyncio.gather(*(ask() for _ in range(s.conversations)))
 
 
-async def played(template: ChatTemplate, generator: Any, buffer: ScriptedBuffer, s: Settings) -> None:
-    """As many groups as the buffer gives slots."""
+async def run_groups(template: ChatTemplate, generator: Any, buffer: ScriptedBuffer, s: Settings) -> None:
+    """Run as many groups as the buffer gives slots."""
     settings = RolloutSettings(
         concurrent_groups=s.conversations // s.group_size, group_size=s.group_size, max_new_tokens=1024
     )
@@ -170,15 +170,15 @@ async def played(template: ChatTemplate, generator: Any, buffer: ScriptedBuffer,
 
 
 async def measure(s: Settings, template: ChatTemplate) -> dict[str, Any]:
-    """Everything; see the top of the file."""
+    """Measure both loads (see the top of this file)."""
     answer = template.tokenizer.encode(ANSWER.format(7) * 2, add_special_tokens=False) + [template.stop_token_ids[0]]
     groups, process = s.rounds * (s.conversations // s.group_size), psutil.Process()
     few = Settings(conversations=s.group_size, group_size=s.group_size, turns=s.turns)
-    await played(template, ScriptedGenerator(answer, 0.01), ScriptedBuffer(few.rounds), few)  # warms up
+    await run_groups(template, ScriptedGenerator(answer, 0.01), ScriptedBuffer(few.rounds), few)  # warms up
     generator_alone = await measured(alone(ScriptedGenerator(answer, s.delay_s), s))
     generator, buffer = ScriptedGenerator(answer, s.delay_s), ScriptedBuffer(groups)
     before = process.memory_info().rss
-    load = await measured(played(template, generator, buffer, s))
+    load = await measured(run_groups(template, generator, buffer, s))
     for number, data in enumerate(buffer.put_groups[:1]):
         assert all(len(episode.turns) == s.turns for episode in deserialize_group(data).episodes), number
     return {
@@ -197,10 +197,10 @@ async def measure(s: Settings, template: ChatTemplate) -> dict[str, Any]:
 def main(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         template = ChatTemplate(settings.model or write_model(Path(folder), "qwen3"))
-    figures = short(asyncio.run(measure(settings, template)))
-    for name, value in figures.items():
+    numbers = short(asyncio.run(measure(settings, template)))
+    for name, value in numbers.items():
         print(f"{name:26} {value}")
-    print(json.dumps(figures))
+    print(json.dumps(numbers))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python benchmarks/cpu_by_process.py
     python benchmarks/cpu_by_process.py --steps 80 --generator.replicas 1
 
-First --steps steps are counted, after --warm-up others: milliseconds of CPU a step of every process and of its threads,
-by name; of a rollout worker a played episode, of a generator actor an answered request. Then the trainer stops. When
-the buffer is full and all workers wait for slots, the CPU time of --idle-s seconds is counted, as a share of one core.
-CPU time needs no quiet machine, though others that use the same caches make it somewhat longer.
+First, after --warm-up steps, --steps steps are measured: CPU milliseconds per step of every process and of its threads,
+by name; for a rollout worker per episode, for a generator actor per request. Then the trainer stops. When the buffer is
+full and all workers wait for slots, the CPU time of --idle-s seconds is measured, as a share of one core. CPU time
+needs no quiet machine, although other work makes it somewhat longer.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Settings(grpo.Settings):
     """CPU time by process (see the top of this file)."""
 
     steps: int = 40
-    """Steps that are counted."""
+    """Measured steps."""
     warm_up: int = 10
-    """Steps before, which are not."""
+    """Steps before them, which are not measured."""
     idle_s: float = 60.0
-    """Seconds in which all workers wait, and are counted."""
+    """Measured seconds in which all workers wait."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What all processes have used and done so far."""
+    """CPU time and work of all processes so far."""
 
     seconds: dict[tuple[str, str], float]
     """CPU seconds by names of process and thread."""
     episodes: int = 0
-    """Played by all workers."""
+    """Episodes run by all workers."""
     requests: int = 0
-    """Answered by all replicas."""
+    """Requests answered by all replicas."""
 
     def since(self, before: Snapshot) -> Snapshot:
         seconds = {key: value - before.seconds.get(key, 0.0) for key, value in self.seconds.items()}
@@ -70,12 +70,12 @@ class Snapshot:
 
     def threads(self, process: str) -> list[tuple[str, float]]:
         """Seconds by thread, the busiest first."""
-        of_process = {thread: seconds for (name, thread), seconds in self.seconds.items() if name == process}
-        return sorted(of_process.items(), key=lambda item: -item[1])
+        by_thread = {thread: seconds for (name, thread), seconds in self.seconds.items() if name == process}
+        return sorted(by_thread.items(), key=lambda item: -item[1])
 
 
 def cpu_seconds(tree: ProcessTree) -> dict[tuple[str, str], float]:
-    """The CPU time of all processes up to now, by names of process and thread."""
+    """Return the CPU time of all processes so far, by names of process and thread."""
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     tree.look()
     for process, name in tree.running():
@@ -87,19 +87,21 @@ def cpu_seconds(tree: ProcessTree) -> dict[tuple[str, str], float]:
 
 
 async def take_snapshot(run: Run, tree: ProcessTree) -> Snapshot:
-    """The CPU time of all processes up to now, and what they have done."""
+    """Return the CPU time of all processes so far, and the work that they have done."""
     seconds = cpu_seconds(tree)
     actors = run.actors
     calls = [worker.stats.call_one() for worker in actors.workers.handles.values()]
-    played = [await within(CALL_DEADLINE_S, call, "the stats of a worker", on="rollout workers") for call in calls]
+    worker_stats = [
+        await within(CALL_DEADLINE_S, call, "the stats of a worker", on="rollout workers") for call in calls
+    ]
     calls_of_replicas = [replica.stats.call_one() for replica in actors.generators.handles.values()]
     answered = [await within(CALL_DEADLINE_S, call, "the stats", on="generators") for call in calls_of_replicas]
     requests = sum(stats["finished_requests"] for stats in answered)
-    return Snapshot(seconds, sum(stats.episodes for stats in played), requests)
+    return Snapshot(seconds, sum(stats.episodes for stats in worker_stats), requests)
 
 
 async def wait_until_idle(run: Run) -> None:
-    """Return when no group is being played: all slots are taken."""
+    """Wait until no group is running, because all slots are taken."""
     async with asyncio.timeout(IDLE_DEADLINE_S):
         while (await run.counts()).playing:
             await asyncio.sleep(0.5)
@@ -107,7 +109,7 @@ async def wait_until_idle(run: Run) -> None:
 
 
 async def train(run: Run, s: Settings) -> None:
-    """The recipe's loop, with a look at all processes at its beginning, end and afterwards."""
+    """Run the recipe's loop, and take snapshots of all processes at its beginning, its end and afterwards."""
     await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
@@ -117,7 +119,7 @@ async def train(run: Run, s: Settings) -> None:
             last = await take_snapshot(run, tree)
             await run.publisher.wait_until_served()
             await wait_until_idle(run)
-            idle_before = Snapshot(cpu_seconds(tree))  # nobody is asked: to answer would be work
+            idle_before = Snapshot(cpu_seconds(tree))  # without asking actors, because answering would be work
             await asyncio.sleep(s.idle_s)
             idle = Snapshot(cpu_seconds(tree)).since(idle_before)
         await run.step()
@@ -125,7 +127,7 @@ async def train(run: Run, s: Settings) -> None:
 
 
 def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
-    """Print both tables, then all figures as one line of JSON."""
+    """Print both tables, then everything as one line of JSON."""
     totals = steady.by_process()
     print(f"{s.steps} steps, {steady.episodes} episodes, {steady.requests} requests. CPU-ms a step:")
     for process, seconds in totals.items():
@@ -138,7 +140,7 @@ def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
         print(f"  {process:36s} {seconds / s.idle_s:7.2%}   {threads}")
     workers = sum(totals[name] for name in totals if name.startswith("rollout worker"))
     actors = sum(totals[name] for name in totals if name.startswith("generator actor"))
-    figures = {
+    result = {
         "benchmark": "cpu_by_process",
         "steps": s.steps,
         "cpu_s_per_step": sum(totals.values()) / s.steps,
@@ -149,7 +151,7 @@ def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
         "cpu_ms_per_step": {name: round(1e3 * seconds / s.steps, 2) for name, seconds in totals.items()},
         "idle_share": {name: round(seconds / s.idle_s, 4) for name, seconds in idle_totals.items()},
     }
-    print(json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}))
+    print(json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in result.items()}))
 
 
 if __name__ == "__main__":

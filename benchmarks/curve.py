@@ -1,9 +1,9 @@
-"""Draw the curves of runs: reward, held-out accuracy, lag, and how idle each side was, step by step.
+"""Plot the curves of runs by step: reward, held-out accuracy, lag, and idle shares of both sides.
 
     python benchmarks/curve.py runs/grpo-20260101-120000-1
     python benchmarks/curve.py runs/a runs/b runs/c --output seeds.png    # of one recipe, with several seeds
 
-Of several runs each has its colour, and what they reach is printed with its spread. The last line is JSON.
+Each run has its colour; for several runs the spread of their results is printed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tyro
 from reporting import short
 
 Rows = Sequence[dict[str, Any]]
-"""Of the metrics of a run."""
+"""Rows of the metrics of a run."""
 ACCURACY = "held_out/accuracy"
 PANELS = (
     ("reward", ("reward/mean",)),
@@ -28,12 +28,12 @@ PANELS = (
     ("idle share", ("trainer/idle_share", "generator/idle_share")),
 )
 STYLES = ("-", ":")
-"""Of the metrics of a panel."""
+"""Line styles of the metrics of a panel."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Draw the curves of runs (see the top of this file)."""
+    """Plot the curves of runs (see the top of this file)."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or their metrics.jsonl."""
@@ -44,18 +44,18 @@ class Settings:
 
 
 def rows_of(run: Path) -> Rows:
-    """The metrics of a run folder, or of its file."""
+    """Return the metrics of a run folder, or of its metrics.jsonl."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def values(rows: Rows, name: str) -> list[float]:
-    """A metric in the rows that have it."""
+    """Return a metric, from the rows that have it."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 
-def figures(rows: Rows) -> dict[str, Any]:
-    """Where a run began and where it ended."""
+def summarise(rows: Rows) -> dict[str, Any]:
+    """Return the metrics of a run at its beginning and its end."""
     rewards, held_out = values(rows, "reward/mean"), values(rows, ACCURACY)
     part = max(1, len(rewards) // 5)
     return {
@@ -67,17 +67,18 @@ def figures(rows: Rows) -> dict[str, Any]:
 
 
 def spread(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
-    """Mean over runs and, of several, sample standard deviation, of two figures of each and of their difference."""
+    """Return the mean over runs, and the sample standard deviation if there are several, of two numbers per run and of
+    their difference."""
     found = {}
-    for name, of_runs in (("before", before), ("after", after), ("rise", np.subtract(after, before))):
-        found[f"{name}_mean"] = float(np.mean(of_runs))
+    for name, values_of_runs in (("before", before), ("after", after), ("rise", np.subtract(after, before))):
+        found[f"{name}_mean"] = float(np.mean(values_of_runs))
         if len(before) > 1:
-            found[f"{name}_standard_deviation"] = float(np.std(of_runs, ddof=1))
+            found[f"{name}_standard_deviation"] = float(np.std(values_of_runs, ddof=1))
     return found
 
 
 def draw(runs: Sequence[Rows], output: Path, title: str = "") -> None:
-    """Draw all panels; each run has its colour, each metric of a panel its style."""
+    """Plot all panels; each run has its colour, each metric of a panel its style."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,11 +103,11 @@ def draw(runs: Sequence[Rows], output: Path, title: str = "") -> None:
 def main(settings: Settings) -> None:
     runs = [rows_of(run) for run in settings.runs]
     draw(runs, settings.output, settings.title)
-    found = [figures(rows) for rows in runs]
-    for run, of_run in zip(settings.runs, found, strict=True):
-        print(run.name, short(of_run))
-    held_out = [of_run["held_out_accuracy"] for of_run in found if of_run["held_out_accuracy"]]
-    differ = spread([of_run[0] for of_run in held_out], [of_run[-1] for of_run in held_out]) if held_out else {}
+    found = [summarise(rows) for rows in runs]
+    for run, summary in zip(settings.runs, found, strict=True):
+        print(run.name, short(summary))
+    held_out = [summary["held_out_accuracy"] for summary in found if summary["held_out_accuracy"]]
+    differ = spread([summary[0] for summary in held_out], [summary[-1] for summary in held_out]) if held_out else {}
     print(json.dumps(short({"runs": found, **differ})))
 
 

@@ -1,10 +1,11 @@
-"""CPU-seconds of the engine's scheduler per 1,000 tokens on a machine without an accelerator, beside plain SGLang.
+"""CPU-seconds of the engine's scheduler per 1,000 tokens on a machine without an accelerator, compared with plain
+SGLang.
 
     python benchmarks/engine_cpu.py
     python benchmarks/engine_cpu.py --model .cache/smollm2-135m-instruct --rounds 2 --groups 12 --max-new-tokens 64
 
-Two engines get the same requests in turn, each in a process of its own: ours, and SGLang's scheduler as it is shipped,
-with its `torch_native` attention. Prints a line per load and, last, all figures as one line of JSON.
+Two engines in separate processes alternately get the same requests: ours, and SGLang's unmodified scheduler with its
+`torch_native` attention. Prints a line per load and, last, everything as one line of JSON.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class Settings:
     groups: int = 128
     """Groups of a round of the main job's load."""
     playing: int = 24
-    """Groups at once: with each one's end the next begins. The main job plays 48 on two replicas."""
+    """Concurrent groups; when one ends, the next starts. The main job has 48 on two replicas."""
     group_size: int = 8
     """Episodes of a group, which share their prompt."""
     prompt_tokens: int = 8
-    """Tokens of a prompt; the main job's have 7 to 9."""
+    """Tokens of a prompt; prompts of the main job have 7 to 9."""
     max_new_tokens: int = 7
-    """Longest answer; the shortest has three tokens less, if it can. The main job's have 4 to 7."""
+    """Longest answer; the shortest has three tokens less, if possible. Answers of the main job have 4 to 7."""
     long_prompt_tokens: int = 256
     """Tokens of the prompt of the load of 1 long sequence."""
     long_new_tokens: int = 512
-    """Tokens that 1 long sequence draws."""
+    """Tokens generated for the long sequence."""
     rounds: int = 5
-    """Rounds of each load that are timed, on each side in turn; one more warms up."""
+    """Timed rounds of each load, alternating between the sides, after one that warms up."""
     sides: tuple[Side, ...] = SIDES
     """Which engines to measure."""
 
@@ -80,11 +81,11 @@ class Load:
     group_size: int
     prompt_tokens: int
     new_tokens: tuple[int, int]
-    """Least and most tokens that a request draws; only the length ends it."""
+    """Minimum and maximum number of tokens of a request; only the length ends it."""
     vocabulary: int
 
-    async def play(self, engine: Engine, turn: int) -> int:
-        """Returns the tokens drawn."""
+    async def run(self, engine: Engine, turn: int) -> int:
+        """Send all requests of a round; returns the number of generated tokens."""
         random = np.random.default_rng(turn)
         places = asyncio.Semaphore(self.playing)
 
@@ -102,7 +103,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round took."""
+    """Cost of a round."""
 
     tokens: int
     seconds: float
@@ -110,13 +111,13 @@ class Round:
 
 
 class PlainTarget(SchedulerTarget):
-    """Starts SGLang's scheduler without what monarch_rl changes for speed."""
+    """Starts SGLang's scheduler without the changes that monarch_rl makes for speed."""
 
     run = staticmethod(run_plain_scheduler)
 
 
 def serve(pipe: Connection, model: str, side: Side) -> None:
-    """An engine's process: plays a load for each message, until the pipe is closed."""
+    """Run an engine's process: each message is a load to run, until the pipe is closed."""
     asyncio.run(_serve(pipe, model, side))
 
 
@@ -132,7 +133,7 @@ async def _serve(pipe: Connection, model: str, side: Side) -> None:
         while True:
             load, turn = await asyncio.to_thread(pipe.recv)
             before, started = sum(scheduler.cpu_times()[:2]), time.perf_counter()
-            tokens = await load.play(engine, turn)
+            tokens = await load.run(engine, turn)
             seconds = time.perf_counter() - started
             pipe.send(Round(tokens, seconds, sum(scheduler.cpu_times()[:2]) - before))
     except EOFError:
@@ -143,7 +144,7 @@ async def _serve(pipe: Connection, model: str, side: Side) -> None:
 
 @contextmanager
 def running(model: str, side: Side) -> Iterator[Connection]:
-    """Start an engine; it ends with the block, or with this process."""
+    """Start an engine for the duration of the block; it also ends with this process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, model, side), name=f"{side} engine")
@@ -153,38 +154,38 @@ def running(model: str, side: Side) -> Iterator[Connection]:
         print(f"{side}: scheduler {answer(ours, START_DEADLINE_S, f'{side} engine to start')}", flush=True)
         yield ours
     finally:
-        ours.close()  # which ends it
+        ours.close()  # this ends the engine
         process.join(STOP_DEADLINE_S)
         if process.is_alive():
             process.kill()
 
 
 def answer(pipe: Connection, seconds: float, what: str) -> Any:
-    """The next message. Raises TimeoutError if none comes, EOFError if the engine's process has ended."""
+    """Return the next message. Raises TimeoutError if none arrives, EOFError if the engine's process has ended."""
     if not pipe.poll(seconds):
         raise TimeoutError(f"waited {seconds:g} s for the {what}")
     return pipe.recv()
 
 
 def measure(pipes: dict[Side, Connection], load: Load, rounds: int) -> dict[str, Any]:
-    """Rounds of equal load on each side in turn; medians, and of ratios the median over rounds of ours / plain."""
-    taken: dict[Side, list[Round]] = {side: [] for side in pipes}
+    """Run rounds of equal load, alternating between the sides; returns medians, and median ratios ours / plain."""
+    costs: dict[Side, list[Round]] = {side: [] for side in pipes}
     for turn in range(rounds + 1):
-        for side in list(pipes) if turn % 2 else reversed(list(pipes)):  # neither side is always the first
+        for side in list(pipes) if turn % 2 else reversed(list(pipes)):  # neither side always goes first
             pipes[side].send((load, turn))
-            played = answer(pipes[side], ROUND_DEADLINE_S, f"{side} engine to play a round")
+            cost = answer(pipes[side], ROUND_DEADLINE_S, f"{side} engine to run a round")
             if turn:
-                taken[side].append(played)
-    figures: dict[str, Any] = {"tokens": statistics.median(each.tokens for each in next(iter(taken.values())))}
-    for side, played in taken.items():
-        figures[f"{side}_cpu_s_per_1000_tokens"] = statistics.median(
-            each.scheduler_cpu_s / each.tokens * 1000 for each in played
+                costs[side].append(cost)
+    medians: dict[str, Any] = {"tokens": statistics.median(each.tokens for each in next(iter(costs.values())))}
+    for side, side_rounds in costs.items():
+        medians[f"{side}_cpu_s_per_1000_tokens"] = statistics.median(
+            each.scheduler_cpu_s / each.tokens * 1000 for each in side_rounds
         )
-        figures[f"{side}_tokens_per_s"] = statistics.median(each.tokens / each.seconds for each in played)
-    if len(taken) == len(SIDES):
-        pairs = zip(taken["ours"], taken["plain"], strict=True)
-        figures["cpu_ratio"] = statistics.median(ours.scheduler_cpu_s / plain.scheduler_cpu_s for ours, plain in pairs)
-    return figures
+        medians[f"{side}_tokens_per_s"] = statistics.median(each.tokens / each.seconds for each in side_rounds)
+    if len(costs) == len(SIDES):
+        pairs = zip(costs["ours"], costs["plain"], strict=True)
+        medians["cpu_ratio"] = statistics.median(ours.scheduler_cpu_s / plain.scheduler_cpu_s for ours, plain in pairs)
+    return medians
 
 
 def main(s: Settings) -> None:
@@ -199,14 +200,14 @@ def main(s: Settings) -> None:
         "main_job": Load(s.groups, s.playing, s.group_size, s.prompt_tokens, (shortest, s.max_new_tokens), vocabulary),
         "long": Load(1, 1, 1, s.long_prompt_tokens, lengths, vocabulary),
     }
-    figures: dict[str, Any] = {"benchmark": "engine_cpu", "model": s.model}
+    result: dict[str, Any] = {"benchmark": "engine_cpu", "model": s.model}
     with ExitStack() as stack:
         pipes = {side: stack.enter_context(running(str(model), side)) for side in s.sides}
         for name, load in loads.items():
             found = measure(pipes, load, s.rounds)
             print(f"{name}: " + ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
-            figures |= {f"{name}_{key}": value for key, value in found.items()}
-    print(json.dumps(short(figures)))
+            result |= {f"{name}_{key}": value for key, value in found.items()}
+    print(json.dumps(short(result)))
 
 
 if __name__ == "__main__":

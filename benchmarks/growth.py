@@ -1,13 +1,13 @@
-"""Does anything grow? Runs the main job for many steps and prints what each process gains in 1,000 of them.
+"""Tests for memory leaks: runs the main job for many steps and prints the growth of each process per 1,000 steps.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --steps 600 --looks 20 --generator.replicas 1
 
-Prints, by role, MiB of a process's own memory at the start, in the middle and at the end, its growth by 1,000 steps
-(the slope over the second half), its file descriptors, its threads, and of those with actors the objects that Python's
-collector knows, asyncio's tasks, and the keys in torch's store; then the files in /dev/shm that processes of the run
-have mapped. A process's own memory is what /proc/PID/smaps_rollup calls Anonymous: neither files nor shared memory, and
-a page that a forked process shares with its parent counts from the start. The last line is JSON.
+Prints, by role, MiB of a process's own memory at the start, in the middle and at the end, its growth per 1,000 steps
+(the slope over the second half), its file descriptors and threads, and for processes with actors the objects of
+Python's garbage collector, asyncio tasks, and keys in torch's store; then the files in /dev/shm that processes of the
+run have mapped. A process's own memory is Anonymous in /proc/PID/smaps_rollup: neither files nor shared memory; a page
+that a forked process shares with its parent counts from the start. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Settings(grpo.Settings):
     steps: int = 3000
     """Optimiser steps of the run."""
     groups_per_step: int = 4
-    """Groups of a step: small steps show what grows by the step as well as large ones."""
+    """Groups per step; small steps show growth per step as well as large ones."""
     looks: int = 60
     """Times that all processes are measured, evenly spread."""
     trainer: TrainerSettings = field(default_factory=lambda: replace(grpo.Settings().trainer, lr=1e-5))
@@ -57,21 +57,21 @@ class Settings(grpo.Settings):
 
 @dataclass(frozen=True)
 class Counted(Look):
-    """With what a process can count of itself only."""
+    """A look with counts that only the process itself can make."""
 
     objects: int | None = None
-    """That Python's collector knows; None in a process without actors."""
+    """Objects of Python's garbage collector; None in a process without actors."""
     tasks: int | None = None
-    """Of the event loops of its actors."""
+    """Tasks of the event loops of its actors."""
     store_keys: int | None = None
-    """In the store of its torch.distributed world."""
+    """Keys in the store of its torch.distributed process group."""
 
 
 COUNTS = ("descriptors", "threads", "objects", "tasks", "store_keys")
 
 
 def own_counts() -> tuple[int, dict[str, Any]]:
-    """This process, and what it can count of itself only."""
+    """Return this process's id, and the counts that only it can make."""
     import torch.distributed as dist
 
     gc.collect()
@@ -82,7 +82,7 @@ def own_counts() -> tuple[int, dict[str, Any]]:
 
 
 class Counter(Actor):
-    """Lives in the processes of all actors."""
+    """An actor in the process of each other actor, which counts there."""
 
     @concurrent_endpoint
     async def counts(self) -> tuple[int, dict[str, Any]]:
@@ -90,7 +90,7 @@ class Counter(Actor):
 
 
 class Growth:
-    """What was measured so far.
+    """All measurements so far.
 
     Args:
         cluster: its processes are measured, and all that descends from this one.
@@ -101,11 +101,11 @@ class Growth:
         spawned = [mesh.mesh.spawn("counter", Counter) for mesh in cluster._meshes]
         self._counters: list[Counter] = [counter for counters in spawned for counter in members(counters)]
         self.looks: dict[tuple[str, int], list[Counted]] = {}
-        """By role and pid."""
+        """Looks by role and pid."""
         self.shared_files: list[int] = []
-        """In /dev/shm, at each look."""
+        """Files in /dev/shm at each look."""
         self._shared: set[int] = set()
-        """Inodes of the files there that processes of the run have had."""
+        """Inodes of the files there that processes of the run have mapped."""
         self.seconds: list[float] = []
 
     async def look(self, step: int) -> None:
@@ -124,21 +124,21 @@ class Growth:
         self.seconds.append(time.monotonic())
 
     def by_role(self) -> dict[str, list[Counted]]:
-        """The processes that were there from the first look to the last; of those of one role, the one that grew most,
-        with the number of them behind its name."""
+        """Return the processes that lived from the first look to the last; of several with one role, the one that grew
+        most, with their number after its name."""
         longest = max(len(looks) for looks in self.looks.values())
         roles: dict[str, list[list[Counted]]] = {}
         for (role, _), looks in self.looks.items():
             if len(looks) == longest:
                 roles.setdefault(role, []).append(looks)
         return {
-            role if len(of_role) == 1 else f"{role} (most of {len(of_role)})": max(of_role, key=growth)
-            for role, of_role in sorted(roles.items())
+            role if len(candidates) == 1 else f"{role} (most of {len(candidates)})": max(candidates, key=growth)
+            for role, candidates in sorted(roles.items())
         }
 
 
 async def train(run: Run, s: Settings) -> None:
-    """The recipe's loop without evaluations, with looks at all processes."""
+    """Run the recipe's loop without evaluations, and look at all processes."""
     await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
     assert isinstance(run._cluster, Cluster)
     growing = Growth(run._cluster)
@@ -151,7 +151,7 @@ async def train(run: Run, s: Settings) -> None:
 
 
 def report(growing: Growth, s: Settings) -> None:
-    """Print the table, then all figures as one line of JSON."""
+    """Print the table, then everything as one line of JSON."""
     print(f"{s.steps} steps in {growing.seconds[-1] - growing.seconds[0]:.0f} s")
     memory = f"{'MiB: start':>10s} {'middle':>7s} {'end':>7s} {'by 1,000 steps':>14s}"
     print(f"{'process':38s} {memory}  {'  '.join(f'{name:>17s}' for name in COUNTS)}")
@@ -165,7 +165,7 @@ def report(growing: Growth, s: Settings) -> None:
     print(f"files in {SHARED_MEMORY}: {files[0]} / {files[len(files) // 2]} / {files[-1]}")
     slopes = {role: growth(looks) for role, looks in by_role.items()}
     print(above_goal(slopes))
-    figures: dict[str, Any] = {
+    result: dict[str, Any] = {
         "benchmark": "growth",
         "steps": s.steps,
         "mib_by_1000_steps": slopes,
@@ -173,8 +173,8 @@ def report(growing: Growth, s: Settings) -> None:
         "shared_files": files,
     }
     for name in COUNTS:
-        figures[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
-    print(json.dumps(short(figures)))
+        result[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
+    print(json.dumps(short(result)))
 
 
 if __name__ == "__main__":

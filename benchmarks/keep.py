@@ -1,11 +1,11 @@
-"""What do routes and kept sets cost? Tokens a second, step time and bytes a token, with and without them.
+"""Cost of expert routes and sampling masks: tokens per second, step time and bytes per token.
 
     python tools/make_tiny_model.py --kind moe && python benchmarks/keep.py
 
-Two engines draw answers to the same prompts in four ways, in turn: neither, kept sets, routes, and both. The last two
-use an engine that records routes for every token, whether they are asked for or not. Two trainers of one rank make
-steps on the answers, one with its own router and one with the engine's routes. A ratio is a way's figure / that of
-"neither", median over rounds. The last line is JSON.
+Two engines alternately generate answers to the same prompts in four modes: neither, sampling masks, routes, and both.
+The last two use an engine that records routes for every token, requested or not. Two trainers of one rank make steps on
+the answers, one with its own router and one with the engine's routes. A ratio is relative to "neither", median over
+rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside
+from speed_generator import ObservedGenerator
 from speed_trainer import Training
 
 from monarch_rl.episode.episode import Episode, Group, Turn
@@ -44,12 +44,12 @@ ROUND_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What routes and kept sets cost (see the top of this file)."""
+    """Cost of expert routes and sampling masks (see the top of this file)."""
 
     model: str = ".cache/tiny-qwen3-moe"
     """Hugging Face folder or Hub name of a mixture of experts."""
     rounds: int = 8
-    """Rounds that are counted; one more warms up."""
+    """Measured rounds, after one that warms up."""
     groups: int = 8
     group_size: int = 8
     prompt_tokens: int = 16
@@ -58,26 +58,26 @@ class Settings:
     top_p: float = 0.95
 
 
-def ways(s: Settings) -> dict[str, Sampling]:
+def modes(s: Settings) -> dict[str, Sampling]:
     plain = Sampling(max_new_tokens=s.new_tokens)
-    cut = replace(plain, top_k=s.top_k, top_p=s.top_p)
-    expert_routes, both = replace(plain, expert_routes_from=0), replace(cut, expert_routes_from=0)
-    return {NEITHER: plain, ROUTES: expert_routes, KEPT: cut, BOTH: both}
+    truncated = replace(plain, top_k=s.top_k, top_p=s.top_p)
+    expert_routes, both = replace(plain, expert_routes_from=0), replace(truncated, expert_routes_from=0)
+    return {NEITHER: plain, ROUTES: expert_routes, KEPT: truncated, BOTH: both}
 
 
-async def draw(
+async def generate(
     dispatcher: Dispatcher, prompts: list[list[int]], s: Settings, sampling: Sampling
 ) -> tuple[float, list[Group]]:
-    """Draw all groups at once; returns tokens per second, and the groups."""
+    """Generate all groups concurrently; returns tokens per second, and the groups."""
     started = time.perf_counter()
     requests = [
         dispatcher.generate(ids, sampling, group) for group, ids in enumerate(prompts) for _ in range(s.group_size)
     ]
-    drawn = await within(ROUND_DEADLINE_S, asyncio.gather(*requests), "a round of completions", on="generator 0")
-    rate = sum(len(completion.token_ids) for completion in drawn) / (time.perf_counter() - started)
+    completions = await within(ROUND_DEADLINE_S, asyncio.gather(*requests), "a round of completions", on="generator 0")
+    rate = sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
     groups = []
     for index, ids in enumerate(prompts):
-        own = drawn[index * s.group_size : (index + 1) * s.group_size]
+        own = completions[index * s.group_size : (index + 1) * s.group_size]
         episodes = [
             Episode(
                 [Turn.from_completion(ids, one)], float(place % 2), one.finish_reason, expert_routes=one.expert_routes
@@ -90,7 +90,7 @@ async def draw(
 
 async def start_engine(cluster: Cluster, model: Path, slot: int, expert_routes: bool) -> Dispatcher:
     settings, name = GeneratorSettings(replicas=1), f"generator{slot}"
-    generator = cluster.spawn(name, 1, first_device=slot).spawn(name, GeneratorBeside)
+    generator = cluster.spawn(name, 1, first_device=slot).spawn(name, ObservedGenerator)
     start = generator.setup.call_one(str(model), settings, slot, expert_routes=expert_routes)
     await within(settings.start_limit_s(cluster.devices.kind == "cuda"), start, f"{name} to start", on=name)
     return Dispatcher([generator], ROUND_DEADLINE_S, max_losses=0)
@@ -102,27 +102,29 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
         for expert_routes in (False, True)
     }
     config, sampler = read_config(model), np.random.default_rng(0)
-    rates: dict[str, list[float]] = {way: [] for way in ways(s)}
-    steps: dict[str, list[float]] = {way: [] for way in ways(s)}
-    drawn: dict[str, list[Group]] = {}
+    rates: dict[str, list[float]] = {mode: [] for mode in modes(s)}
+    steps: dict[str, list[float]] = {mode: [] for mode in modes(s)}
+    groups_by_mode: dict[str, list[Group]] = {}
     for turn in range(s.rounds + 1):
         prompts = [sampler.integers(2, config.vocab_size, s.prompt_tokens).tolist() for _ in range(s.groups)]
-        for way, sampling in ways(s).items() if turn % 2 else reversed(ways(s).items()):
-            rate, drawn[way] = await draw(dispatchers[sampling.expert_routes_from is not None], prompts, s, sampling)
-            rates[way] += [rate] if turn else []
+        for mode, sampling in modes(s).items() if turn % 2 else reversed(modes(s).items()):
+            rate, groups_by_mode[mode] = await generate(
+                dispatchers[sampling.expert_routes_from is not None], prompts, s, sampling
+            )
+            rates[mode] += [rate] if turn else []
     trainers = {}
     for slot, router_replay in enumerate(("off", "replay")):
         settings = TrainerSettings(1, router_replay=router_replay)  # type: ignore[arg-type]  # one of its names
         plan = TrainerPlan(model, settings, 1000, 1.0, s.new_tokens)
-        trainers[router_replay] = await Training.start(cluster, plan, drawn[BOTH], 1000, first_device=slot)
+        trainers[router_replay] = await Training.start(cluster, plan, groups_by_mode[BOTH], 1000, first_device=slot)
     for turn in range(s.rounds + 1):
-        for way in ways(s) if turn % 2 else reversed(ways(s)):
-            training = trainers["replay" if way in (ROUTES, BOTH) else "off"]
-            training.groups = drawn[way]
+        for mode in modes(s) if turn % 2 else reversed(modes(s)):
+            training = trainers["replay" if mode in (ROUTES, BOTH) else "off"]
+            training.groups = groups_by_mode[mode]
             _, metrics = await training.step(ROUND_DEADLINE_S)
             await training.served()
-            steps[way] += [metrics[0]["step_s"]] if turn else []
-    return summary(s, config, rates, steps, drawn)
+            steps[mode] += [metrics[0]["step_s"]] if turn else []
+    return summary(s, config, rates, steps, groups_by_mode)
 
 
 def summary(
@@ -130,14 +132,17 @@ def summary(
     config: ModelConfig,
     rates: dict[str, list[float]],
     steps: dict[str, list[float]],
-    drawn: dict[str, list[Group]],
+    groups_by_mode: dict[str, list[Group]],
 ) -> dict[str, Any]:
     def median(values: list[float], base: list[float]) -> float:
         return statistics.median(one / other for one, other in zip(values, base, strict=True))
 
-    tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
-    nbytes = {way: sum(len(serialize_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
-    sampling_masks = [episode.sampling_masks for group in drawn[KEPT] for episode in group.episodes]
+    tokens = {mode: sum(e.num_tokens for g in groups for e in g.episodes) for mode, groups in groups_by_mode.items()}
+    nbytes = {
+        mode: sum(len(serialize_group(group)) for group in groups) / tokens[mode]
+        for mode, groups in groups_by_mode.items()
+    }
+    sampling_masks = [episode.sampling_masks for group in groups_by_mode[KEPT] for episode in group.episodes]
     counts = np.concatenate([one.counts[one.counts > 0] for one in sampling_masks if one is not None])
     return {
         "benchmark": "keep",
@@ -146,8 +151,8 @@ def summary(
         "experts_of_a_token": config.num_experts_per_tok,
         "ids_in_a_kept_set": float(counts.mean()),
         "bytes_a_token": nbytes,
-        "engine_rate_ratio": {way: median(rates[way], rates[NEITHER]) for way in rates},
-        "step_time_ratio": {way: median(steps[way], steps[NEITHER]) for way in steps},
+        "engine_rate_ratio": {mode: median(rates[mode], rates[NEITHER]) for mode in rates},
+        "step_time_ratio": {mode: median(steps[mode], steps[NEITHER]) for mode in steps},
         "rounds": s.rounds,
     }
 

@@ -1,11 +1,11 @@
-"""What gathered keys cost: what a layer keeps for the backward pass, a token, without and with shared prefixes.
+"""Memory of gathered keys: bytes per token that a layer saves for the backward pass, with and without shared prefixes.
 
     python benchmarks/key_memory.py
 
 Layers of the trainer as on a GPU (bfloat16, the varlen kernel), in the shapes of published models, on tensors without
 data. Two micro-batches compute equally many tokens; queries of the second one gather ``KEYS_PER_TOKEN`` times as many
-keys, as many as a plan may have (``algorithms/packing.py``). No activation checkpointing: with it a layer keeps as much
-while it is computed again, but one at a time. The last line is JSON.
+keys, as many as a plan may have (``algorithms/packing.py``). No activation checkpointing: with it, a layer needs as
+much memory while it is recomputed, but only one layer at a time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What gathered keys cost (see the top of this file)."""
+    """Memory of gathered keys (see the top of this file)."""
 
     tokens: int = 4096
     """Tokens that a micro-batch computes."""
     branches: int = 2 * KEYS_PER_TOKEN - 1
-    """Answers behind a shared prompt of half of the tokens: each gathers it."""
+    """Answers after a shared prompt of half of the tokens; each gathers the prompt."""
 
 
 class _Kernel(torch.autograd.Function):
-    """Keeps what flash attention keeps: its inputs, its output, and a float32 a query and head."""
+    """Saves the tensors that flash attention saves: its inputs, its output, and a float32 per query and head."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -95,12 +95,12 @@ class _Kernel(torch.autograd.Function):
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_arguments: Any, **_settings: Any) -> torch.Tensor:
-    """In the place of the kernel, which there is on GPUs only."""
+    """Replaces the kernel, which only exists on GPUs."""
     return _Kernel.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def layouts(s: Settings) -> dict[str, AttentionLayout]:
-    """One episode; and answers behind a shared prompt."""
+    """Return the layouts of one episode, and of answers after a shared prompt."""
     device, answer = torch.device("meta"), (s.tokens // 2) // s.branches
     prompt = s.tokens - answer * s.branches
     # The prompt is computed by the first answer's segment.
@@ -113,18 +113,18 @@ def layouts(s: Settings) -> dict[str, AttentionLayout]:
     }
 
 
-def kept_bytes(hf: dict[str, Any], layout: AttentionLayout, tokens: int) -> int:
-    """Bytes that one layer keeps for its backward pass, parameters left out; each storage once."""
+def saved_bytes(hf: dict[str, Any], layout: AttentionLayout, tokens: int) -> int:
+    """Return the bytes that a layer saves for its backward pass, without parameters, each storage once."""
     with torch.device("meta"):
         config = model_config(parse_config(hf), logprob_chunk=16, longest=tokens, half_on_gpu=True)
         layer = config.layers[0].build().to(torch.bfloat16)
     parameters = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in parameters:
-            kept[storage._cdata] = storage
+            storages[storage._cdata] = storage
         return tensor
 
     x = torch.zeros(1, tokens, hf["hidden_size"], dtype=torch.bfloat16, requires_grad=True, device="meta")
@@ -132,7 +132,7 @@ def kept_bytes(hf: dict[str, Any], layout: AttentionLayout, tokens: int) -> int:
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = layer(x, attention_masks=layout, positions=positions)
     assert output.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def main(s: Settings) -> None:
@@ -142,12 +142,12 @@ def main(s: Settings) -> None:
     assert by_kind["shared"].keys is not None
     keys = len(by_kind["shared"].keys) / s.tokens
     print(f"| model | a layer keeps, bytes a token | the same with {keys:.2f} keys a token |\n|---|---|---|")
-    figures = {}
+    ratios = {}
     for name, hf in MODELS.items():
-        alone, shared = (kept_bytes(hf, layout, s.tokens) / s.tokens for layout in by_kind.values())
-        figures[name] = round(shared / alone, 3)
+        alone, shared = (saved_bytes(hf, layout, s.tokens) / s.tokens for layout in by_kind.values())
+        ratios[name] = round(shared / alone, 3)
         print(f"| {name} | {alone:,.0f} | {shared / alone:.2f} times as much |")
-    print(json.dumps({"benchmark": "key_memory", "keys_per_token": round(keys, 2), "times_as_much": figures}))
+    print(json.dumps({"benchmark": "key_memory", "keys_per_token": round(keys, 2), "times_as_much": ratios}))
 
 
 if __name__ == "__main__":

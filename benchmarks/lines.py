@@ -1,10 +1,10 @@
-"""Prints how many lines a user writes for one and the same task, here and with other libraries.
+"""Prints how many lines a user writes for the same task, here and with other libraries.
 
     python benchmarks/lines.py
 
 Lines of statements in the programs of ``benchmarks/line_counts/``, without imports, docstrings, comments and blank
-lines, all formatted by ruff at 120 characters. Of verifiers it is the environment alone: its trainer is a package of
-its own, verifiers-rl, which no registry had.
+lines, all formatted by ruff at 120 characters. For verifiers only the environment counts: its trainer is a separate
+package, verifiers-rl, which no registry had.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TASKS = {
 
 
 def statement_lines(program: Path) -> list[str]:
-    """The lines of its statements, without imports and docstrings."""
+    """Return the lines of all statements of a program, without imports and docstrings."""
     text = program.read_text()
     numbers = {number for node in ast.walk(ast.parse(text)) for number in _lines_of(node)}
     return [line for number, line in enumerate(text.splitlines(), 1) if number in numbers and line.strip()]
 
 
 def _lines_of(node: ast.AST) -> Iterator[int]:
-    """Of a statement alone: a function's or a loop's are those before its body."""
+    """Return the lines of a statement; for a function or a loop, those before its body."""
     if not isinstance(node, ast.stmt) or isinstance(node, ast.Import | ast.ImportFrom):
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,6 +1,6 @@
-"""What actors do on their event loops, timed at realistic sizes: `python benchmarks/loop_work.py`.
+"""Computations of actors on their event loops, timed at realistic sizes: `python benchmarks/loop_work.py`.
 
-An event loop that computes answers no calls. Work of more than about 20 ms belongs on a thread.
+While an event loop computes, it answers no calls. Work of more than about 20 ms belongs on a thread.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Settings:
     episodes: int = 16
     """Episodes of a group."""
     tokens: int = 1024
-    """Tokens drawn in an episode."""
+    """Sampled tokens of an episode."""
     rounds: int = 9
-    """Rounds of each piece of work; the fastest is shown, because others may use the machine."""
+    """Rounds of each computation; the fastest counts, because other programs may use the machine."""
 
 
 def make_group(s: Settings, number: int) -> Group:
-    """A group of random tokens."""
+    """Return a group of random tokens."""
     rng = np.random.default_rng(number)
 
     def episode() -> Episode:
-        drawn = Completion(
+        completion = Completion(
             rng.integers(0, 32, s.tokens).astype(np.int32),
             rng.normal(size=s.tokens).astype(np.float32),
             np.zeros(s.tokens, np.int32),
             "stop",
         )
-        return Episode([Turn.from_completion([1] * 200, drawn)], 1.0, "stop")
+        return Episode([Turn.from_completion([1] * 200, completion)], 1.0, "stop")
 
     return Group(number, number, [episode() for _ in range(s.episodes)])
 
@@ -69,14 +69,14 @@ def main(s: Settings) -> None:
     groups = [make_group(s, number) for number in range(s.groups)]
     data = serialize_group(groups[0])
     template = ChatTemplate(s.model)
-    drawn = groups[0].episodes[0].turns[0].token_ids.tolist()
+    sampled = groups[0].episodes[0].turns[0].token_ids.tolist()
     budget = 4 * (s.tokens + 200)
     packed = [SerializedGroup.read(serialize_group(group)) for group in groups]
     batch = Batch(0, packed, None, np.asarray([sum(group.trainable for group in packed)]))
     shard = cut(batch, ShardPlan(2, budget))[0]
     work: dict[str, Callable[[], object]] = {
-        "rollout worker: tokens of one answer to text": lambda: template.plain(drawn),
-        "rollout worker: 8 answers to text (on a thread)": lambda: [template.plain(drawn) for _ in range(8)],
+        "rollout worker: tokens of one answer to text": lambda: template.plain(sampled),
+        "rollout worker: 8 answers to text (on a thread)": lambda: [template.plain(sampled) for _ in range(8)],
         "rollout worker: a group to bytes": lambda: serialize_group(groups[0]),
         "buffer: a group read": lambda: SerializedGroup.read(data),
         "buffer: a batch cut into two shards": lambda: cut(batch, ShardPlan(2, budget)),

@@ -1,11 +1,11 @@
-"""Does a recipe learn, and how much do seeds differ? Runs it once for each seed and prints held-out accuracy.
+"""Tests whether a recipe learns, and how much seeds differ: runs it for each seed and prints held-out accuracy.
 
     python benchmarks/main_job.py                                                        # recipes/grpo.py
     python benchmarks/main_job.py --recipe recipes/game.py --plot game.png --steps 100
 
 The recipe's own flags follow, the same for all seeds.
-Each seed has its own tiny model (random weights and supervised run) and its own draws; with the data sets of
-reasoning-gym its own training and held-out questions, too. The last line is JSON.
+Each seed has its own tiny model (random weights and supervised run) and its own samples; with the data sets of
+reasoning-gym also its own training and held-out questions. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from curve import ACCURACY, draw, rows_of, spread, values
 
 ROOT = Path(__file__).parents[1]
 RUN_DEADLINE_S = 3600.0
-"""Seconds that one run may take."""
+"""Deadline of a run in seconds."""
 MAKER = "tools/make_tiny_model.py"
 
 
@@ -39,11 +39,12 @@ class Settings:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to run, one after the other."""
     recipe: str = "recipes/grpo.py"
-    """The recipe that is run."""
+    """Recipe to run."""
     plot: Path | None = None
-    """PNG to draw, with a curve for each seed."""
+    """PNG file to write, with a curve for each seed."""
     runs: Path | None = None
-    """Folder to keep models and run folders in, by seed; what is finished there is not run again. None keeps none."""
+    """Folder for models and run folders, by seed; finished runs there are not repeated. None uses a temporary
+    folder."""
 
 
 def run(*command: str) -> None:
@@ -51,9 +52,10 @@ def run(*command: str) -> None:
 
 
 def arguments_of_maker(recipe: Path) -> list[str]:
-    """How a recipe's docstring has its tiny model made, without the place; nothing where it does not say."""
-    said = (ast.get_docstring(ast.parse(recipe.read_text())) or "").replace("\\\n", " ")
-    command = next((line for line in said.splitlines() if MAKER in line), MAKER)
+    """Return the flags with which a recipe's docstring makes its tiny model, without the folder; empty if it does
+    not."""
+    docstring = (ast.get_docstring(ast.parse(recipe.read_text())) or "").replace("\\\n", " ")
+    command = next((line for line in docstring.splitlines() if MAKER in line), MAKER)
     arguments = shlex.split(command.partition(MAKER)[2].partition("&&")[0])
     if "--output" in arguments:
         place = arguments.index("--output")
@@ -61,8 +63,8 @@ def arguments_of_maker(recipe: Path) -> list[str]:
     return arguments
 
 
-def play(seed: int, s: Settings, flags: Sequence[str], folder: Path) -> Path:
-    """Run the recipe with a model of its own, unless that is done. Returns the run's folder."""
+def run_recipe(seed: int, s: Settings, flags: Sequence[str], folder: Path) -> Path:
+    """Run the recipe with the model of a seed, unless that run is finished; returns the run folder."""
     model, runs, name = folder / f"model{seed}", folder / f"runs{seed}", Path(s.recipe).stem
     if not any(json.loads(file.read_text())["state"] == "finished" for file in runs.glob("*/run.json")):
         shutil.rmtree(runs, ignore_errors=True)
@@ -76,7 +78,7 @@ def play(seed: int, s: Settings, flags: Sequence[str], folder: Path) -> Path:
 
 
 def measure(seed: int, folder: Path) -> dict[str, float]:
-    """Of a run: accuracy before and after, and how far beyond chance the rise is."""
+    """Return a run's accuracy before and after training, and the significance of the difference."""
     rows = rows_of(folder)
     items = json.loads((folder / "settings.json").read_text())["held_out"]
     before, *_, after = values(rows, ACCURACY)
@@ -101,8 +103,8 @@ def measure(seed: int, folder: Path) -> dict[str, float]:
 
 def main(settings: Settings, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        kept = (settings.runs or Path(scratch)).resolve()
-        folders = [play(seed, settings, flags, kept) for seed in settings.seeds]
+        root = (settings.runs or Path(scratch)).resolve()
+        folders = [run_recipe(seed, settings, flags, root) for seed in settings.seeds]
         results = [measure(seed, folder) for seed, folder in zip(settings.seeds, folders, strict=True)]
         if settings.plot is not None:
             seeds = ", ".join(map(str, settings.seeds))

@@ -1,12 +1,12 @@
-"""What a version costs that has many small tensors: messages, kernels and milliseconds.
+"""Cost of a version with many small tensors: messages, kernels and milliseconds.
 
     python benchmarks/many_tensors.py
     python benchmarks/many_tensors.py --layers 4 --parts counts
 
 The model is a Qwen3-MoE with the layers and experts of a Qwen3-30B-A3B and a tiny width: 18,867 tensors, most of 4 KB.
-``counts`` runs the trainer's and the engine's code in one process, the engine's on a module that holds its parameters
-as SGLang does; ``actors`` is a real trainer mesh of two ranks and a real engine that decodes. Prints the figures last,
-as one line of JSON; benchmarks/README.md says what each means.
+``counts`` runs the trainer's and the engine's code in one process, the engine's on a module with SGLang's parameters;
+``actors`` runs a real trainer mesh of two ranks and a real engine that decodes. Prints the measurements last, as one
+line of JSON; benchmarks/README.md describes them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Settings:
     layers: int = 48
     """Layers of the model; each has 393 tensors."""
     parts: tuple[Part, ...] = ("counts", "actors")
-    """What to measure."""
+    """Parts to measure."""
     transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
-    """Which to measure between actors."""
+    """Transports to measure between actors."""
     versions: int = 6
-    """Versions, after one that warms up; medians are taken."""
+    """Versions, after one that warms up; medians count."""
     cache: Path = Path(".cache/benchmark-weights")
     """Folder for the model."""
 
@@ -56,7 +56,7 @@ class Settings:
 
 
 def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors by their Hugging Face names, those of one projection of all experts one after the other."""
+    """The tensors by their Hugging Face names; for each projection, those of all experts in sequence."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     for layer in range(layers):
         block = f"model.layers.{layer}."
@@ -72,7 +72,7 @@ def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def make_model(layers: int, cache: Path) -> Path:
-    """A folder with random weights in float32; it needs no tokenizer."""
+    """Make a folder with random weights in float32, without a tokenizer."""
     folder = cache / f"moe{layers}"
     if (folder / "model.safetensors").exists():
         return folder
@@ -133,7 +133,7 @@ class Kernels(TorchDispatchMode):
 
 
 def cost(call: Callable[[], object], versions: int) -> dict[str, float]:
-    """Kernels of a call, and its median milliseconds and CPU-milliseconds, after one that warms up."""
+    """Return the kernels of a call, and its median milliseconds and CPU milliseconds, after one that warms up."""
     call()
     taken, cpu = [], []
     for _ in range(versions):
@@ -151,12 +151,12 @@ def cost(call: Callable[[], object], versions: int) -> dict[str, float]:
 
 
 class Fused(torch.nn.Module):
-    """Parameters as an engine holds them: q, k and v in one, the experts of a layer in two."""
+    """Parameters in the layout of an engine: q, k and v in one, the experts of a layer in two."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
         self.places: dict[str, torch.Tensor] = {}
-        """By name: the view of a parameter that holds the tensor."""
+        """Map a tensor's name to its view of a parameter."""
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         for name, shape in shapes.items():
             block, _, leaf = name.rpartition(".self_attn.")
@@ -188,7 +188,7 @@ class Fused(torch.nn.Module):
 
 
 def whole_manifest(layers: int) -> Manifest:
-    """Of one trainer rank, which owns everything."""
+    """Return the manifest of a single trainer rank, which owns everything."""
     shapes = shapes_of(layers)
     return make_manifest(
         [(name, shape, torch.float32) for name, shape in shapes.items()],
@@ -197,7 +197,8 @@ def whole_manifest(layers: int) -> Manifest:
 
 
 def messages(layers: int) -> dict[str, int]:
-    """Of a version from two trainer ranks, each with half of the experts and half of the rows of all else."""
+    """Count the messages of a version from two trainer ranks, each with half of the experts and half of all other
+    rows."""
     from monarch_rl.weights.collective import ALONE_BYTES
     from monarch_rl.weights.manifest import plan_buckets
     from monarch_rl.weights.rdma import plan_snapshot
@@ -222,18 +223,18 @@ def messages(layers: int) -> dict[str, int]:
 
 
 def counts(s: Settings) -> dict[str, Any]:
-    """Figures of the parts of a version, each by itself on one thread."""
+    """Measure the parts of a version, each alone on one thread."""
     manifest = whole_manifest(s.layers)
     flat, target = torch.randn(manifest.nbytes // 4), torch.zeros(manifest.nbytes // 4)
-    figures: dict[str, Any] = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
-    figures["local_copy"] = cost(lambda: target.copy_(flat), s.versions)
-    figures |= trainer_side(s, make_model(s.layers, s.cache))
-    figures |= engine_side(s, manifest) | {"two_ranks": messages(s.layers)}
-    return figures
+    costs: dict[str, Any] = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
+    costs["local_copy"] = cost(lambda: target.copy_(flat), s.versions)
+    costs |= trainer_side(s, make_model(s.layers, s.cache))
+    costs |= engine_side(s, manifest) | {"two_ranks": messages(s.layers)}
+    return costs
 
 
 def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
-    """Snapshot and checksums of one rank that owns everything, and the broadcasts of ``collective``."""
+    """Measure snapshot and checksums of one rank that owns everything, and the broadcasts of ``collective``."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.settings import TrainerSettings
@@ -249,18 +250,18 @@ def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
     views = list(memory.split([4 * shard.numel for shard in manifest.shards[0]]))
     plan, sums = published.plan_snapshot(manifest, views), ShardChecksums(manifest, 0, views)
     buckets = plan_buckets(manifest, 0, TransferSettings().bucket_bytes, ALONE_BYTES)
-    figures = {
+    costs = {
         "snapshot": cost(lambda: published.snapshot(plan), s.versions) | {"copies": len(plan.copies)},
         "trainer_checksums": cost(sums.take, s.versions),
         # Each transfer begins with a header.
         "collective": {"broadcasts": 1 + len(buckets), "copies_at_arrival": sum(len(b) for b in buckets if len(b) > 1)},
     }
     policy.close()
-    return figures
+    return costs
 
 
 def engine_side(s: Settings, manifest: Manifest) -> dict[str, Any]:
-    """A commit, as the engine's process does it."""
+    """Measure a commit, as in the engine's process."""
     from monarch_rl.generator import load_report, load_staged
     from monarch_rl.generator.load_report import LoadSheet
     from monarch_rl.weights.area import Area
@@ -295,7 +296,7 @@ def engine_side(s: Settings, manifest: Manifest) -> dict[str, Any]:
 
 
 def actors(s: Settings) -> dict[str, Any]:
-    """Two trainer ranks and a replica that decodes: each transport in turn publishes versions."""
+    """Publish versions by each transport from two trainer ranks to a replica that decodes."""
     from monarch_rl.generator.scheduler_process import quiet_imports
     from monarch_rl.runtime.cluster import launch_cluster
 
@@ -326,7 +327,7 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
         ),
         weights.start_generator(cluster, model, settings, 2, FULL_TRAINING),
     )
-    figures: dict[str, Any] = {}
+    by_transport: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=weights.DEADLINE_S)
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, "float32")
@@ -334,7 +335,7 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
         first_ms = versions.pop().paused_s * 1e3
         async with keep_busy(generator, Load(4, 8, 48, VOCABULARY)):
             versions += [await weights.one_version(training, generator, publisher) for _ in range(s.versions)]
-        figures[name] = {
+        by_transport[name] = {
             "first_commit_ms": first_ms,
             "snapshot_ms": statistics.median(version.swap.snapshot_s for version in versions) * 1e3,
             "transfer_ms": statistics.median(version.swap.transfer_s for version in versions) * 1e3,
@@ -345,17 +346,17 @@ async def _published(cluster: Any, s: Settings, model: Path) -> dict[str, Any]:
             "calls_ms": statistics.median(version.commit.messages_seconds for version in versions) * 1e3,
         }
     await within(weights.DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
-    await within(weights.DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
-    return figures
+    await within(weights.DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their process group")
+    return by_transport
 
 
 def main(s: Settings) -> None:
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"benchmark": "many_tensors", "cores": os.cpu_count(), "layers": s.layers}
+    result: dict[str, Any] = {"benchmark": "many_tensors", "cores": os.cpu_count(), "layers": s.layers}
     for part in s.parts:
-        figures[part] = {"counts": counts, "actors": actors}[part](s)
-        print(json.dumps(short({part: figures[part]})), flush=True)
-    print(json.dumps(short(figures)))
+        result[part] = {"counts": counts, "actors": actors}[part](s)
+        print(json.dumps(short({part: result[part]})), flush=True)
+    print(json.dumps(short(result)))
 
 
 if __name__ == "__main__":

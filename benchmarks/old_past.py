@@ -1,12 +1,12 @@
-"""How far `continue` moves the log-probs of a sequence that goes on across a commit, beside `recompute`.
+"""How far `continue` moves the log-probs of a sequence that continues across a commit, compared with `recompute`.
 
     python benchmarks/old_past.py
 
-The main job is trained for some steps, and the versions of the last ones are kept. Then, under each rule, an engine
-draws answers of the job and longer sequences while these versions are committed one after the other. The figures are
-about tokens that the newer version drew in sequences that the older one began: how far the engine's log-prob is from
-that of transformers under the newer version alone, and how far the two versions are apart for these tokens. Prints the
-figures last, as one line of JSON; benchmarks/README.md says what each means.
+The main job is trained for some steps, and the versions of the last ones are saved. Then, under each rule, an engine
+generates answers of the job and longer sequences while these versions are committed one after the other. Measured are
+tokens that the newer version sampled in sequences that the older one began: the difference between the engine's
+log-prob and that of transformers under the newer version alone, and the difference between the two versions for these
+tokens. Prints the measurements last, as one line of JSON; benchmarks/README.md describes them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ import grpo  # noqa: E402
 
 DEADLINE_S = 300.0
 RULES = ("continue", "recompute")
-Drawn = list[tuple[list[int], Completion]]
-"""Prompts, and the completions drawn for them."""
+Completions = list[tuple[list[int], Completion]]
+"""Prompts with their completions."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Settings:
     steps: int = 30
     """Optimiser steps of the job."""
     commits: int = 8
-    """How many of the last steps have their versions committed to the engines."""
+    """Number of the last steps whose versions are committed to the engines."""
     answers: int = 48
-    """Answers of the job that are kept in flight."""
+    """Answers of the job in flight."""
     sequences: int = 16
-    """Longer sequences in flight at each commit; the end token does not end them."""
+    """Longer sequences in flight at each commit; they ignore the end token."""
     new_tokens: int = 128
     """Tokens of a longer sequence."""
 
@@ -82,10 +82,10 @@ class Settings:
 
 
 async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> list[Path]:
-    """The recipe's run, with every one of the last versions saved: ``commits`` + 1 folders, oldest first."""
+    """Run the recipe and save each of the last versions; returns ``commits`` + 1 folders, oldest first."""
     job, folders = replace(s.job, steps=s.steps), []
 
-    async def keep(run: Run) -> None:
+    async def save_version(run: Run) -> None:
         if run.version >= s.steps - s.commits:
             folders.append(scratch / f"version{run.version}")
             await save(run.actors.trainer, folders[-1])
@@ -93,35 +93,37 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
     async with Run.open(replace(job, model=str(model)), cluster) as run:
         await run.start(grpo.task(job), advantage=job.trainer.loss.advantage, objective=job.objective)
         async for _ in run.steps(s.steps):
-            await keep(run)
+            await save_version(run)
             await run.update()
             await run.publish()
-        await keep(run)
+        await save_version(run)
     print(f"trained {s.steps} steps of {s.model} at learning rate {job.trainer.lr:g}", flush=True)
     return folders
 
 
-# ---- what engines draw across commits ------------------------------------------------------------------------
+# ---- sequences that cross commits -----------------------------------------------------------------------------
 
 
-async def draw(s: Settings, rule: str, folders: list[Path], prompts: list[list[int]], stops: tuple[int, ...]) -> Any:
-    """``(answers, longer sequences)`` drawn around each commit by an engine under ``rule``, in float32."""
+async def generate(
+    s: Settings, rule: str, folders: list[Path], prompts: list[list[int]], stops: tuple[int, ...]
+) -> Any:
+    """Return ``(answers, longer sequences)`` around each commit, from an engine under ``rule``, in float32."""
     settings = replace(s.job.generator, in_flight=rule, dtype="float32")  # type: ignore[arg-type]
     engine = await Engine.start(str(folders[0]), settings)
     answer = Sampling(max_new_tokens=s.job.rollout.max_new_tokens, stop_token_ids=stops)
     sequence = Sampling(max_new_tokens=s.new_tokens)
-    answers: list[Drawn] = []
-    sequences: list[Drawn] = []
+    answers: list[Completions] = []
+    sequences: list[Completions] = []
     try:
         for version, folder in enumerate(folders[1:], 1):
             committed = asyncio.Event()
             longer = [ask(engine, prompts[i % len(prompts)], sequence) for i in range(s.sequences)]
             places = [keep_asking(engine, prompts[i % len(prompts)], answer, committed) for i in range(s.answers)]
-            drawing = asyncio.gather(asyncio.gather(*longer), asyncio.gather(*places))
+            requests = asyncio.gather(asyncio.gather(*longer), asyncio.gather(*places))
             await half_way(engine, s.answers * s.new_tokens // 2)
             await commit(engine, version, folder)
             committed.set()
-            found = await within(DEADLINE_S, drawing, f"what was asked around version {version}")
+            found = await within(DEADLINE_S, requests, f"requests around version {version}")
             sequences.append(list(found[0]))
             answers.append([pair for place in found[1] for pair in place])
     finally:
@@ -133,8 +135,8 @@ async def ask(engine: Engine, prompt: list[int], sampling: Sampling) -> tuple[li
     return prompt, await engine.generate(prompt, sampling)
 
 
-async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, until: asyncio.Event) -> Drawn:
-    """Draw one answer after the other; the last is the one under way when ``until`` is set."""
+async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, until: asyncio.Event) -> Completions:
+    """Generate one answer after the other; the last one is in flight when ``until`` is set."""
     found = []
     while not until.is_set():
         found.append(await ask(engine, prompt, sampling))
@@ -142,14 +144,14 @@ async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, unt
 
 
 async def half_way(engine: Engine, tokens: int) -> None:
-    """Wait until answers have about this many tokens: the engine counts a longer sequence's only when it ends."""
+    """Wait until answers have about this many tokens; the engine counts those of longer sequences only at their end."""
     before = engine.requests.generated_tokens
 
-    async def drawn() -> None:
+    async def generated() -> None:
         while engine.requests.generated_tokens < before + tokens:
             await asyncio.sleep(0.005)
 
-    await within(DEADLINE_S, drawn(), f"{tokens} tokens of answers")
+    await within(DEADLINE_S, generated(), f"{tokens} tokens of answers")
 
 
 async def commit(engine: Engine, version: int, folder: Path) -> None:
@@ -163,11 +165,12 @@ async def commit(engine: Engine, version: int, folder: Path) -> None:
     await within(DEADLINE_S, engine.commit(version, manifest, area.handle, checksums), f"version {version}")
 
 
-# ---- what they should have drawn -----------------------------------------------------------------------------
+# ---- reference log-probs -------------------------------------------------------------------------------------
 
 
 def reference(folder: Path, asked: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-    """transformers' float32 log-probs of drawn tokens. Runs in a process of its own: SGLang patches transformers."""
+    """Return transformers' float32 log-probs of sampled tokens. Runs in a separate process: SGLang patches
+    transformers."""
     if "sglang" in sys.modules:
         raise RuntimeError("a reference must be computed in a process that has not imported sglang")
     from transformers import AutoModelForCausalLM
@@ -176,17 +179,19 @@ def reference(folder: Path, asked: list[tuple[list[int], list[int]]]) -> list[np
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     with torch.no_grad():
-        for prompt, drawn in asked:
-            logprobs = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            found.append(logprobs.gather(1, torch.tensor(drawn)[:, None])[:, 0].numpy())
+        for prompt, sampled in asked:
+            logprobs = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            found.append(logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0].numpy())
     return found
 
 
-def compare(pool: ProcessPoolExecutor, folders: list[Path], around: list[Drawn]) -> dict[str, float]:
-    """Figures of the tokens after a commit, in nats, over all commits; see benchmarks/README.md."""
+def compare(pool: ProcessPoolExecutor, folders: list[Path], around: list[Completions]) -> dict[str, float]:
+    """Return the differences of tokens after a commit, in nats, over all commits; see benchmarks/README.md."""
     apart, before, change = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
-    for version, drawn in enumerate(around, 1):
-        crossed = [(prompt, c) for prompt, c in drawn if set(c.policy_versions.tolist()) == {version - 1, version}]
+    for version, completions in enumerate(around, 1):
+        crossed = [
+            (prompt, c) for prompt, c in completions if set(c.policy_versions.tolist()) == {version - 1, version}
+        ]
         asked = [(prompt, completion.token_ids.tolist()) for prompt, completion in crossed]
         older, newer = (
             pool.submit(reference, folders[number], asked).result(DEADLINE_S) for number in (version - 1, version)
@@ -198,7 +203,7 @@ def compare(pool: ProcessPoolExecutor, folders: list[Path], around: list[Drawn])
             change.append((new - old)[after])
     found, versions = np.abs(np.concatenate(apart)), np.abs(np.concatenate(change))
     if not len(found):
-        raise RuntimeError("no sequence was under way at a commit: ask for more (--answers, --new-tokens)")
+        raise RuntimeError("no sequence was in flight at a commit: ask for more (--answers, --new-tokens)")
     return {
         "tokens": len(found),
         "mean": float(found.mean()),
@@ -222,16 +227,16 @@ def main(s: Settings) -> None:
         template, tasks = ChatTemplate(str(model)), TaskSource(s.job.task, "held_out")
         asked = range(max(s.answers, s.sequences))
         prompts = [template.opening([user(tasks.item(index).prompt)]) for index in asked]
-        figures: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             for rule in RULES:
-                drawn = asyncio.run(draw(s, rule, folders, prompts, template.stop_token_ids))
+                pairs = asyncio.run(generate(s, rule, folders, prompts, template.stop_token_ids))
                 names = ("answers", "sequences")
-                figures[rule] = {n: compare(pool, folders, d) for n, d in zip(names, drawn, strict=True)}
-                print(f"{rule}: {json.dumps(short(figures[rule]))}", flush=True)
+                result[rule] = {n: compare(pool, folders, d) for n, d in zip(names, pairs, strict=True)}
+                print(f"{rule}: {json.dumps(short(result[rule]))}", flush=True)
     done = {"benchmark": "old_past", "device": kind, "cores": os.cpu_count(), "model": s.model}
     done |= {"lr": s.job.trainer.lr, "steps": s.steps, "commits": s.commits}
-    print(json.dumps(done | short(figures)))
+    print(json.dumps(done | short(result)))
 
 
 if __name__ == "__main__":

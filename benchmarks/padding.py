@@ -1,11 +1,11 @@
-"""Where the constants of padded attention on CPUs come from: its CPU time by how much of a call may be padding.
+"""Source of the constants of padded attention on CPUs: its CPU time by the allowed share of padding.
 
     python benchmarks/padding.py [--rounds 10]
 
 For the trainer (``trainer/attention_layout.py``, a forward and a backward pass of one layer) and for the engine
 (``generator/cpu/attention.py``, the plan of a forward and 3 layers of it), each in batches of the main job's shape and
-of longer sequences whose lengths differ. Prints CPU time as a multiple of that of the constants in use; medians over
-rounds in which all take turns. The last line is JSON.
+of longer sequences whose lengths differ. Prints CPU time relative to that of the constants in use, as medians
+over rounds in which all alternate. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from monarch_rl.trainer.attention_layout import AttentionLayout, Segment  # noqa
 
 WASTES, FREE_PAIRS = (0.0, 0.25, 1.0, 4.0), (0, 4096, 16_384, 65_536)
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 32, 3
-"""Of the main job's model."""
+"""Sizes of the main job's model."""
 Work = Callable[[], object]
 
 
@@ -41,15 +41,15 @@ class Settings:
     """CPU time of padded attention (see the top of this file)."""
 
     rounds: int = 10
-    """Times that each is computed; one more comes first and does not count."""
+    """Measured rounds, after one that warms up."""
 
 
 def trainer_work(groups: int, size: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Work:
-    """A micro-batch of groups, whose prompts are computed once; prompts and answers of random lengths."""
-    draw, segments, end = np.random.default_rng(0), [], 0
+    """Return a micro-batch of groups whose prompts are computed once; prompts and answers have random lengths."""
+    rng, segments, end = np.random.default_rng(0), [], 0
     for _ in range(groups):
-        start, prompt = end, draw.integers(*prompts)
-        for index, answer in enumerate(draw.integers(*answers, size)):
+        start, prompt = end, rng.integers(*prompts)
+        for index, answer in enumerate(rng.integers(*answers, size)):
             own = answer + (prompt if index == 0 else 0)
             shared = np.arange(start, start + (0 if index == 0 else prompt))
             segments.append(Segment(end, np.concatenate([shared, np.arange(end, end + own)]), int(own)))
@@ -65,10 +65,10 @@ def trainer_work(groups: int, size: int, prompts: tuple[int, int], answers: tupl
 
 
 def engine_work(count: int, lengths: tuple[int, int], new: tuple[int, int] | None) -> Work:
-    """A forward of ``count`` sequences; ``new`` of their tokens are queries, or one of each."""
-    draw = np.random.default_rng(0)
-    sizes = draw.integers(*lengths, count)
-    queries = np.ones_like(sizes) if new is None else np.minimum(draw.integers(*new, count), sizes)
+    """Return a forward of ``count`` sequences; ``new`` tokens of each are queries, or one if None."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(*lengths, count)
+    queries = np.ones_like(sizes) if new is None else np.minimum(rng.integers(*new, count), sizes)
     table = torch.arange(count * int(sizes.max())).view(count, -1).int()
     query, output = torch.randn(int(queries.sum()), HEADS, WIDTH), torch.empty(int(queries.sum()), HEADS, WIDTH)
     keys, values = (torch.randn(table.numel(), KV_HEADS, WIDTH) for _ in range(2))
@@ -82,7 +82,7 @@ def engine_work(count: int, lengths: tuple[int, int], new: tuple[int, int] | Non
 
 
 def cpu_ms(side: str, padding: Padding, work: Work) -> float:
-    """Milliseconds of one call."""
+    """Return the milliseconds of one call."""
     module = attention_layout if side == "trainer" else attention
     before, module.PADDING = module.PADDING, padding  # type: ignore[attr-defined]
     started = time.process_time()
@@ -101,7 +101,7 @@ def main(s: Settings) -> None:
         "engine, long: decoding": engine_work(16, (100, 600), None),
         "engine, long: answers to cached prompts": engine_work(8, (100, 400), (1, 60)),
     }
-    figures = {}
+    best_constants = {}
     for name, work in loads.items():
         side = name.split(",")[0]
         used = attention_layout.PADDING if side == "trainer" else attention.PADDING
@@ -116,8 +116,8 @@ def main(s: Settings) -> None:
             relative = [median[Padding(waste, free)] / median[used] for free in FREE_PAIRS]
             print(f"{waste:14g}" + "".join(f"{value:9.2f}" for value in relative))
         best = min(median, key=lambda padding: median[padding])
-        figures[name] = {"best": [best.waste, best.free_pairs], "of_used": round(median[best] / median[used], 3)}
-    print(json.dumps({"benchmark": "padding", "best": figures}))
+        best_constants[name] = {"best": [best.waste, best.free_pairs], "of_used": round(median[best] / median[used], 3)}
+    print(json.dumps({"benchmark": "padding", "best": best_constants}))
 
 
 if __name__ == "__main__":

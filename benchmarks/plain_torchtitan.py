@@ -1,4 +1,4 @@
-"""Plain torchtitan, the yardstick of the trainer: its model, optimiser, schedule, clipping and cross-entropy.
+"""Plain torchtitan, the reference of the trainer: its model, optimiser, schedule, clipping and cross-entropy.
 
 One call of :meth:`PlainTorchtitan.step` makes the calls of torchtitan's own ``Trainer.train_step`` in their order,
 including logging, on the world of this process. Of ``monarch_rl`` it uses only the model's config with its
@@ -38,12 +38,12 @@ class PlainTorchtitan:
 
     Args:
         folder: the model.
-        settings: the trainer's; of the loss settings none is used. With ``reference`` a frozen copy of the model runs
+        settings: settings of the trainer, without loss settings. With ``reference`` a frozen copy of the model runs
             on each micro-batch first.
-        total_steps: of the schedule.
-        device: of this rank.
-        fuse_qkv: q, k and v in one matrix, like torchtitan's own recipes. The trainer keeps them apart, like Hugging
-            Face.
+        total_steps: number of steps of the schedule.
+        device: device of this rank.
+        fuse_qkv: whether q, k and v are one matrix, as in torchtitan's own recipes. In the trainer they are separate,
+            as in Hugging Face.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PlainTorchtitan:
         ).build(optimizers=self._optimizers, training_steps=total_steps)
 
     def step(self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]]) -> float:
-        """One optimiser step over ``(token ids, positions, labels, attention)``, int64[1, L] each but the last.
+        """Make one optimiser step over ``(token ids, positions, labels, attention)``, int64[1, L] each but the last.
 
         Returns:
             The mean cross-entropy of the labelled tokens of all ranks, before the update.
@@ -94,7 +94,7 @@ class PlainTorchtitan:
         self._schedulers.step()
         if mesh is None:
             return float(total)
-        # What torchtitan reduces when it logs: the mean loss, the largest one and the tokens seen.
+        # torchtitan reduces these when it logs: the mean loss, the largest one and the tokens seen.
         mean = dist_utils.dist_sum(total, mesh)
         dist_utils.dist_max(total * all_valid / valid, mesh)
         dist_utils.dist_sum(valid, mesh)
@@ -104,7 +104,7 @@ class PlainTorchtitan:
     def _run_reference(
         self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]], valid: torch.Tensor
     ) -> None:
-        """The same forward pass and cross-entropy by the frozen model."""
+        """Make the same forward pass and cross-entropy with the frozen model."""
         for token_ids, positions, labels, attention in microbatches:
             self._loss(self._reference(token_ids, positions=positions, attention_masks=attention), labels, valid)
 
@@ -114,7 +114,7 @@ def _parallelism() -> ParallelismConfig:
 
 
 def _load(folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device, fuse_qkv: bool) -> Any:
-    """The model with its weights, sharded."""
+    """Return the model with its weights, sharded."""
     hf = read_config(folder)
     family = FAMILIES[hf.architecture]
     on_gpu = device.type == "cuda"

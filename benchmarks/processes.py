@@ -1,6 +1,6 @@
-"""The processes of a run: what each one is, what CPU time and memory it uses, and whether it grows.
+"""The processes of a run: their roles, CPU time, memory and growth.
 
-Looking costs a few milliseconds a run. What a process uses between the last look and its end is not seen.
+A look takes a few milliseconds. CPU time that a process uses between the last look and its end is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 GOAL_MIB = 5.0
-"""By which a process may grow in 1,000 steps."""
+"""MiB by which a process may grow in 1,000 steps."""
 
 MESHES = {
     "trainer": "trainer",
@@ -29,22 +29,22 @@ MESHES = {
     "engine": "engine",
     "scorer": "scorer",
 }
-"""Roles by what a process's title begins with: actors have the name of their mesh there, without its number."""
+"""Roles by the beginning of a process's title, which for actors is the name of their mesh without its number."""
 NOT_YET = ("other", "fork server", "stand-in")
-"""What a process may seem to be at first: before it has its title, or before it starts without the server."""
+"""Names that a process may have before it has its title, or before it starts without the fork server."""
 TITLE = re.compile(r"([a-z]+)(\d*)(?:-(\d+))?( @ |$)")
-"""Of an actor's process: mesh, number of the mesh, rank in it, and the host."""
+"""Title of an actor's process: mesh, number of the mesh, rank in it, and the host."""
 
 
 def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> str:
-    """What a process is: its role, and its number where there are several, such as ``trainer 1``. A controller is a
-    program like any other: see :func:`named_in`.
+    """Return the role of a process, with its number if there are several, such as ``trainer 1``. A controller cannot be
+    recognised by its title: see :func:`named_in`.
 
     Args:
-        title: name of the process; SGLang's are named so by SGLang, which also overwrites their environment.
-        command: its command line; in a forked process its title (``runtime/forking/fork_server.py``), such as
+        title: name of the process; SGLang sets those of its processes, and overwrites their environment.
+        command: its command line; for a forked process its title (``runtime/forking/fork_server.py``), such as
             ``monarch_rl::generator0-0 @ host``.
-        environment: Monarch puts the name of the mesh into it, in the same form.
+        environment: its environment, in which Monarch puts the name of the mesh, in the same form.
     """
     text = " ".join(command).strip()
     if title.startswith("sglang") or text.startswith("sglang::"):
@@ -72,10 +72,10 @@ def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> s
 
 
 def named_in(runs: Path, processes: Iterable[psutil.Process]) -> list[tuple[psutil.Process, str]]:
-    """Processes of a run and their names, without those that have just ended.
+    """Return the processes of a run with their names, without processes that have just ended.
 
     Args:
-        runs: with the run's folder, which says who its controller is.
+        runs: parent of the run folder, which has the process id of its controller.
     """
     controllers = [json.loads(path.read_text())["pid"] for path in runs.glob("*/run.json")]
     found = list[tuple[psutil.Process, str]]()
@@ -87,7 +87,7 @@ def named_in(runs: Path, processes: Iterable[psutil.Process]) -> list[tuple[psut
 
 
 def by_role(by_name: Mapping[str, float]) -> dict[str, float]:
-    """Sums over the processes of each role, the largest first."""
+    """Return the sums over the processes of each role, the largest first."""
     totals: defaultdict[str, float] = defaultdict(float)
     for name, value in by_name.items():
         totals[name.rstrip("0123456789 ")] += value
@@ -96,7 +96,7 @@ def by_role(by_name: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass
 class Seen:
-    """A process, as it was when it was last looked at."""
+    """A process at the last look."""
 
     name: str = "other"
     cpu_s: float = 0.0
@@ -104,14 +104,14 @@ class Seen:
 
 
 class ProcessTree:
-    """The process ``pid``, which is called ``root``, and all below it, those that have ended included."""
+    """The process ``pid``, which is called ``root``, and all its descendants, including ended ones."""
 
     def __init__(self, pid: int, root: str = "controller") -> None:
         self._root = psutil.Process(pid)
         self._seen = {self._root: Seen(root)}
 
     def look(self) -> None:
-        """Note what there is now. A process below a known one is known from then on, whoever its parent is later."""
+        """Record the processes that exist now; a descendant stays recorded even if it loses its parent."""
         for process in self._there():
             seen = self._seen.setdefault(process, Seen())
             try:
@@ -121,7 +121,7 @@ class ProcessTree:
                     if process != self._root and seen.name in NOT_YET and (command := process.cmdline()):
                         seen.name = name_of(process.name(), command, process.environ())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
-                seen.running = False  # what it had used at the last look counts
+                seen.running = False  # its CPU time at the last look counts
 
     def _there(self) -> set[psutil.Process]:
         found: set[psutil.Process] = set()
@@ -135,18 +135,18 @@ class ProcessTree:
         return found
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU-seconds up to the last look, user and system, by name; the largest first."""
+        """Return CPU-seconds (user and system) up to the last look by name, the largest first."""
         totals: defaultdict[str, float] = defaultdict(float)
         for seen in self._seen.values():
             totals[seen.name] += seen.cpu_s
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def running(self) -> Iterator[tuple[psutil.Process, str]]:
-        """Processes that ran at the last look, and their names."""
+        """The processes that ran at the last look, with their names."""
         return ((process, seen.name) for process, seen in self._seen.items() if seen.running)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that only one process holds (USS) of those that run, by name."""
+        """Return the unique set size (USS) in bytes of the running processes, by name."""
         totals: defaultdict[str, int] = defaultdict(int)
         for process, name in self.running():
             try:
@@ -158,17 +158,17 @@ class ProcessTree:
 
 @dataclass(frozen=True)
 class Look:
-    """What one process had at one time."""
+    """Resources of a process at one time."""
 
     step: int
     mib: float
-    """Of its own memory: neither files nor shared memory."""
+    """MiB of its own memory, without files and shared memory."""
     descriptors: int
     threads: int
 
 
 def look_at(pid: int, step: int) -> Look | None:
-    """What a process has now. None if it ends meanwhile."""
+    """Return the current resources of a process, or None if it ends meanwhile."""
     folder = Path(f"/proc/{pid}")
     try:
         kib = re.search(r"^Anonymous:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
@@ -179,7 +179,7 @@ def look_at(pid: int, step: int) -> Look | None:
 
 
 def growth(looks: Sequence[Look]) -> float:
-    """MiB by 1,000 steps: the slope of a line through the second half; 0 within one step."""
+    """Return MiB per 1,000 steps: the slope of a line through the second half; 0 within one step."""
     half = looks[len(looks) // 2 :]
     if half[-1].step == half[0].step:
         return 0.0
@@ -187,14 +187,14 @@ def growth(looks: Sequence[Look]) -> float:
 
 
 def above_goal(slopes: Mapping[str, float]) -> str:
-    """Which roles grow by more than ``GOAL_MIB``, in words."""
+    """Return a sentence about the roles that grow by more than ``GOAL_MIB``."""
     over = [f"{role} {slope:.1f}" for role, slope in slopes.items() if slope > GOAL_MIB]
     return f"above {GOAL_MIB:g} MiB by 1,000 steps: {', '.join(over) or 'none'}"
 
 
 def shared_inodes(pid: int) -> set[int]:
-    """Inodes of the files in /dev/shm that a process has mapped now: those of semaphores are mapped by other names.
-    Empty if it ends meanwhile."""
+    """Return the inodes of the files in /dev/shm that a process has mapped now, because semaphores are mapped by other
+    names; empty if it ends meanwhile."""
     try:
         return set(map(int, re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())))
     except OSError:
@@ -202,7 +202,7 @@ def shared_inodes(pid: int) -> set[int]:
 
 
 def sockets_of(pid: int) -> set[int]:
-    """Inodes of the sockets that a process has open now. Empty if it ends meanwhile."""
+    """Return the inodes of the open sockets of a process; empty if it ends meanwhile."""
     found = set[int]()
     folder = Path(f"/proc/{pid}/fd")
     try:
@@ -216,13 +216,13 @@ def sockets_of(pid: int) -> set[int]:
 
 
 def listening_sockets() -> set[int]:
-    """Inodes of all TCP sockets of this machine that listen."""
+    """Return the inodes of all listening TCP sockets of this machine."""
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {int(row[9]) for row in rows if row[3] == "0A"}
 
 
 def shared_files(inodes: Iterable[int]) -> list[str]:
-    """The files in /dev/shm with these inodes. Files of other programs are there, too."""
+    """Return the files in /dev/shm with these inodes; the folder also has files of other programs."""
     wanted, found = set(inodes), list[str]()
     for path in SHARED_MEMORY.iterdir():
         try:

@@ -1,4 +1,4 @@
-"""How benchmarks are started and how they write figures."""
+"""Shared code of benchmarks: starting them, and rounding their numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S")
 
 
 def short(value: Any) -> Any:
-    """Figures with four digits, also in dicts and lists; everything else is unchanged."""
+    """Round floats to four significant digits, also in dicts and lists; other values are unchanged."""
     if isinstance(value, dict):
         return {name: short(inner) for name, inner in value.items()}
     if isinstance(value, list):

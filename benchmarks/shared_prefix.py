@@ -1,4 +1,4 @@
-"""What it saves to compute once what episodes share: CPU time of an update, shared and separate, in turn.
+"""Gain by computing shared prefixes once: CPU time of an update, shared and separate, alternately.
 
     python benchmarks/shared_prefix.py [--model FOLDER] [--prompt 8] [--answer 8] [--groups 32] [--group-size 8]
 
@@ -26,7 +26,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class Settings:
-    """An update with shared prefixes against one of separate episodes (see the top of this file)."""
+    """Gain by computing shared prefixes once (see the top of this file)."""
 
     model: Path = Path(".cache/tiny-qwen3")
     """Hugging Face folder."""
@@ -39,21 +39,21 @@ class Settings:
     group_size: int = 8
     """Episodes of a group."""
     rounds: int = 10
-    """Updates of each kind; two more of each come first and do not count."""
+    """Measured updates of each kind, after two that warm up."""
 
 
 def episodes(s: Settings, vocabulary: int) -> list[Episode]:
-    """Group after group."""
-    draw, n = np.random.default_rng(0), s.prompt + s.answer
+    """Return random episodes, group by group."""
+    rng, n = np.random.default_rng(0), s.prompt + s.answer
     trainable = np.arange(n) >= s.prompt
     logprobs = np.where(trainable, -np.log(vocabulary), 0).astype(np.float32)
-    versions, made = np.where(trainable, 0, -1).astype(np.int32), []
+    versions, found = np.where(trainable, 0, -1).astype(np.int32), []
     for _ in range(s.groups):
-        prompt = draw.integers(0, vocabulary, s.prompt)
+        prompt = rng.integers(0, vocabulary, s.prompt)
         for _ in range(s.group_size):
-            ids = np.concatenate([prompt, draw.integers(0, vocabulary, s.answer)]).astype(np.int32)
-            made.append(Episode([Turn(ids, logprobs, versions, trainable)], float(draw.integers(0, 2)), "stop"))
-    return made
+            ids = np.concatenate([prompt, rng.integers(0, vocabulary, s.answer)]).astype(np.int32)
+            found.append(Episode([Turn(ids, logprobs, versions, trainable)], float(rng.integers(0, 2)), "stop"))
+    return found
 
 
 def main(s: Settings) -> None:
@@ -67,28 +67,28 @@ def main(s: Settings) -> None:
     from monarch_rl.trainer.batch import pack
     from monarch_rl.trainer.objective import supervised
 
-    made = episodes(s, policy.model.hf_config.vocab_size)
-    advantages, weights = torch.ones(len(made)), torch.full((len(made),), 1.0 / len(made))
-    kinds = {"separate": None, "shared": [index // s.group_size for index in range(len(made))]}
+    batch_episodes = episodes(s, policy.model.hf_config.vocab_size)
+    advantages, weights = torch.ones(len(batch_episodes)), torch.full((len(batch_episodes),), 1.0 / len(batch_episodes))
+    kinds = {"separate": None, "shared": [index // s.group_size for index in range(len(batch_episodes))]}
     tokens: dict[str, int] = {}
     cpu_ms: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(s.rounds + 2):
         for name, groups in kinds.items():
             started = time.process_time()
-            batch = pack(made, advantages, weights, 0, policy.device, groups)
+            batch = pack(batch_episodes, advantages, weights, 0, policy.device, groups)
             policy.update([batch], supervised)
             tokens[name] = batch.num_tokens
             if number >= 2:
                 cpu_ms[name].append((time.process_time() - started) * 1e3)
     policy.close()
     medians = {name: round(statistics.median(values), 1) for name, values in cpu_ms.items()}
-    figures = {
+    result = {
         "tokens": tokens,
         "cpu_ms": medians,
         "fewer_tokens": round(tokens["separate"] / tokens["shared"], 2),
         "less_cpu": round(medians["separate"] / medians["shared"], 2),
     }
-    print(json.dumps(figures | asdict(s), default=str))
+    print(json.dumps(result | asdict(s), default=str))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Is the prediction right? Runs with injected latencies beside their simulation.
+"""Accuracy of the simulator: runs with injected latencies compared with their simulation.
 
     python benchmarks/simulate_validation.py
 
-Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
+Each setting has a real run: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
 processes, dispatchers and connections, the publisher and the recipe's loop. Only computation is replaced: the engine
 sleeps through every decoding step and then gives each running sequence a token, and the trainer sleeps through its
-update. Lengths are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and
-given to the simulation. The last line is JSON: predicted over observed step time, by setting.
+update. Lengths are sampled with the same seeds on both sides; the time of a call to an actor is measured during the run
+and passed to the simulation. The last line is JSON: predicted over observed step time, by setting.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TASK = TaskSettings("spell_backward", '{"min_word_len": 3, "max_word_len": 5}', 
 DEADLINE_S = 120.0
 """Deadline of a batch and of short waits, in seconds."""
 RUN_S = 240.0
-"""Seconds that a setting may take."""
+"""Deadline of a setting in seconds."""
 STEPS, WARM_UP = 11, 3
 
 
@@ -80,7 +80,7 @@ CASES = (
 
 
 @dataclass(eq=False)
-class Drawing:
+class PendingSequence:
     """A running or waiting sequence."""
 
     length: int
@@ -89,13 +89,13 @@ class Drawing:
 
 
 class SleepingGenerator(Actor):
-    """Decodes by the clock: sleeps through each step, then every running sequence has one more token."""
+    """An engine that sleeps through each decoding step, then appends a token to every running sequence."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._answering = Answering(self._draw, GenerationError)
-        self._waiting: deque[Drawing] = deque()
-        self._running: list[Drawing] = []
+        self._answering = Answering(self._sample, GenerationError)
+        self._waiting: deque[PendingSequence] = deque()
+        self._running: list[PendingSequence] = []
         self._asked = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._decoding: asyncio.Task[None] | None = None
@@ -112,13 +112,13 @@ class SleepingGenerator(Actor):
         """Like ``Generator.generate``."""
         self._answering.start(connection, requests)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         tokens = self._costs.length.draw(0, sampling.seed)
         length = min(max(1, round(tokens)), sampling.max_new_tokens)
-        drawing = Drawing(length, asyncio.get_running_loop().create_future(), [])
-        self._waiting.append(drawing)
+        sequence = PendingSequence(length, asyncio.get_running_loop().create_future(), [])
+        self._waiting.append(sequence)
         self._asked.set()
-        return await drawing.answer
+        return await sequence.answer
 
     async def _decode(self) -> None:
         due = now()
@@ -134,22 +134,22 @@ class SleepingGenerator(Actor):
                 while self._waiting and len(self._running) < self._costs.decode.max_running:
                     self._running.append(self._waiting.popleft())
                 count = len(self._running)
-                # Until the due time, not from now: delays of waking up do not add up.
+                # Sleeps until the due time, so that delays of waking up do not add up.
                 step_s = self._costs.decode.step_s + self._costs.decode.sequence_s * count
                 due += step_s
                 await asyncio.sleep(due - began)
                 self._busy_s += now() - began
                 self._request_s += (count + len(self._waiting)) * (now() - began)
                 self._tokens += count
-                for drawing in self._running:
-                    drawing.versions.append(self._version)
-                    if len(drawing.versions) == drawing.length:
-                        drawing.answer.set_result(completion(drawing.versions))
+                for sequence in self._running:
+                    sequence.versions.append(self._version)
+                    if len(sequence.versions) == sequence.length:
+                        sequence.answer.set_result(completion(sequence.versions))
                 self._running = [one for one in self._running if len(one.versions) < one.length]
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Any, settings: Any) -> float:
-        """Begin to decode; running sequences never delay a commit."""
+        """Start to decode; running sequences never delay a commit."""
         self._decoding = asyncio.ensure_future(self._decode())
         return 0.0
 
@@ -159,12 +159,12 @@ class SleepingGenerator(Actor):
 
     @concurrent_endpoint
     async def block_until_lost(self) -> None:
-        """The call fails when this process is lost."""
+        """Never returns; the call fails when this process is lost."""
         await asyncio.Event().wait()  # waits: as long as the run
 
     @concurrent_endpoint
     async def ready(self) -> None:
-        """Raises what ended the decoding."""
+        """Raise the error that ended decoding, if there is one."""
         if self._decoding is not None and self._decoding.done():
             self._decoding.result()
 
@@ -201,7 +201,7 @@ def completion(versions: list[int]) -> Completion:
 
 
 class SleepingTrainer(Actor):
-    """The simulation's trainer as an actor: it takes the batch from the buffer, and sleeps by the real clock."""
+    """The simulator's trainer as an actor: it takes batches from the buffer and sleeps in real time."""
 
     def __init__(self, costs: Costs, devices: int, buffer: Any) -> None:
         self._trainer = SimulatedTrainer(costs, devices, 1, buffer)
@@ -241,7 +241,7 @@ class SleepingTrainer(Actor):
 
 
 class SlowlyScoringWorker(RolloutWorker):
-    """The real worker, with a score that takes its seconds in a scoring process."""
+    """The real worker, with a score that takes a given time in a scoring process."""
 
     @concurrent_endpoint
     async def score_takes(self, seconds: float) -> None:
@@ -249,7 +249,7 @@ class SlowlyScoringWorker(RolloutWorker):
 
 
 def slowly_scored(seconds: float) -> Task:
-    """:data:`TASK` with a score that takes so long."""
+    """Return :data:`TASK` with a score that takes ``seconds``."""
 
     def score() -> float:
         time.sleep(seconds)
@@ -263,7 +263,7 @@ def slowly_scored(seconds: float) -> Task:
 
 
 async def observe(meshes: dict[str, Any], case: Case) -> tuple[RunMetrics, float]:
-    """Run the case for real; returns its figures, and the mean seconds of a call beside it."""
+    """Run the case; returns its metrics, and the mean seconds of a call during the run."""
     plan, costs, name = case.plan, case.costs, case.name
     buffer = meshes["buffer"].spawn(f"buffer_{name}", Buffer, plan.groups_per_step, plan.buffer)
     trainer = meshes["trainer"].spawn(f"trainer_{name}", SleepingTrainer, costs, plan.trainer_devices, buffer)
@@ -298,7 +298,7 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[RunMetrics, float
 
 
 async def call_now_and_then(actor: Any, seconds: list[float]) -> None:
-    """Record the time of calls that do nothing."""
+    """Record the durations of calls that do nothing."""
     while True:
         await asyncio.sleep(0.1)
         asked = now()

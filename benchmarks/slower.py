@@ -1,10 +1,10 @@
-"""What ``SLOWER`` of ``algorithms/packing.py`` decides: what plans compute, and their slowest rank, by its value.
+"""Effect of ``SLOWER`` in ``algorithms/packing.py``: tokens computed by plans, and by their slowest rank.
 
     python benchmarks/slower.py
 
-Random groups in the shapes of several jobs. "computed": inputs of all ranks as a multiple of what has to be computed at
-least, which is what is shared once. "slowest": the same of the slowest rank, its waits included, times the ranks. Means
-over seeds. The last line is JSON.
+Random groups in the shapes of several jobs. "computed": inputs of all ranks relative to the minimum, in which shared
+tokens are computed once. "slowest": the same for the slowest rank, including its waits, times the number of ranks.
+Means over seeds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALUES = (0.0, 0.02, 0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Job:
-    """Groups of a step, and the ranks that train them. Lengths are drawn uniformly."""
+    """Groups of a step, and the ranks that train them. Lengths are uniform."""
 
     groups: int
     size: int
@@ -32,16 +32,16 @@ class Job:
     budget: int
     ranks: int
 
-    def draw(self, seed: int) -> list[SharingGroup]:
-        draw, found = np.random.default_rng(seed), []
-        for prompt in draw.integers(*self.prompts, self.groups).tolist():
-            lengths = (prompt + draw.integers(*self.answers, self.size)).tolist()
+    def sample(self, seed: int) -> list[SharingGroup]:
+        rng, found = np.random.default_rng(seed), []
+        for prompt in rng.integers(*self.prompts, self.groups).tolist():
+            lengths = (prompt + rng.integers(*self.answers, self.size)).tolist()
             found.append(SharingGroup(lengths, range(self.size), [0] + [prompt] * (self.size - 1)))
         return found
 
     def plan(self, seed: int) -> tuple[float, float]:
-        """What a plan computes, and its slowest rank."""
-        groups = self.draw(seed)
+        """Return the relative tokens of a plan, and of its slowest rank."""
+        groups = self.sample(seed)
         at_least = sum(group.computed(range(self.size)) for group in groups)
         plan = plan_microbatches(groups, self.budget, self.ranks)
         ranks = [[_computed(groups, microbatch) for microbatch in rank] for rank in plan]
@@ -67,21 +67,21 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What SLOWER decides (see the top of this file)."""
+    """Effect of SLOWER (see the top of this file)."""
 
     seeds: int = 20
 
 
 def main(s: Settings) -> None:
     print(f"{'computed / slowest':30}" + "".join(f"{value:>16g}" for value in VALUES))
-    figures: dict[str, list[list[float]]] = {}
+    results: dict[str, list[list[float]]] = {}
     for name, job in JOBS.items():
-        figures[name] = []
+        results[name] = []
         for packing.SLOWER in VALUES:
             means = np.mean([job.plan(seed) for seed in range(s.seeds)], 0)
-            figures[name].append([round(float(value), 3) for value in means])
-        print(f"{name:30}" + "".join(f"{computed:8.3f} /{slowest:6.3f}" for computed, slowest in figures[name]))
-    print(json.dumps({"benchmark": "slower", "values": VALUES, "computed_and_slowest": figures}))
+            results[name].append([round(float(value), 3) for value in means])
+        print(f"{name:30}" + "".join(f"{computed:8.3f} /{slowest:6.3f}" for computed, slowest in results[name]))
+    print(json.dumps({"benchmark": "slower", "values": VALUES, "computed_and_slowest": results}))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Does a long run go on through faults of every kind, does anything grow, and is anything left of it?
+"""Tests a long run with faults of every kind: whether it survives, whether memory grows, and whether anything is left.
 
     python benchmarks/soak.py                          two hours
     python benchmarks/soak.py --minutes 20 --pause-s 15
 
 A run of recipes/grpo.py on the tiny model under its supervisor, with two replicas, two rollout workers, checkpoints and
-held-out items beside training. One fault after another is injected: those of chaos.py, in every round in another order.
-Then it ends. Checked: it ends well; every step is there once, no token above the lag bound, every batch
-full, every admitted group accounted for; no group was trained twice; no process, no listening socket, no temporary file
-and no file in /dev/shm is left.
+evaluations during training. One fault after another is injected: those of chaos.py, in another order in every round.
+Then the run ends. Checks that its exit code is 0; every step is logged once, no token is above the lag bound, every
+batch is full, every admitted group is accounted for; no group was trained twice; no process, no listening socket, no
+temporary file and no file in /dev/shm is left.
 
 Prints every fault, and by role MiB of a process's own memory (Anonymous in /proc/PID/smaps_rollup), descriptors and
-threads at the start, in the middle and at the end of the longest life of such a process, with its growth by 1,000 steps
-(the slope over the second half of that life). If a process stayed while the run went on from a checkpoint, that growth
-is also told apart: by 1,000 steps, and by each such resume (least squares; the standard errors take the looks for
-independent). The last line is JSON.
+threads at the start, in the middle and at the end of the longest-lived process, with its growth per 1,000 steps (the
+slope over the second half of its life). If a process survived resumes, its growth is also divided into growth per 1,000
+steps and per resume (least squares; the standard errors assume independent looks). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from typing import Any
 
 import numpy as np
 import psutil
-from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, check_made_again, check_rollouts, strike
+from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, check_replayed, check_rollouts, strike
 from processes import Look, above_goal, growth, look_at, shared_files, shared_inodes
 from reporting import run_benchmark, short
 
 LEAST_LOOKS = 8
-"""At a process, for its growth to be told."""
+"""Looks at a process that its growth needs."""
 LEAST_RESUMES = 4
-"""In the second half of a life, for growth by step and by resume to be told apart."""
+"""Resumes in the second half of a life that separate growth per step from growth per resume."""
 MOST_FAILED = 0.05
-"""Share of the rounds of looks that may be given up."""
+"""Share of the rounds of looks that may fail."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +51,34 @@ class Settings:
     """A long run with faults (see the top of this file)."""
 
     minutes: float = 120.0
-    """From the first step to the last fault."""
+    """Minutes from the first step to the last fault."""
     pause_s: float = 60.0
-    """Longest pause between a return and the next fault."""
+    """Longest pause in seconds between a recovery and the next fault."""
     look_s: float = 10.0
-    """Seconds between two looks at all processes."""
+    """Interval in seconds of the looks at all processes."""
     seed: int = 0
     """Seed of order, victims and pauses."""
 
 
 @dataclass(frozen=True)
 class LookBetween(Look):
-    """With how often the run had gone on from a checkpoint by then."""
+    """A look with the number of resumes until then."""
 
     resumes: int
 
 
 @dataclass
 class Watcher:
-    """Looks at all processes of the run, on a thread of its own."""
+    """Looks at all processes of the run, on its own thread."""
 
     run: Run
     look_s: float
     failed: list[str] = field(default_factory=list)
-    """Why a round of looks was given up: it met a file that was just being written."""
+    """Errors of failed rounds of looks, which met a file that was being written."""
     lives: dict[tuple[str, int], list[LookBetween]] = field(default_factory=lambda: defaultdict(list))
-    """By role and pid."""
+    """Looks by role and pid."""
     shared: set[int] = field(default_factory=set)
-    """Inodes of the files in /dev/shm that its processes have had."""
+    """Inodes of the files in /dev/shm that processes of the run have mapped."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def watch(self) -> None:
@@ -98,7 +97,7 @@ class Watcher:
             self.lives[re.sub(r" \d+$", "", name), process.pid].append(between)
 
     def longest(self) -> dict[str, list[LookBetween]]:
-        """By role: the looks at the process that saw most steps."""
+        """Return, by role, the looks at the process that lived for the most steps."""
         found: dict[str, list[LookBetween]] = {}
         for (role, _), looks in self.lives.items():
             span = looks[-1].step - looks[0].step
@@ -108,23 +107,25 @@ class Watcher:
 
 
 def growth_apart(looks: Sequence[LookBetween]) -> dict[str, list[float]] | None:
-    """MiB by 1,000 steps and by resume, each with its standard error: least squares over the second half of the looks.
-    None if the run went on too rarely meanwhile to tell them apart."""
+    """Return MiB per 1,000 steps and per resume, each with its standard error, by least squares over the second half of
+    the looks; None if there were too few resumes to separate them."""
     half = looks[len(looks) // 2 :]
     if half[-1].resumes - half[0].resumes < LEAST_RESUMES:
         return None
-    known = np.array([[look.step / 1000, look.resumes, 1.0] for look in half])
+    regressors = np.array([[look.step / 1000, look.resumes, 1.0] for look in half])
     mib = np.array([look.mib for look in half])
-    slopes, _, rank, _ = np.linalg.lstsq(known, mib, rcond=None)
+    slopes, _, rank, _ = np.linalg.lstsq(regressors, mib, rcond=None)
     if rank < 3:
         return None
-    variance = np.sum((mib - known @ slopes) ** 2) / (len(half) - 3) * np.linalg.inv(known.T @ known).diagonal()
+    variance = (
+        np.sum((mib - regressors @ slopes) ** 2) / (len(half) - 3) * np.linalg.inv(regressors.T @ regressors).diagonal()
+    )
     by_1000_steps, by_resume, _ = np.stack([slopes, np.sqrt(variance)], axis=1).tolist()
     return {"by_1000_steps": by_1000_steps, "by_resume": by_resume}
 
 
 def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
-    """Faults, one after the other, until the time is over."""
+    """Inject one fault after the other until the time is over."""
     rng, struck, waiting = random.Random(s.seed), list[dict[str, Any]](), list[Fault]()
     until = time.monotonic() + 60 * s.minutes
     while time.monotonic() < until:
@@ -141,7 +142,7 @@ def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
 
 
 def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:
-    """Print a table of faults and one of processes; returns the figures."""
+    """Print a table of faults and one of processes; returns the growth of the processes."""
     print("\n| fault | times | noticed after s, median | back after s, median | longest |\n|---|---|---|---|---|")
     by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in struck:
@@ -159,21 +160,21 @@ def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:
         print(f"{role:20s} {looks[-1].step - looks[0].step:6d} {memory}  descriptors {counts[0]}, threads {counts[1]}")
     apart = {role: found for role, looks in longest.items() if (found := growth_apart(looks)) is not None}
     for role, found in apart.items():
-        told = (f"{mib:.2f} +- {error:.2f} MiB {what.replace('_', ' ')}" for what, (mib, error) in found.items())
-        print(f"{role}: {', '.join(told)}")
+        parts = (f"{mib:.2f} +- {error:.2f} MiB {what.replace('_', ' ')}" for what, (mib, error) in found.items())
+        print(f"{role}: {', '.join(parts)}")
     slopes = {role: growth(looks) for role, looks in longest.items()}
     print(above_goal(slopes))
     lives = {role: looks[-1].step - looks[0].step for role, looks in longest.items()}
-    figures = {"mib_by_1000_steps": slopes, "mib_apart": apart, "longest_life_steps": lives}
-    return figures | {"failed_looks": len(watcher.failed)}
+    numbers = {"mib_by_1000_steps": slopes, "mib_apart": apart, "longest_life_steps": lives}
+    return numbers | {"failed_looks": len(watcher.failed)}
 
 
 def main(s: Settings) -> None:
-    make_model = [sys.executable, "tools/make_tiny_model.py"]  # if it is not there
+    make_model = [sys.executable, "tools/make_tiny_model.py"]  # does nothing if the model exists
     subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--checkpoint.every-steps=20", "--evaluate-every=25", "--evaluation.share=0.2", "--journal.mib=16"]
-        flags += ["--rollout.logged-groups=8"]  # all of a step: a group that is trained twice is among them
+        flags += ["--rollout.logged-groups=8"]  # all groups of a step, to find one that is trained twice
         run = Run(Path(folder), *flags)
         watcher = Watcher(run, s.look_s)
         watching = threading.Thread(target=watcher.watch, daemon=True)
@@ -193,21 +194,21 @@ def main(s: Settings) -> None:
             run.end()
         steps, resumes = run.steps(), len(run.rows("resumes.jsonl"))
         check(run)
-        groups, again = check_rollouts(run), check_made_again(run)
+        groups, again = check_rollouts(run), check_replayed(run)
         evaluations = sum("held_out/accuracy" in row for row in run.rows("metrics.jsonl"))
         if left := shared_files(watcher.shared):
             raise RuntimeError(f"left in shared memory: {left}")
         rounds = 60 * minutes / s.look_s
         if not watched or len(watcher.failed) > MOST_FAILED * rounds:
-            raise RuntimeError(f"the processes were not looked at all the time: {watcher.failed[-3:]}")
+            raise RuntimeError(f"too many looks at processes failed: {watcher.failed[-3:]}")
         print(f"{minutes:.0f} minutes, {len(steps)} steps, {len(struck)} faults, {resumes} resumes, ", end="")
         print(f"{again} steps made again bit for bit, ", end="")
         print(f"{evaluations} evaluations; each of {groups} groups that were logged was trained once; nothing is left")
-        figures = {"benchmark": "soak", "minutes": minutes, "steps": len(steps), "resumes": resumes} | report(
+        result = {"benchmark": "soak", "minutes": minutes, "steps": len(steps), "resumes": resumes} | report(
             struck, watcher
         )
     more = {"made_again": again, "evaluations": evaluations, "faults": struck}
-    print(json.dumps(short(figures | more)))
+    print(json.dumps(short(result | more)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How fast the parts are, compared with the libraries that they are made of: ratios measured in one run.
+"""Speed of the parts relative to the libraries that they are built on: ratios measured in one run.
 
     python benchmarks/speed.py
     python benchmarks/speed.py --parts trainer --model .cache/smollm2-135m-instruct --groups 2 --group-size 4 --rounds 4
 
-Prints a line per part while it runs and, last, all figures as one line of JSON. benchmarks/README.md says what each
-means. Both sides take turns within the run, so that other work on the machine slows both; absolute times hold for this
-machine and hour only.
+Prints a line per part while it runs and, last, everything as one line of JSON; benchmarks/README.md describes the keys.
+Both sides alternate within the run, so that other work on the machine slows both; absolute times hold for this machine
+and hour only.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ class Settings:
     prompt_tokens: int = 48
     """Mean length of a prompt."""
     new_tokens: int = 64
-    """Tokens that a request draws, and the longest answer in the trainer's batch."""
+    """Tokens generated per request, and the longest answer in the trainer's batch."""
     requests: int = 64
     """Requests in flight at the generator."""
     rounds: int = 12
-    """Steps of the trainer that are timed, and of each yardstick; in the parts trainer and reference."""
+    """Timed steps of the trainer, and of each reference side; in the parts trainer and reference."""
     generator_rounds: int = 12
-    """Rounds of requests that are timed, on each side."""
+    """Timed rounds of requests, on each side."""
     swaps: int = 8
-    """Swaps that are timed."""
+    """Timed swaps."""
     steps: int = 12
     """Optimiser steps of the recipe's run."""
     skip: int = 3
-    """Its first steps, which are left out because the pipeline is still filling."""
+    """First steps of that run, which do not count because the pipeline is still filling."""
     parts: tuple[Part, ...] = ("trainer", "reference", "generator", "swap", "recipe")
-    """What to measure."""
+    """Parts to measure."""
     recipe_arguments: tuple[str, ...] = ()
     """Further arguments of the recipe."""
     deadline_s: float = 600.0
-    """Seconds that one optimiser step may take."""
+    """Deadline of an optimiser step in seconds."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     generator: GeneratorSettings = field(default_factory=lambda: GeneratorSettings(replicas=1))
 
@@ -96,22 +96,22 @@ class Settings:
 
 
 Measure = Callable[[str, Awaitable[dict[str, Any]]], Awaitable[None]]
-"""``measure(name, figures of a part)``."""
+"""``measure(name, measurements of a part)``."""
 
 
 async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    """Measure trainer, generator and swap, one after the other; the parts that are not measured are idle."""
+    """Measure trainer, generator and swap, one after the other, while the other parts are idle."""
     vocabulary = read_config(model).vocab_size
     groups = speed_trainer.make_groups(vocabulary, s.groups, s.group_size, s.prompt_tokens, s.new_tokens)
     load = speed_generator.Load(s.requests, s.prompt_tokens, s.new_tokens, vocabulary)
     steps = 1 + s.rounds + speed_swap.WARM_UP + s.swaps
     plan = speed_trainer.plan_of(model, s.trainer, steps, s.new_tokens)
-    figures: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
 
     async def part(name: str, measuring: Awaitable[dict[str, Any]]) -> None:
         started = time.perf_counter()
         found = await measuring
-        figures.update(found)
+        measured.update(found)
         show(name, found, time.perf_counter() - started)
 
     training = await speed_trainer.Training.start(cluster, plan, groups, steps)
@@ -122,14 +122,14 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
         await part("reference", with_reference)
     if {"generator", "swap"} & set(s.parts):
         await measure_generator(cluster, s, model, training, load, part)
-    await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
-    return figures
+    await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their process group")
+    return measured
 
 
 async def measure_generator(
     cluster: Cluster, s: Settings, model: Path, training: Training, load: speed_generator.Load, part: Measure
 ) -> None:
-    """The parts with an engine; ``training`` publishes to it."""
+    """Measure the parts with an engine; ``training`` publishes to it."""
     quiet_imports()
     async with AsyncExitStack() as stack:
         bare = []
@@ -147,7 +147,7 @@ async def measure_generator(
 
 
 def show(name: str, found: dict[str, Any], seconds: float) -> None:
-    """Print the figures of a part."""
+    """Print the measurements of a part."""
     print(f"{name} ({seconds:.0f} s):", ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
 
 
@@ -155,7 +155,7 @@ def main(s: Settings) -> None:
     model = resolve_model(s.model).folder
     ranks = s.trainer.ranks + 1
     devices().check(ranks, f"{s.trainer.ranks} trainer ranks + 1 generator")
-    figures: dict[str, Any] = {
+    result: dict[str, Any] = {
         "benchmark": "speed",
         "model": str(s.model),
         "device": devices().kind,
@@ -167,14 +167,14 @@ def main(s: Settings) -> None:
         with launch_cluster() as cluster:
             if cluster is None:
                 return
-            figures |= asyncio.run(measure_parts(cluster, s, model))
+            result |= asyncio.run(measure_parts(cluster, s, model))
     if "recipe" in s.parts:
         then = time.perf_counter()
         found = speed_recipe.measure(model, s.steps, s.skip, list(s.recipe_arguments))
         show("recipe", found, time.perf_counter() - then)
-        figures |= found
-    figures |= {"seconds": time.perf_counter() - started, "not_measured": NOT_MEASURED}
-    print(json.dumps(short(figures)))
+        result |= found
+    result |= {"seconds": time.perf_counter() - started, "not_measured": NOT_MEASURED}
+    print(json.dumps(short(result)))
 
 
 if __name__ == "__main__":

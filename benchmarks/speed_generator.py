@@ -1,10 +1,10 @@
-"""Tokens per second through the Generator actor and the Dispatcher against bare engines, in turn.
+"""Tokens per second through the Generator actor and the Dispatcher against bare engines, alternately.
 
-There are two yardsticks, each in a process of its own, with the same flags. ``sglang.Engine`` as SGLang ships it: on a
-CPU it computes more than ours does (``generator/cpu/install.py``), so a ratio to it says what a user gains, and may be
-above 1. And the same engine that the actor holds (``generator/engine.py``), asked directly: a ratio to it says what
-the actor, its messages and the dispatcher cost, and is at most about 1. All engines get the same number of requests,
-because an engine slows down as its prefix cache fills.
+There are two references, each in its own process, with the same flags. One is the unmodified ``sglang.Engine``: on a
+CPU it computes more than ours does (``generator/cpu/install.py``), so the ratio is a user's gain and may be above 1.
+The other is the actor's own engine (``generator/engine.py``), called directly: the ratio is the cost of actor, messages
+and dispatcher, and at most about 1. All engines get the same number of requests, because an engine slows down as its
+prefix cache fills.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_DEADLINE_S = 360.0
 ROUND_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 20.0
 COPIES = 20
-"""Local copies of the weights; the median counts."""
+"""Number of local copies of the weights, of which the median counts."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,18 @@ class Load:
     """The requests of a round."""
 
     requests: int
-    """They are all sent at once."""
+    """Number of requests, which are sent concurrently."""
     prompt_tokens: int
     new_tokens: int
     vocabulary: int
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Random ones of ``prompt_tokens`` / 2 to 3 / 2 tokens: new in each round, so that no prefix is cached."""
-        draw = np.random.default_rng(turn)
+        """Return random prompts of ``prompt_tokens`` / 2 to 3 / 2 tokens, new in each round so that no prefix is
+        cached."""
+        rng = np.random.default_rng(turn)
         low, high = self.prompt_tokens // 2, self.prompt_tokens * 3 // 2
-        lengths = draw.integers(low, high + 1, self.requests)
-        return [draw.integers(0, self.vocabulary, n).tolist() for n in lengths]
+        lengths = rng.integers(low, high + 1, self.requests)
+        return [rng.integers(0, self.vocabulary, n).tolist() for n in lengths]
 
     @property
     def sampling(self) -> Sampling:
@@ -67,17 +68,17 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a round draws: only the length ends a request."""
+        """Tokens generated in a round: only the length ends a request."""
         return self.requests * self.new_tokens
 
 
 def bare_parameters(sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters for requests that end only by length."""
+    """Return SGLang's sampling parameters for requests that end only by length."""
     return {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "ignore_eos": True}
 
 
 async def play_bare(engine: Any, prompts: list[list[int]], sampling: Sampling) -> tuple[float, int]:
-    """Send all prompts to a ``sglang.Engine`` at once; returns seconds and tokens drawn."""
+    """Send all prompts to a ``sglang.Engine`` concurrently; returns seconds and generated tokens."""
     parameters = bare_parameters(sampling)
     started = time.perf_counter()
     answers = await asyncio.gather(
@@ -86,15 +87,15 @@ async def play_bare(engine: Any, prompts: list[list[int]], sampling: Sampling) -
     return time.perf_counter() - started, sum(len(answer["output_ids"]) for answer in answers)
 
 
-class GeneratorBeside(Generator):
-    """A replica whose engine can also be watched token by token, and that copies weights."""
+class ObservedGenerator(Generator):
+    """A replica whose engine can also be observed token by token, and that copies weights."""
 
     _emitted: list[float]
     _watching = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._verified.set()  # the model's own weights are drawn from
+        self._verified.set()  # it serves the model's own weights
 
     @concurrent_endpoint
     async def watch(self, prompt: list[int], tokens: int) -> None:
@@ -109,18 +110,18 @@ class GeneratorBeside(Generator):
 
     @concurrent_endpoint
     async def emitted(self) -> list[float]:
-        """Arrival time of each token of the streamed requests, in seconds of ``time.perf_counter``, a clock that all
-        processes of a machine share."""
+        """Return the arrival time of each token of the streamed requests, in seconds of ``time.perf_counter``, which
+        all processes of a machine share."""
         return self._emitted
 
     @concurrent_endpoint
     async def stop_watching(self) -> None:
-        """Let the request that is streaming be the last one."""
+        """Stop after the request that is streaming."""
         self._watching = False
 
     @concurrent_endpoint
     async def local_copy(self) -> float:
-        """Median seconds of a copy of all tensors from where they arrive to private memory, one thread."""
+        """Return the median seconds of a copy of all received tensors to private memory by one thread."""
         return await asyncio.to_thread(self._local_copy)
 
     def _local_copy(self) -> float:
@@ -141,18 +142,18 @@ class GeneratorBeside(Generator):
 
 @dataclass
 class BareEngine:
-    """An engine in a process of its own, which is asked directly."""
+    """An engine in its own process, called directly."""
 
     process: Any
     pipe: Connection = field(repr=False)
 
-    async def play(self, load: Load, turn: int) -> tuple[float, int]:
-        """One round; returns seconds and tokens drawn."""
+    async def run(self, load: Load, turn: int) -> tuple[float, int]:
+        """Run one round; returns seconds and generated tokens."""
         self.pipe.send((load.prompts(turn), load.sampling))
         return await self.answer(ROUND_DEADLINE_S, "a round of a bare engine")
 
     def pids(self) -> set[int]:
-        """Of its process and of those that it has started."""
+        """Process ids of the engine's process and its children."""
         return {self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))}
 
     async def answer(self, seconds: float, what: str) -> Any:
@@ -166,7 +167,7 @@ class BareEngine:
 
 @asynccontextmanager
 async def bare_engine(model: Path, settings: GeneratorSettings, shipped: bool) -> AsyncIterator[BareEngine]:
-    """Start a bare engine, as SGLang ships it or the one that the actor holds; it ends with the block, or with this
+    """Start a bare engine, unmodified or like the actor's, for the duration of the block; it also ends with this
     process."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     serve = _serve_shipped if shipped else _serve_own
@@ -178,14 +179,14 @@ async def bare_engine(model: Path, settings: GeneratorSettings, shipped: bool) -
         await bare.answer(START_DEADLINE_S, "a bare engine to start")
         yield bare
     finally:
-        ours.close()  # which ends it
+        ours.close()  # this ends the engine
         await asyncio.to_thread(process.join, STOP_DEADLINE_S)
         if process.is_alive():
             process.kill()
 
 
 def _serve_own(pipe: Connection, model: str, settings: GeneratorSettings) -> None:
-    """The process of the engine that the actor holds: one answer for each message, until the pipe is closed."""
+    """Run the process of an engine like the actor's: one answer per message, until the pipe is closed."""
     asyncio.run(_answer(pipe, model, settings))
 
 
@@ -207,7 +208,7 @@ async def _answer(pipe: Connection, model: str, settings: GeneratorSettings) -> 
 
 
 def _serve_shipped(pipe: Connection, model: str, settings: GeneratorSettings) -> None:
-    """The process of SGLang's engine: one answer for each message, until the pipe is closed."""
+    """Run the process of SGLang's engine: one answer per message, until the pipe is closed."""
     quiet_imports()
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning"  # for the scheduler that it starts
     import sglang
@@ -224,22 +225,22 @@ def _serve_shipped(pipe: Connection, model: str, settings: GeneratorSettings) ->
         engine.shutdown()
 
 
-async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> GeneratorBeside:
+async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> ObservedGenerator:
     """One replica."""
     mesh = cluster.spawn("generator0", 1, first_device=first_device)
-    generator = mesh.spawn("generator0", GeneratorBeside)
+    generator = mesh.spawn("generator0", ObservedGenerator)
     await within(START_DEADLINE_S, generator.setup.call_one(str(model), settings, 0), "the generator to start")
     return generator
 
 
 async def measure(generator: Any, shipped: BareEngine, own: BareEngine, load: Load, rounds: int) -> dict[str, Any]:
-    """Rounds of equal load on each side in turn; the first round warms up.
+    """Run rounds of equal load, alternating between the sides; the first round warms up.
 
-    A ratio is the median over rounds of seconds of a yardstick / seconds of the actor.
+    A ratio is the median over rounds of seconds of a reference / seconds of the actor.
     """
     dispatcher = Dispatcher([generator], ROUND_DEADLINE_S, max_losses=0)
 
-    stats = await within(ROUND_DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+    stats = await within(ROUND_DEADLINE_S, generator.stats.call_one(), "the generator's stats")
     replica = {stats["pid"], *stats["child_pids"]}
 
     async def ours(turn: int) -> tuple[float, int]:
@@ -252,18 +253,18 @@ async def measure(generator: Any, shipped: BareEngine, own: BareEngine, load: Lo
 
     sides: dict[str, tuple[Callable[[int], Awaitable[tuple[float, int]]], set[int]]] = {
         "actor": (ours, {os.getpid(), *replica}),
-        "shipped": (partial(shipped.play, load), shipped.pids()),
-        "own": (partial(own.play, load), own.pids()),
+        "shipped": (partial(shipped.run, load), shipped.pids()),
+        "own": (partial(own.run, load), own.pids()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         order = list(sides.items())
-        for name, (side, pids) in order if turn % 2 else reversed(order):  # no side is always the first
+        for name, (side, pids) in order if turn % 2 else reversed(order):  # no side always goes first
             before = _cpu_seconds(pids)
             taken, tokens = await side(turn)
             if tokens != load.tokens:
-                raise RuntimeError(f"{name}: {tokens} tokens were drawn, {load.tokens} were asked for")
+                raise RuntimeError(f"{name}: {tokens} tokens were generated, {load.tokens} were requested")
             if turn:
                 seconds[name].append(taken)
                 cpu[name].append(_cpu_seconds(pids) - before)
@@ -290,5 +291,5 @@ async def measure(generator: Any, shipped: BareEngine, own: BareEngine, load: Lo
 
 
 def _cpu_seconds(pids: set[int]) -> float:
-    """CPU time of processes so far."""
+    """Return the CPU time of processes so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)

@@ -20,8 +20,8 @@ HELD_OUT = 16
 def measure(model: Path, steps: int, skip: int, extra: list[str]) -> dict[str, Any]:
     """Run ``recipes/grpo.py`` for ``steps`` steps; shares are means over time of all but the first ``skip``.
 
-    The trainer is idle while it waits for a batch, the generators while no request is in an engine or a swap goes
-    on. On a CPU a busy side may still wait for a core: that is not counted as idle.
+    The trainer is idle while it waits for a batch, the generators while no request is in an engine or a swap is in
+    progress. On a CPU, a busy side may wait for a core; this does not count as idle.
 
     Args:
         extra: further arguments of the recipe.

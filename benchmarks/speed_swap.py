@@ -1,4 +1,4 @@
-"""How long decoding stands still when new weights are committed, against one local copy of them."""
+"""Pause of decoding when new weights are committed, relative to one local copy of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from speed_generator import GeneratorBeside, Load
+from speed_generator import Load, ObservedGenerator
 from speed_trainer import Training
 
 from monarch_rl.episode.sampling import Sampling
@@ -20,21 +20,21 @@ from monarch_rl.weights.transport import TransferSettings
 
 DEADLINE_S = 300.0
 WARM_UP = 1
-"""The first commit also finds where each tensor lives in the engine."""
+"""The first commit also finds the place of each tensor in the engine."""
 
 
 async def measure(
-    training: Training, generator: GeneratorBeside, load: Load, swaps: int, dtype: str, deadline_s: float
+    training: Training, generator: ObservedGenerator, load: Load, swaps: int, dtype: str, deadline_s: float
 ) -> dict[str, Any]:
     """Publish ``swaps`` versions, each after an optimiser step, while ``load`` decodes without a break.
 
-    All times are medians over swaps. ``swap_gap_ms`` is seen from outside: the longest time without a new token of
-    a request that is being streamed, from the call to publish until the version is served. ``swap_usual_gap_ms`` is
-    the same over an equally long time after that, without a swap.
+    All times are medians over swaps. ``swap_gap_ms`` is measured from outside: the longest time without a new token of
+    a streamed request, from the call to publish until the version is served. ``swap_usual_gap_ms`` is the same over an
+    equally long time after that, without a swap.
     """
     trainer, buffer = training.trainer, training.buffer
     connect = Publisher.connect(trainer, {0: generator}, buffer, TransferSettings(), dtype)
-    publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
+    publisher = await within(DEADLINE_S, connect, "trainer and generator to connect")
     windows: list[tuple[float, float]] = []
     reports, swap_reports = [], []
     async with keep_busy(generator, load):
@@ -46,7 +46,7 @@ async def measure(
             ended = time.perf_counter()
             windows.append((started, ended))
             await asyncio.sleep(ended - started)
-            stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+            stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's stats")
             if not stats["requests_in_flight"]:
                 raise RuntimeError("nothing was being decoded when the weights were swapped")
             reports.append(stats["last_commit"])
@@ -78,21 +78,21 @@ async def measure(
 
 
 @asynccontextmanager
-async def keep_busy(generator: GeneratorBeside, load: Load) -> AsyncIterator[None]:
-    """Within the block the generator decodes without a break, and records when the tokens of one request come."""
-    playing = asyncio.create_task(_play(Dispatcher([generator], DEADLINE_S, max_losses=0), load))
+async def keep_busy(generator: ObservedGenerator, load: Load) -> AsyncIterator[None]:
+    """Keep the generator decoding during the block, and record when the tokens of one request arrive."""
+    requests = asyncio.create_task(_keep_requests_in_flight(Dispatcher([generator], DEADLINE_S, max_losses=0), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
     try:
         yield
     finally:
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
+        requests.cancel()
+        await asyncio.gather(requests, return_exceptions=True)
     await within(DEADLINE_S, generator.stop_watching.call_one(), "the watch to end")
     await within(DEADLINE_S, watch, "the streamed request to end")
     await _idle(generator)
 
 
-async def _play(dispatcher: Dispatcher, load: Load) -> None:
+async def _keep_requests_in_flight(dispatcher: Dispatcher, load: Load) -> None:
     """Keep ``load.requests`` requests in flight; they end one after the other, not all at once."""
 
     async def place(index: int) -> None:
@@ -108,11 +108,11 @@ async def _play(dispatcher: Dispatcher, load: Load) -> None:
             places.create_task(place(index))
 
 
-async def _idle(generator: GeneratorBeside) -> None:
-    """Wait until the engine has answered everything."""
+async def _idle(generator: ObservedGenerator) -> None:
+    """Wait until the engine has answered all requests."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
-        stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+        stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's stats")
         if not stats["requests_in_flight"]:
             return
         await asyncio.sleep(0.1)
@@ -120,6 +120,6 @@ async def _idle(generator: GeneratorBeside) -> None:
 
 
 def _longest_gap(emitted: list[float], since: float, until: float) -> float:
-    """The longest time between two tokens that overlaps with the window."""
+    """Return the longest time between two tokens that overlaps with the window."""
     pairs = zip(emitted, emitted[1:], strict=False)
     return max(later - earlier for earlier, later in pairs if later > since and earlier < until)

@@ -1,4 +1,4 @@
-"""A trainer step against plain torchtitan on the same batch, in the same processes, in turn."""
+"""A trainer step against plain torchtitan on the same batch, in the same processes, alternately."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from monarch_rl.trainer.settings import TrainerSettings
 LOSS_BOUND = 1e-4
 """Nats by which both sides' mean log-prob of the first batch may differ (fp32)."""
 OURS, PLAIN, FUSED = "trainer", "plain", "fused"
-"""The sides. The yardsticks are torchtitan with the trainer's model config, and with q, k and v fused like in its
-own recipes."""
+"""The reference sides: torchtitan with the trainer's model config, and with q, k and v fused as in its own recipes."""
 COEFFICIENT = 1e-3
-"""Of KL and entropy, where they are measured; any but 0 costs the same."""
+"""Coefficient of KL and entropy when they are measured; any value except 0 costs the same."""
 
 
 class TrainerBeside(Trainer):
@@ -39,7 +38,7 @@ class TrainerBeside(Trainer):
 
     @concurrent_endpoint
     async def plain_setup(self, groups: list[bytes], names: list[str]) -> None:
-        """Load the plain models, and prepare this rank's part of the batch as torchtitan's data loader would."""
+        """Load the plain models, and prepare this rank's part of the batch like torchtitan's data loader."""
         await self._on(self._compute, self._set_up_plain, [deserialize_group(data) for data in groups], names)
 
     def _set_up_plain(self, groups: list[Group], names: list[str]) -> None:
@@ -55,7 +54,7 @@ class TrainerBeside(Trainer):
             for name in names
         }
         episodes = [episode for group in groups for episode in group.episodes]
-        # What the buffer does with the same groups, but for what their episodes share.
+        # Divides groups as the buffer does, except for shared prefixes.
         lengths = [episode.num_tokens for episode in episodes]
         budget = plan.settings.tokens_per_microbatch
         self._labelled = []
@@ -65,12 +64,12 @@ class TrainerBeside(Trainer):
 
     @concurrent_endpoint
     async def cpu_seconds(self) -> float:
-        """CPU time of this process so far."""
+        """Return the CPU time of this process so far."""
         return time.process_time()
 
     @concurrent_endpoint
     async def plain_step(self, name: str) -> tuple[float, float]:
-        """One step of a yardstick; returns its seconds on this rank and the mean loss."""
+        """Make one step of a reference side; returns its seconds on this rank and the mean loss."""
         return await self._on(self._compute, self._plain_step, name)
 
     def _plain_step(self, name: str) -> tuple[float, float]:
@@ -81,7 +80,7 @@ class TrainerBeside(Trainer):
 
 @dataclass
 class Training:
-    """A trainer mesh with a buffer that is filled by hand, always with the same groups."""
+    """A trainer mesh with a buffer to which the same groups are submitted again and again."""
 
     trainer: TrainerBeside
     buffer: Buffer
@@ -92,8 +91,12 @@ class Training:
     async def start(
         cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_device: int = 0, name: str = ""
     ) -> Training:
-        """``steps``: the largest number of steps that will be made; ``name``: of meshes, where there are several on the
-        same devices."""
+        """Start the mesh.
+
+        Args:
+            steps: maximum number of steps.
+            name: prefix of mesh names, for several meshes on the same devices.
+        """
         name = name or str(first_device)
         buffer = cluster.spawn(f"buffer{name}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
         mesh = cluster.spawn(f"trainer{name}", plan.settings.ranks, first_device=first_device)
@@ -104,12 +107,12 @@ class Training:
         return cls(trainer, buffer, groups)
 
     async def step(self, deadline_s: float) -> tuple[float, list[dict[str, float]]]:
-        """An update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
+        """Make an update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
         for group in self.groups:
             ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
             assert ticket is not None, "the buffer is closed"
             data = serialize_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
-            await within(CALL_DEADLINE_S, self.buffer.submit.call_one(data), "the buffer to take a group")
+            await within(CALL_DEADLINE_S, self.buffer.submit.call_one(data), "the buffer to accept a group")
         started = time.perf_counter()
         metrics = await update(self.trainer, self.buffer, self.version, Patience(deadline_s))
         seconds = time.perf_counter() - started
@@ -122,36 +125,36 @@ class Training:
 
 
 def make_groups(vocabulary: int, groups: int, group_size: int, prompt: int, answer: int) -> list[Group]:
-    """Random episodes: prompts of ``prompt`` / 2 to 3 / 2 tokens, answers of 1 to ``answer`` tokens, uniform."""
-    draw = np.random.default_rng(0)
+    """Return random episodes with prompts of ``prompt`` / 2 to 3 / 2 tokens and answers of 1 to ``answer``, uniform."""
+    rng = np.random.default_rng(0)
 
     def episode(prompt_ids: list[int]) -> Episode:
-        n = int(draw.integers(1, answer + 1))
+        n = int(rng.integers(1, answer + 1))
         context, total = len(prompt_ids), len(prompt_ids) + n
         trainable = np.arange(total) >= context
-        tokens = np.concatenate([prompt_ids, draw.integers(0, vocabulary, n)]).astype(np.int32)
+        tokens = np.concatenate([prompt_ids, rng.integers(0, vocabulary, n)]).astype(np.int32)
         # The engine's log-probs of an untrained model, so that importance weights are near 1.
         logprobs = np.where(trainable, -np.log(vocabulary), 0).astype(np.float32)
         turn = Turn(tokens, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable)
-        return Episode([turn], float(draw.integers(0, 2)), "stop")
+        return Episode([turn], float(rng.integers(0, 2)), "stop")
 
     found = []
     for index in range(groups):
-        prompt_ids = draw.integers(0, vocabulary, int(draw.integers(prompt // 2, prompt * 3 // 2 + 1))).tolist()
+        prompt_ids = rng.integers(0, vocabulary, int(rng.integers(prompt // 2, prompt * 3 // 2 + 1))).tolist()
         found.append(Group(index, index, [episode(prompt_ids) for _ in range(group_size)]))
     return found
 
 
 @dataclass
 class Timed:
-    """Of each side, for each round but the first."""
+    """Measurements of each side, for each round except the first."""
 
     seconds: dict[str, list[float]]
-    """Of a step, on the slowest rank."""
+    """Seconds of a step on the slowest rank."""
     cpu_seconds: dict[str, list[float]]
-    """Of all ranks."""
+    """CPU seconds of all ranks."""
     calls: list[float]
-    """Seconds of the calls of the trainer."""
+    """Seconds of the trainer's calls."""
 
     def ratio(self, yardstick: str) -> float:
         return _ratio(self.seconds[yardstick], self.seconds[OURS])
@@ -165,7 +168,7 @@ class Timed:
 
 
 async def take_turns(training: Training, yardsticks: list[str], rounds: int, deadline_s: float) -> Timed:
-    """Rounds of one step each of the trainer and of the yardsticks; the first round warms up."""
+    """Run rounds of one step each of the trainer and of the references; the first round warms up."""
     trainer, deadline = training.trainer, SET_UP_DEADLINE_S
     data = [serialize_group(group) for group in training.groups]
     await within(deadline, trainer.plain_setup.call(data, yardsticks), "trainer ranks to load plain torchtitan")
@@ -188,7 +191,7 @@ async def take_turns(training: Training, yardsticks: list[str], rounds: int, dea
     timed = Timed({name: [] for name in names}, {name: [] for name in names}, [])
     for turn in range(rounds + 1):
         logprobs = []
-        for name in names if turn % 2 else reversed(names):  # no side is always the first
+        for name in names if turn % 2 else reversed(names):  # no side always goes first
             before = await cpu()
             step, logprob, call = await (ours() if name == OURS else plain(name))
             logprobs.append(logprob)
@@ -202,9 +205,9 @@ async def take_turns(training: Training, yardsticks: list[str], rounds: int, dea
 
 
 async def measure(training: Training, rounds: int, deadline_s: float) -> dict[str, Any]:
-    """The trainer beside both yardsticks.
+    """Compare the trainer with both references.
 
-    A ratio is the median over rounds of yardstick / trainer: 1 is as fast as torchtitan, less is slower.
+    A ratio is the median over rounds of reference / trainer: 1 is as fast as torchtitan, less is slower.
     """
     timed = await take_turns(training, [PLAIN, FUSED], rounds, deadline_s)
     tokens = sum(episode.num_tokens - 1 for group in training.groups for episode in group.episodes)
@@ -225,13 +228,13 @@ async def measure(training: Training, rounds: int, deadline_s: float) -> dict[st
 async def measure_with_reference(
     cluster: Cluster, plan: TrainerPlan, groups: list[Group], rounds: int, deadline_s: float
 ) -> dict[str, Any]:
-    """A trainer whose loss has the KL to a reference model and the entropy, beside plain torchtitan that runs a frozen
-    model on the same tokens before its step."""
+    """Compare a trainer whose loss has the KL to a reference model and the entropy with plain torchtitan, which runs a
+    frozen model on the same tokens before its step."""
     loss = replace(plan.settings.loss, kl_coefficient=COEFFICIENT, entropy_coefficient=COEFFICIENT)
     settings = replace(plan.settings, reference=True, loss=loss)
     training = await Training.start(cluster, replace(plan, settings=settings), groups, 1 + rounds, name="_reference")
     timed = await take_turns(training, [PLAIN], rounds, deadline_s)
-    await within(SET_UP_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
+    await within(SET_UP_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their process group")
     return {
         "reference_step_ratio": timed.ratio(PLAIN),
         "reference_cpu_ratio": timed.cpu_ratio,
@@ -254,5 +257,5 @@ def _check_same_batch(logprobs: list[float]) -> None:
 
 
 def plan_of(model: Path, settings: TrainerSettings, steps: int, answer: int) -> TrainerPlan:
-    """The plan of a run that would train these groups."""
+    """Return the plan of a run that would train these groups."""
     return TrainerPlan(model, settings, steps, 1.0, answer)

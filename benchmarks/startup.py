@@ -1,9 +1,9 @@
-"""Start-up: seconds and CPU-seconds from the command to the first optimiser step, by process, and the end's seconds.
+"""Seconds and CPU-seconds from the command to the first optimiser step, by process, and seconds of the end.
 
 Starts the main job with few steps and reads the CPU time of every process below it, until the first step is in
-``metrics.jsonl``. Prints the seconds at which the run's folder was there
-(settings checked, hosts up), the held-out items were played, and the first step was done; then the seconds from the
-last metrics to the end of each process, and until the model had its name. The last line is JSON.
+``metrics.jsonl``. Prints the seconds at which the run folder existed (settings
+checked, hosts up), the held-out items were evaluated, and the first step was done; then the seconds from the last
+metrics to the end of each process, and until the model was saved. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from reporting import run_benchmark, short
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 600.0
-"""Seconds that one run may take."""
+"""Deadline of a run in seconds."""
 LOOK_S = 0.1
-"""Seconds between two looks at the processes; what a process uses between the last look and its end is not seen."""
+"""Interval in seconds of looks at the processes; CPU time after the last look at a process is not counted."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Start the main job and count what that costs (see the top of this file)."""
+    """Cost of starting the main job (see the top of this file)."""
 
     command: tuple[str, ...] = (sys.executable, "recipes/grpo.py")
-    """What is run, without the arguments that set steps and output."""
+    """Command to run, without the arguments for steps and output."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the recipe."""
     steps: int = 2
     """Optimiser steps."""
     held_out: int = 16
-    """Held-out items, played before the first step."""
+    """Held-out items, evaluated before the first step."""
 
 
 def measure(s: Settings, scratch: Path) -> dict[str, object]:

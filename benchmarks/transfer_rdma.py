@@ -1,4 +1,4 @@
-"""Transport ``rdma`` against one raw read of the same number of bytes from the same processes, in turn.
+"""Transport ``rdma`` against one raw read of the same number of bytes from the same processes, alternately.
 
     python benchmarks/transfer_rdma.py
 
@@ -44,13 +44,13 @@ class Settings:
     mb: int = 256
     """MB of a version."""
     rounds: int = 15
-    """Transfers that are timed, and raw reads."""
+    """Timed transfers, and raw reads."""
     bucket_mib: int = 64
     """Largest size of one read, in MiB."""
 
 
 def make_version(mb: int, runs: str, senders: int) -> Manifest:
-    """bfloat16 matrices of one shape, cut by rows."""
+    """Return the manifest of bfloat16 matrices of one shape, split by rows."""
     rows, width = SHAPES[runs]
     tensors = [(f"t{i}", SHAPES[runs], torch.bfloat16) for i in range(mb * 10**6 // (2 * rows * width))]
     share = rows // senders * width
@@ -121,13 +121,13 @@ async def measure(s: Settings, senders: list[Any], receivers: Any, runs: str) ->
 async def run(cluster: Cluster, s: Settings) -> None:
     senders = [cluster.spawn(f"sender{rank}", 1).spawn("sender", Sending) for rank in range(2)]
     receivers = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
-    figures = {}
+    results = {}
     for runs, sending, receiving in CASES:
         chosen = receivers if receiving == 2 else receivers.slice(gpus=0)
         name = f"{runs}_{sending}_to_{receiving}"
-        figures[name] = await measure(s, senders[:sending], chosen, runs)
-        print(name, figures[name], flush=True)
-    print(json.dumps({"benchmark": "transfer_rdma", "mb": s.mb, "bucket_mib": s.bucket_mib, **figures}))
+        results[name] = await measure(s, senders[:sending], chosen, runs)
+        print(name, results[name], flush=True)
+    print(json.dumps({"benchmark": "transfer_rdma", "mb": s.mb, "bucket_mib": s.bucket_mib, **results}))
 
 
 def main(s: Settings) -> None:

@@ -1,18 +1,18 @@
-"""This project and TRL's GRPOTrainer on the same job, in turn, in one go.
+"""This project and TRL's GRPOTrainer on the same job, one after the other.
 
     python benchmarks/trl.py                                  # the main job, 250 steps
     python benchmarks/trl.py --job syllogism                  # the README's example on SmolLM2-135M
-    python benchmarks/trl.py --steps 30 --sides one trl2      # a look
+    python benchmarks/trl.py --steps 30 --sides one trl2      # a short run
     python benchmarks/trl.py --gpu                            # on all GPUs of this machine
 
-Same model, items in the same order, scores, group size, optimiser, learning rate and schedule, loss and sampling. TRL
-has an environment of its own with the same versions of torch and transformers (made by the first call). Prints seconds
-and CPU-seconds of a step by part, reward by samples, and held-out accuracy, which one program measures for the models
-that both sides have saved; the last line is JSON. benchmarks/README.md says what each figure means. Absolute times hold
-for a quiet machine only: compare the sides of one call.
+Model, items and their order, scores, group size, optimiser, learning rate and schedule, loss and sampling are the same.
+TRL has its own environment with the same versions of torch and transformers (made by the first call). Prints seconds
+and CPU-seconds per step by part, reward by samples, and held-out accuracy, which one program measures for the saved
+models of both sides; the last line is JSON. benchmarks/README.md describes the keys. Absolute times hold only for a
+quiet machine: compare the sides of one call.
 
-TRL runs in one process with 1 and with 2 threads, ours with one thread a process. What costs TRL time for nothing on a
-CPU is off (trl_train.py says what): the comparison is with TRL at its best.
+TRL runs in one process with 1 and with 2 threads, ours with one thread per process. Options of TRL that only cost time
+on a CPU are off (see trl_train.py): the comparison is with TRL at its best.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trl_sides import JOBS, ROOT, JobName, Side, describe, make_model, ours, rec
 
 EVALUATION_DEADLINE_S = 3600.0
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the samples at which the mean reward of the steps since the last one is shown."""
+"""Shares of the samples at which the mean reward since the previous share is printed."""
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,33 @@ class Settings:
     steps: int = 0
     """Optimiser steps of each run; 0 is the job's own number (250 and 20)."""
     sides: tuple[str, ...] = ()
-    """What is run, in this order: default, lag0, one (1 rank + 1 replica), trl1, trl2 (TRL with that many threads); on
+    """Sides to run, in this order: default, lag0, one (1 rank + 1 replica), trl1, trl2 (TRL with that many threads); on
     GPUs default, lag0, trl. None named: all."""
     seeds: tuple[int, ...] = (0,)
-    """Each seed runs all sides: other items, other draws and, in the main job, another model."""
+    """Seeds; each runs all sides with other items, other samples and, in the main job, another model."""
     held_out: int = 0
     """Held-out items; 0 is the job's own number (200 and 40)."""
     trl_microbatch: int = 0
-    """Episodes of one forward and backward pass of TRL; 0 is all of a step at once. Fewer take less memory."""
+    """Episodes per forward and backward pass of TRL; 0 is all of a step. Fewer take less memory."""
     gpu: bool = False
-    """Run on the GPUs of this machine, at least 2: ours gives half of them to either side; TRL trains on all, and
-    generates there by vLLM (`vllm_mode` colocate)."""
+    """Run on the GPUs of this machine, at least 2. This project gives half of them each to trainer and engines; TRL
+    trains on all of them and generates there by vLLM (`vllm_mode` colocate)."""
     deadline_s: float = 7200.0
-    """Seconds that one run may take."""
+    """Deadline of a run in seconds."""
     save: str = ""
     """Also write table, JSON and a picture to benchmarks/results/ under this name, such as trl_main_cpu."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A side's run with one seed."""
+    """The run of a side with one seed."""
 
     side: Side
     measured: Measured
     warm_up: int
     held_out: dict[str, float]
 
-    def figures(self, samples_per_step: int) -> dict[str, Any]:
+    def summarise(self, samples_per_step: int) -> dict[str, Any]:
         steps, cpu_s = self.measured.steps, self.measured.cpu_s
         count = len(steps) - self.warm_up
         before, after = cpu_s[self.warm_up], cpu_s[len(steps)]
@@ -103,7 +103,7 @@ class Result:
 
 
 def run_side(side: Side, s: Settings, seed: int, model: Path, python: Path, scratch: Path) -> tuple[Measured, Path]:
-    """Run one side; what was measured, and the model that it saved."""
+    """Run one side; returns the measurements and the saved model."""
     job, devices = JOBS[s.job], _devices(s)
     steps = s.steps or job.steps
     folder = scratch / f"{side.name.replace(' ', '_')}-{seed}"
@@ -128,7 +128,7 @@ def run_side(side: Side, s: Settings, seed: int, model: Path, python: Path, scra
 
 
 def evaluate(description: Path, models: list[Path]) -> list[dict[str, float]]:
-    """Held-out accuracy and reward of the models, by the same program."""
+    """Return held-out accuracy and reward of the models, measured by the same program."""
     command = [sys.executable, "-P", str(ROOT / "benchmarks" / "trl_evaluate.py"), str(description), *map(str, models)]
     variables = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(psutil.cpu_count() or 1)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=EVALUATION_DEADLINE_S, env=variables)
@@ -138,7 +138,7 @@ def evaluate(description: Path, models: list[Path]) -> list[dict[str, float]]:
 
 
 def run_seed(s: Settings, seed: int, chosen: list[Side], python: Path, scratch: Path) -> tuple[float, list[Result]]:
-    """All sides in turn; held-out accuracy before training, and a result of each side."""
+    """Run all sides; returns the held-out accuracy before training, and the result of each side."""
     model = make_model(s.job, seed, scratch)
     runs = [(side, *run_side(side, s, seed, model, python, scratch)) for side in chosen]
     description = next(scratch.glob(f"*-{seed}/job.json"))
@@ -149,31 +149,31 @@ def run_seed(s: Settings, seed: int, chosen: list[Side], python: Path, scratch: 
     return before["accuracy"], results
 
 
-def table(figures: dict[str, list[dict[str, Any]]], before: list[float]) -> str:
-    """A row for each figure, a column for each side; means over seeds, but each seed's accuracy."""
+def table(by_side: dict[str, list[dict[str, Any]]], before: list[float]) -> str:
+    """Return a table with a column per side: means over seeds, and the accuracy of each seed."""
     parts: dict[str, None] = {}
-    for of_side in figures.values():
-        parts |= dict.fromkeys(part for run in of_side for part in run["step_cpu_s_by_part"])
+    for runs in by_side.values():
+        parts |= dict.fromkeys(part for run in runs for part in run["step_cpu_s_by_part"])
 
     def mean(name: str, digits: int) -> list[str]:
-        return [f"{np.mean([run[name] for run in of_side]):.{digits}f}" for of_side in figures.values()]
+        return [f"{np.mean([run[name] for run in runs]):.{digits}f}" for runs in by_side.values()]
 
-    def of_part(part: str) -> list[str]:
-        shares = [[run["step_cpu_s_by_part"].get(part, 0.0) for run in of_side] for of_side in figures.values()]
+    def cpu_s_of_part(part: str) -> list[str]:
+        shares = [[run["step_cpu_s_by_part"].get(part, 0.0) for run in runs] for runs in by_side.values()]
         return [f"{np.mean(share):.3f}" if np.mean(share) >= 5e-4 else "" for share in shares]
 
     rows = [("seconds a step", mean("step_s", 3)), ("CPU-seconds a step", mean("step_cpu_s", 3))]
-    rows += [(f"- {part}", cells) for part in parts if any(cells := of_part(part))]
+    rows += [(f"- {part}", cells) for part in parts if any(cells := cpu_s_of_part(part))]
     rows += [("seconds, launch to first step", mean("first_step_s", 1))]
     rows += [("CPU-seconds, launch to first step", mean("first_step_cpu_s", 1))]
     rows += [("seconds with start and end", mean("total_s", 1)), ("CPU-seconds with both", mean("total_cpu_s", 1))]
     rows += [("cores busy with something else", mean("others_cores", 2))]
-    for samples in next(iter(figures.values()))[0]["reward_by_samples"]:
-        rewards = [[run["reward_by_samples"][samples] for run in of_side] for of_side in figures.values()]
+    for samples in next(iter(by_side.values()))[0]["reward_by_samples"]:
+        rewards = [[run["reward_by_samples"][samples] for run in runs] for runs in by_side.values()]
         rows.append((f"reward up to {samples} samples", [f"{np.mean(reward):.3f}" for reward in rewards]))
-    accuracies = [", ".join(f"{run['held_out_accuracy']:.1%}" for run in of_side) for of_side in figures.values()]
+    accuracies = [", ".join(f"{run['held_out_accuracy']:.1%}" for run in runs) for runs in by_side.values()]
     rows.append((f"held out (before: {', '.join(f'{share:.1%}' for share in before)})", accuracies))
-    lines = [["", *figures], ["---"] * (len(figures) + 1), *([name, *cells] for name, cells in rows)]
+    lines = [["", *by_side], ["---"] * (len(by_side) + 1), *([name, *cells] for name, cells in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -190,13 +190,13 @@ def main(s: Settings) -> None:
     samples = 0
     with tempfile.TemporaryDirectory() as scratch:
         for seed in s.seeds:
-            started, of_seed = run_seed(s, seed, chosen, python, Path(scratch))
+            started, results_of_seed = run_seed(s, seed, chosen, python, Path(scratch))
             before.append(started)
-            for result in of_seed:
+            for result in results_of_seed:
                 results[result.side.name].append(result)
         described = json.loads(next(Path(scratch).glob("*/job.json")).read_text())
         samples = described["groups_per_step"] * described["group_size"]
-    figures = {name: [result.figures(samples) for result in of_side] for name, of_side in results.items()}
+    by_side = {name: [result.summarise(samples) for result in runs] for name, runs in results.items()}
     summary = {
         "benchmark": "trl",
         "job": s.job,
@@ -206,9 +206,9 @@ def main(s: Settings) -> None:
         "cores": psutil.cpu_count(),
         "versions": trl_environment.versions(python),
         "held_out_accuracy_before": before,
-        "sides": figures,
+        "sides": by_side,
     }
-    report(s, table(figures, before), short(summary))
+    report(s, table(by_side, before), short(summary))
 
 
 def report(s: Settings, shown: str, summary: dict[str, Any]) -> None:

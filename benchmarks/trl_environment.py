@@ -1,4 +1,4 @@
-"""An environment of its own for TRL, under ``.cache/``: the project's own stays as it is."""
+"""A separate environment for TRL, under ``.cache/``, so that the project's environment does not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "locks" / "cpu.txt"
 TRL = "1.16.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Asked for torch, and for nothing else, if pip's configured sources do not have the CPU build."""
+"""Package index for torch only, if pip's configured sources do not have the CPU build."""
 PIP_SECONDS = 3600.0
 VERSIONS = """
 import json, accelerate, torch, transformers, trl
@@ -25,14 +25,14 @@ def lines_of_lock() -> list[str]:
 
 
 def requirements(gpu: bool) -> list[str]:
-    """What is installed. On a CPU all versions but TRL's own are those of the project's lock; on GPUs vLLM, with which
-    TRL generates there, says which torch it works with."""
+    """Return the requirements. On a CPU all versions except TRL's are those of the project's lock; on GPUs, vLLM (with
+    which TRL generates) determines the version of torch."""
     task = next(line for line in lines_of_lock() if line.startswith("reasoning-gym=="))
     return [f"trl[vllm]=={TRL}" if gpu else f"trl=={TRL}", task]
 
 
 def ensure(gpu: bool) -> Path:
-    """Make the environment unless it is there; returns its Python. Raises RuntimeError with the end of pip's output."""
+    """Make the environment unless it exists; returns its Python. Raises RuntimeError with the end of pip's output."""
     folder = ROOT / ".cache" / f"trl-{TRL}-{'gpu' if gpu else 'cpu'}"
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     wanted = json.dumps([requirements(gpu), [] if gpu else lines_of_lock(), sys.version])
@@ -56,14 +56,14 @@ def ensure(gpu: bool) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Of what matters in the environment."""
+    """Return the versions of the relevant packages in the environment."""
     # -P: not this folder's trl.py
     done = subprocess.run([python, "-P", "-c", VERSIONS], capture_output=True, text=True, check=True, timeout=300)
     return dict(json.loads(done.stdout))
 
 
 def _run(command: list[str]) -> str:
-    """The end of the output if it failed, else nothing."""
+    """Return the end of the output if the command failed, or an empty string."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, check=False)
     return "\n".join((done.stdout + done.stderr).splitlines()[-20:]) if done.returncode else ""
 

@@ -1,6 +1,6 @@
 """Held-out accuracy of a saved model, greedily, by transformers: ``trl_evaluate.py JOB.json MODEL...``
 
-The same program for the models of both sides, with the tokenizer of the model that both began with. The last line is
+The same program for the models of both sides, with the tokenizer of the model from which both started. The last line is
 JSON: accuracy (share of items with the full reward) and mean reward of each model.
 """
 
@@ -22,12 +22,12 @@ BATCH = 50
 
 
 def answer(model: Any, template: ChatTemplate, prompts: list[str], new_tokens: int) -> list[str]:
-    """The model's most likely answers, padded on the left so that all begin at one position."""
+    """Return the model's greedy answers; prompts are padded on the left so that all answers start at one position."""
     ids = [template.opening([user(prompt)]) for prompt in prompts]
     width, stops = max(map(len, ids)), list(template.stop_token_ids)
     padded = torch.tensor([[stops[0]] * (width - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
-    drawn = model.generate(
+    generated = model.generate(
         input_ids=padded,
         attention_mask=mask,
         max_new_tokens=new_tokens,
@@ -35,7 +35,7 @@ def answer(model: Any, template: ChatTemplate, prompts: list[str], new_tokens: i
         eos_token_id=stops,
         pad_token_id=stops[0],
     )
-    return [template.plain(row) for row in drawn[:, width:].tolist()]
+    return [template.plain(row) for row in generated[:, width:].tolist()]
 
 
 def main(job: dict[str, Any], folders: list[str]) -> None:

@@ -1,13 +1,13 @@
-"""The gradient of a first step, ours and TRL's, on one batch: the same prompts, completions, rewards and log-probs.
+"""Gradients of a first step, ours and TRL's, on one batch: the same prompts, completions, rewards and log-probs.
 
     python benchmarks/trl_gradients.py
     python benchmarks/trl_gradients.py --save trl_gradients_cpu
 
-For each loss that both have. Ours is the trainer's own step (``trainer/step.py``: buffer's shard, advantages, packing
-with shared prefixes, torchtitan's model, objective, backward) on one rank; theirs ``GRPOTrainer.train()`` for a step in
-TRL's own environment (trl_gradients_theirs.py), with this batch in place of what it would have generated. Float32, no
-clipping of the gradient. Prints, for each loss, the largest relative difference over the parameters,
-``|ours - theirs| / |theirs|``, and exits with an error if one is above 1e-4. The last line is JSON.
+For each loss that both have: ours is the trainer's own step (``trainer/step.py``: buffer's shard, advantages, packing
+with shared prefixes, torchtitan's model, objective, backward) on one rank; theirs is ``GRPOTrainer.train()`` for a step
+in TRL's own environment (trl_gradients_theirs.py), with this batch instead of its own completions. Float32, no clipping
+of the gradient. Prints, for each loss, the largest relative difference over the parameters, ``|ours - theirs| /
+|theirs|``, and exits with an error if one is above 1e-4. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train
 
 BOUND = 1e-4
-"""Relative difference of the gradient of a parameter that is allowed."""
+"""Allowed relative difference of a parameter's gradient."""
 TRL_EPS = 1e-4
 """TRL adds it to the standard deviation of a group's rewards; we add 1e-6."""
 GROUPS, SIZE, NEW_TOKENS = 8, 8, 8
 FAR = {"old": 0.3, "reference": 0.2}
-"""Standard deviations, nats, of the policy's log-probs from those of another one: that drew, and the reference."""
+"""Standard deviations in nats between the policy's log-probs and those of the behaviour policy, and of the
+reference."""
 DEADLINE_S = 1800.0
 Tensors = dict[str, torch.Tensor]
 UNCORRECTED = LossSettings(corrections=())
@@ -64,15 +65,15 @@ UNCORRECTED = LossSettings(corrections=())
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss in our words and in TRL's."""
+    """A loss with our settings and TRL's."""
 
     ours: LossSettings
     theirs: dict[str, Any]
     """Of GRPOConfig."""
     columns: tuple[str, ...] = ()
-    """Log-probs that are given: ``old``, ``reference``. Without ``old`` the ratio is 1."""
+    """Log-probs in the batch: ``old``, ``reference``. Without ``old`` the ratio is 1."""
     advantage: Advantage | None = None
-    """Ours; None is the one that the settings name."""
+    """Our objective; None is the one that the settings name."""
     objective: Objective = PPOClip()
 
 
@@ -111,7 +112,8 @@ LOSSES = {
     ),
     "dapo, entropy bonus": Loss(replace(TOKENS, entropy_coefficient=0.01), DAPO | {"entropy_coef": 0.01}),
 }
-"""What both have. Where the policy has left the one that drew ("stale"), clips and masks act."""
+"""Losses that both have. In "stale" losses the policy differs from the behaviour policy, so that clips and masks
+act."""
 
 
 @dataclass
@@ -126,7 +128,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Settings:
-    """The gradient of a first step, ours and TRL's (see the top of this file)."""
+    """Gradients of a first step, ours and TRL's (see the top of this file)."""
 
     only: tuple[str, ...] = ()
     """Names of losses; none is all."""
@@ -139,8 +141,8 @@ class Settings:
 
 
 def made_up(model: Path) -> list[Sequence]:
-    """Questions of the main job with answers of which some letters are wrong or missing, and rewards of 0 and 1."""
-    draw = np.random.default_rng(0)
+    """Return questions of the main job with answers with some wrong or missing letters, and rewards of 0 and 1."""
+    rng = np.random.default_rng(0)
     source = TaskSource(TaskSettings("spell_backward", '{"min_word_len": 3, "max_word_len": 5}', "{word} -> "), "train")
     tokenizer = AutoTokenizer.from_pretrained(model)
     letters = np.array(tokenizer.encode("abcdefghijklmnopqrstuvwxyz"))
@@ -149,19 +151,19 @@ def made_up(model: Path) -> list[Sequence]:
         item = source.item(index)
         answer = np.array(tokenizer.encode(item.answer))
         for place in range(SIZE):
-            drawn = np.where(draw.random(len(answer)) < 0.3, draw.choice(letters, len(answer)), answer)
-            completion = drawn[: int(draw.integers(1, len(drawn) + 1))].tolist()
-            completion += [tokenizer.eos_token_id] * int(draw.random() < 0.8)
-            reward = float(place == 0 or place > 1 and draw.random() < 0.4)  # no group has equal ones
+            sampled = np.where(rng.random(len(answer)) < 0.3, rng.choice(letters, len(answer)), answer)
+            completion = sampled[: int(rng.integers(1, len(sampled) + 1))].tolist()
+            completion += [tokenizer.eos_token_id] * int(rng.random() < 0.8)
+            reward = float(place == 0 or place > 1 and rng.random() < 0.4)  # no group has equal rewards
             found.append(Sequence(tokenizer.encode(item.prompt), completion, reward))
     return found
 
 
 def episode_of(sequence: Sequence, columns: Iterable[str] = ()) -> Episode:
-    """As a rollout worker would make it."""
-    drawn, count = np.asarray(sequence.completion, np.int32), len(sequence.completion)
+    """Return the episode that a rollout worker would make."""
+    sampled, count = np.asarray(sequence.completion, np.int32), len(sequence.completion)
     logprobs = np.asarray(sequence.columns.get("old", [0.0] * count), np.float32)
-    turn = Turn.from_completion(sequence.prompt, Completion(drawn, logprobs, np.zeros(count, np.int32), "stop"))
+    turn = Turn.from_completion(sequence.prompt, Completion(sampled, logprobs, np.zeros(count, np.int32), "stop"))
     for name in columns:
         turn.columns[name] = np.zeros(len(turn.token_ids), np.float32)
         turn.columns[name][turn.trainable] = sequence.columns[name]
@@ -169,23 +171,25 @@ def episode_of(sequence: Sequence, columns: Iterable[str] = ()) -> Episode:
 
 
 def fill_columns(policy: Policy, sequences: list[Sequence]) -> None:
-    """Log-probs some way from the policy's own, as those of policies that have other weights."""
-    draw = np.random.default_rng(1)
+    """Add log-probs that differ from the policy's own, like those of policies with other weights."""
+    rng = np.random.default_rng(1)
     for sequence in sequences:
         batch = pack([episode_of(sequence)], torch.zeros(1), torch.zeros(1), 0, policy.device)
         with torch.no_grad():
             own = policy.token_logprobs(batch).logprobs.numpy()
         for name, far in FAR.items():
-            sequence.columns[name] = (own + draw.normal(0, far, len(own))).tolist()
+            sequence.columns[name] = (own + rng.normal(0, far, len(own))).tolist()
 
 
 def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dict[str, float], Tensors]:
-    """The trainer's step on the batch: its metrics, and the gradients by Hugging Face's names."""
+    """Make the trainer's step on the batch; returns its metrics, and the gradients by Hugging Face's names."""
     policy.settings = replace(policy.settings, loss=loss.ours)
     groups = []
     for index in range(GROUPS):
-        of_group = sequences[index * SIZE : (index + 1) * SIZE]
-        packed = serialize_group(Group(index, index, [episode_of(sequence, loss.columns) for sequence in of_group]))
+        group_sequences = sequences[index * SIZE : (index + 1) * SIZE]
+        packed = serialize_group(
+            Group(index, index, [episode_of(sequence, loss.columns) for sequence in group_sequences])
+        )
         groups.append(SerializedGroup.read(packed))
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
@@ -195,22 +199,22 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
 
 
 def gradients(policy: Policy) -> Tensors:
-    """Of the last step, by Hugging Face's names: put in the place of the weights, which have these names."""
+    """Return the gradients of the last step by Hugging Face's names, by temporarily storing them in the weights."""
     parameters = list(policy.module.parameters())
     with torch.no_grad():
-        kept = [parameter.clone() for parameter in parameters]
+        weights_before = [parameter.clone() for parameter in parameters]
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
         state = policy.model.hf_state()
         found = {name: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
-        for parameter, weights in zip(parameters, kept, strict=True):
+        for parameter, weights in zip(parameters, weights_before, strict=True):
             parameter.copy_(weights)
     return found
 
 
 def ours(model: Path, losses: dict[str, Loss]) -> tuple[list[Sequence], dict[str, tuple[dict[str, float], Tensors]]]:
-    """The batch, and our step on it with each loss. With a learning rate of 0 the weights stay."""
+    """Make the batch, and our step on it with each loss; the learning rate is 0, so that weights do not change."""
     with held_port() as port:
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ |= world | {"MASTER_PORT": str(port)}
@@ -223,7 +227,7 @@ def ours(model: Path, losses: dict[str, Loss]) -> tuple[list[Sequence], dict[str
 
 
 def theirs(python: Path, model: Path, sequences: list[Sequence], losses: dict[str, Loss]) -> dict[str, Tensors]:
-    """TRL's gradients with each loss, in its own process."""
+    """Return TRL's gradients with each loss, computed in its own process."""
     with tempfile.TemporaryDirectory() as scratch:
         job = {
             "folder": scratch,
@@ -247,36 +251,36 @@ def theirs(python: Path, model: Path, sequences: list[Sequence], losses: dict[st
 
 
 def compare(ours: Tensors, theirs: Tensors) -> dict[str, Any]:
-    """Relative differences: of the parameter that differs most, and of the whole gradient."""
+    """Return the relative differences of the parameter that differs most, and of the whole gradient."""
     if ours.keys() != theirs.keys():
-        raise RuntimeError(f"there are gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())}")
+        raise RuntimeError(f"these parameters have only one gradient: {sorted(ours.keys() ^ theirs.keys())}")
     apart = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours}
     worst = max(apart, key=lambda name: apart[name])
     whole = torch.cat([theirs[name].flatten() for name in ours])
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in ours])
-    of_all = float(difference.norm() / whole.norm())
-    return {"largest": apart[worst], "parameter": worst, "all": of_all, "norm": float(whole.norm())}
+    relative = float(difference.norm() / whole.norm())
+    return {"largest": apart[worst], "parameter": worst, "all": relative, "norm": float(whole.norm())}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     head = ["loss", "gradient's norm", "limited tokens", "difference of all", "of the parameter that differs most", ""]
     lines = [head, ["---"] * len(head)]
-    for name, of_loss in found.items():
-        shares = [f"{of_loss['norm']:.4g}", f"{of_loss['limited']:.1%}", f"{of_loss['all']:.1e}"]
-        lines.append([name, *shares, f"{of_loss['largest']:.1e}", of_loss["parameter"]])
+    for name, difference in found.items():
+        shares = [f"{difference['norm']:.4g}", f"{difference['limited']:.1%}", f"{difference['all']:.1e}"]
+        lines.append([name, *shares, f"{difference['largest']:.1e}", difference["parameter"]])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main(s: Settings) -> None:
     losses = {name: loss for name, loss in LOSSES.items() if not s.only or name in s.only}
     python, model = trl_environment.ensure(gpu=False), make_model("main", 0, ROOT / ".cache")
-    sequences, of_us = ours(model, losses)
-    of_trl = theirs(python, model, sequences, losses)
+    sequences, our_steps = ours(model, losses)
+    trl_gradients = theirs(python, model, sequences, losses)
     found = {}
-    for name, (metrics, mine) in of_us.items():
+    for name, (metrics, mine) in our_steps.items():
         limited = metrics["clipped"] + (1 - metrics["importance_weight"])
-        found[name] = compare(mine, of_trl[name]) | {"limited": limited}
-    parameters = len(of_trl[next(iter(losses))])
+        found[name] = compare(mine, trl_gradients[name]) | {"limited": limited}
+    parameters = len(trl_gradients[next(iter(losses))])
     tokens = sum(len(sequence.completion) for sequence in sequences)
     summary = {"benchmark": "trl_gradients", "versions": trl_environment.versions(python), "parameters": parameters}
     summary |= {"sequences": len(sequences), "tokens": tokens, "bound": BOUND, "losses": found}
@@ -286,7 +290,7 @@ def main(s: Settings) -> None:
         (ROOT / "benchmarks" / "results" / f"{s.save}.txt").write_text(
             f"# python benchmarks/trl_gradients.py\n\n{shown}\n"
         )
-    if failed := [name for name, of_loss in found.items() if of_loss["largest"] > BOUND]:
+    if failed := [name for name, difference in found.items() if difference["largest"] > BOUND]:
         sys.exit(f"gradients differ by more than {BOUND:g}: {', '.join(failed)}")
 
 

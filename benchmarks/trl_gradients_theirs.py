@@ -1,8 +1,8 @@
 """TRL's side of trl_gradients.py, ``python -P trl_gradients_theirs.py JOB.json`` in TRL's own environment.
 
-For each loss of the job one step of ``GRPOTrainer.train()``. What it would generate, and the rewards, are those of the
-job (``rollout_func`` and a reward function); so are log-probs of other policies, where the loss has them. The gradients
-that the optimiser is given are written as NUMBER.safetensors to the job's folder.
+Makes one step of ``GRPOTrainer.train()`` for each loss of the job. Completions and rewards are those of the job
+(``rollout_func`` and a reward function), and so are log-probs of other policies, if the loss uses them. The gradients
+that the optimiser gets are written as NUMBER.safetensors to the job's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIVEN = {"old": "old_per_token_logps", "reference": "ref_per_token_logps"}
 
 
 class GivenBatch(GRPOTrainer):
-    """Log-probs of other policies are the job's."""
+    """A trainer with the job's log-probs of other policies."""
 
     given: dict[str, list[list[float]]]
 
@@ -31,14 +31,14 @@ class GivenBatch(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         for name, values in self.given.items():
             padded = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
-            for row, of_sequence in zip(padded, values, strict=True):
-                row[: len(of_sequence)] = torch.tensor(of_sequence)
+            for row, sequence in zip(padded, values, strict=True):
+                row[: len(sequence)] = torch.tensor(sequence)
             output[name] = padded
         return output
 
 
 class KeepGradients(TrainerCallback):
-    """Writes what the optimiser is given."""
+    """Writes the gradients that the optimiser gets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,8 +48,8 @@ class KeepGradients(TrainerCallback):
         save_file({name: value.grad.contiguous() for name, value in named}, self._path)
 
 
-def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
-    """A step of the whole batch in float32, without clipping of the gradient."""
+def config(job: dict[str, Any], loss: dict[str, Any]) -> GRPOConfig:
+    """Return the config of a step on the whole batch in float32, without clipping of the gradient."""
     return GRPOConfig(
         output_dir=job["folder"],
         max_steps=1,
@@ -68,12 +68,12 @@ def config(job: dict[str, Any], of_loss: dict[str, Any]) -> GRPOConfig:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **{"beta": 0.0} | of_loss,
+        **{"beta": 0.0} | loss,
     )
 
 
 def step(job: dict[str, Any], loss: dict[str, Any], path: Path) -> None:
-    """One step with a loss; its gradients go to ``path``."""
+    """Make one step with a loss, and write its gradients to ``path``."""
     sequences = job["sequences"]
     columns = {name: [sequence["columns"][name] for sequence in sequences] for name in ("old", "reference")}
 

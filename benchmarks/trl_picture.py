@@ -1,6 +1,6 @@
-"""Draws what trl.py has saved: seconds and CPU-seconds of a step by part, and reward by samples.
+"""Plots the results of trl.py: seconds and CPU-seconds of a step by part, and reward by samples.
 
-python benchmarks/trl_picture.py benchmarks/results/trl_main_cpu.json     # writes trl_main_cpu.png beside it
+python benchmarks/trl_picture.py benchmarks/results/trl_main_cpu.json     # writes trl_main_cpu.png next to it
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Stacked bars of CPU-seconds, marks of seconds, and curves of reward; means over seeds."""
+    """Plot stacked bars of CPU-seconds, marks of seconds, and curves of reward; means over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

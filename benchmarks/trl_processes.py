@@ -1,4 +1,4 @@
-"""A command and all processes below it: how long each step took, and what CPU time by part."""
+"""Runs a command and measures the seconds of each step, and the CPU time of all its processes by part."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from processes import ProcessTree, by_role
 from monarch_rl.runtime.process import die_with_parent
 
 POLL_S = 0.2
-"""Seconds between two looks at a run. A mark of CPU time is late by at most that; times of steps are the run's own."""
+"""Interval in seconds of looks at a run. Marks of CPU time are late by at most this; the run itself times its steps."""
 STOP_DEADLINE_S = 60.0
-"""Seconds that a run may take to end its own processes."""
+"""Deadline in seconds for a run to end its own processes."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Measured:
     steps: list[dict[str, Any]]
     """Lines of ``metrics.jsonl`` that are steps."""
     cpu_s: dict[int, dict[str, float]]
-    """CPU-seconds since the launch, by role, at the ends of the steps that were asked for."""
+    """CPU-seconds since the launch, by role, at the ends of the requested steps."""
     wall_s: dict[int, float]
     """Seconds since the launch at the ends of those steps."""
     total_s: float
     total_cpu_s: float
     others_cores: float
-    """Cores that other processes were busy on meanwhile, on average. On a quiet machine it is near 0."""
+    """Mean number of cores used by other processes meanwhile; near 0 on a quiet machine."""
 
 
 def steps_in(folder: Path) -> list[dict[str, Any]]:
-    """The steps in the ``metrics.jsonl`` somewhere under ``folder``; complete lines only."""
+    """The steps in a ``metrics.jsonl`` anywhere under ``folder``; complete lines only."""
     found = sorted(folder.rglob("metrics.jsonl"))
     lines = found[0].read_text().split("\n")[:-1] if found else []
     return [row for row in map(json.loads, lines) if "time/step_s" in row]
@@ -48,15 +48,15 @@ def steps_in(folder: Path) -> list[dict[str, Any]]:
 def measure(
     command: list[str], variables: dict[str, str], folder: Path, root: str, marks: list[int], deadline_s: float
 ) -> Measured:
-    """Run ``command``, which writes ``metrics.jsonl`` under ``folder``; note its CPU time after the steps ``marks``.
+    """Run ``command``, which writes ``metrics.jsonl`` under ``folder``; record its CPU time after the steps ``marks``.
 
     Args:
-        variables: of the environment, beside this process's own.
+        variables: environment variables, in addition to those of this process.
         root: role of the command's own process.
-        deadline_s: seconds that all of it may take.
+        deadline_s: deadline of the whole command in seconds.
 
     Raises:
-        RuntimeError: it failed, or took longer; with the end of its output, which is in ``folder/log``.
+        RuntimeError: the command failed, or took longer; with the end of its output, which is in ``folder/log``.
     """
     cpu_s: dict[int, dict[str, float]] = {}
     wall_s: dict[int, float] = {}
@@ -68,7 +68,7 @@ def measure(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | variables,
-            preexec_fn=_end_with_driver,  # however the driver ends, no run stays behind
+            preexec_fn=_end_with_driver,  # no run outlives the driver
         )
         try:
             tree = ProcessTree(process.pid, root)
@@ -94,7 +94,7 @@ def measure(
 
 
 def _machine_busy_s() -> float:
-    """CPU-seconds that this machine has been busy since it started."""
+    """Return the CPU-seconds that this machine has been busy since it started."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice + times.irq + times.softirq)
 

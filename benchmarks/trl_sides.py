@@ -20,14 +20,14 @@ from monarch_rl.settings.cli import cli  # noqa: E402
 JobName = Literal["main", "syllogism"]
 MODEL_DEADLINE_S = 1800.0
 LOSS_TYPES = {"constant": "dr_grpo", "token_mean": "dapo", "sequence_mean": "grpo"}
-"""TRL's name of each of our aggregations: the same weights of tokens (grpo_trainer.py, ``_compute_loss``)."""
+"""TRL's name for each of our aggregations, with the same token weights (grpo_trainer.py, ``_compute_loss``)."""
 REWARD_SCALES = {"dr_grpo": "none", "grpo": "group"}
-"""TRL's name of each of our advantages."""
+"""TRL's name for each of our advantages."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job in the words of the recipe, from which TRL's settings follow."""
+    """A job as flags of the recipe, from which TRL's settings follow."""
 
     arguments: tuple[str, ...]
     """Of recipes/grpo.py."""
@@ -42,12 +42,12 @@ SYLLOGISM = (
     "--trainer.lr 1e-5 --trainer.logprob-chunk 128"
 )
 JOBS = {"main": Job((), 250, 10, 200), "syllogism": Job(tuple(SYLLOGISM.split()), 20, 2, 40)}
-"""The recipe's own job, and the README's example of a real model."""
+"""The recipe's default job, and the README's example of a real model."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the ways to do the job."""
+    """A layout of this project, or TRL with some threads."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class Side:
 
 
 def sides(devices: int) -> dict[str, Side]:
-    """All sides by a short name.
+    """Return all sides by a short name.
 
     Args:
-        devices: GPUs, of which ours gives half to either side and TRL takes all; 0 is a CPU.
+        devices: number of GPUs, which this project divides equally between trainer and engines; 0 is a CPU.
     """
     lag0 = ("--buffer.max-policy-lag", "0")
     if devices:
@@ -79,7 +79,7 @@ def sides(devices: int) -> dict[str, Side]:
 
 
 def make_model(job: JobName, seed: int, scratch: Path) -> Path:
-    """The model that both sides begin with. Seeds other than 0 have random weights of their own in the main job."""
+    """Return the initial model of both sides. Seeds other than 0 have their own random weights in the main job."""
     if job == "syllogism":
         folder = ROOT / ".cache" / "smollm2-135m-instruct"
         command = ["tools/smollm2.py", "--output", str(folder)]
@@ -94,13 +94,13 @@ def make_model(job: JobName, seed: int, scratch: Path) -> Path:
 
 
 def recipe_arguments(job: Job, model: Path, seed: int, steps: int) -> list[str]:
-    """Of recipes/grpo.py, alike for all sides. One held-out item: accuracy is measured afterwards, for both alike."""
+    """Return the arguments of recipes/grpo.py for all sides. One held-out item: accuracy is measured afterwards."""
     seeds = ["--task.seed", str(seed), "--generator.random-seed", str(1000 * seed)]
     return ["--model", str(model), "--steps", str(steps), "--held-out", "1", *seeds, *job.arguments]
 
 
 def ours(side: Side, arguments: list[str], folder: Path) -> list[str]:
-    """The command of our side. TRL's loss is divided by the tokens that a completion may have."""
+    """Return the command of our side. TRL's loss is divided by the maximum number of tokens of a completion."""
     tokens = cli(grpo.Settings, args=arguments).rollout.max_new_tokens
     loss = ["--trainer.loss.max-tokens", str(tokens)]
     recipe = str(ROOT / "recipes" / "grpo.py")
@@ -108,14 +108,14 @@ def ours(side: Side, arguments: list[str], folder: Path) -> list[str]:
 
 
 def theirs(python: Path, description: Path, devices: int) -> list[str]:
-    """The command of TRL's side: one process, or one for each GPU."""
+    """Return the command of TRL's side: one process, or one per GPU."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if devices else []
     # -P: not this folder's trl.py
     return [str(python), "-P", *launcher, str(ROOT / "benchmarks" / "trl_train.py"), str(description)]
 
 
 def describe(arguments: list[str], side: Side, seed: int, held_out: int, folder: Path) -> dict[str, Any]:
-    """The job for trl_train.py and trl_evaluate.py: what the recipe would do with ``arguments``."""
+    """Return the job for trl_train.py and trl_evaluate.py that equals the recipe with ``arguments``."""
     s = cli(grpo.Settings, args=arguments)
     if not isinstance(s.objective, PPOClip):
         raise ValueError(

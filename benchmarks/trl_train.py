@@ -22,11 +22,11 @@ from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, score
 
 
 def config(job: dict[str, Any], world: int) -> GRPOConfig:
-    """The job in TRL's words; ``world``: processes that share a batch.
+    """Return TRL's config for the job; ``world`` is the number of processes that share a batch.
 
-    Where TRL's default differs from ours in what is learned, it takes ours. Switched off is what only costs time here:
-    gradient checkpointing (a second forward pass), bfloat16 (slow on a CPU), pinned memory, checkpoints, bars. One
-    generation, one forward and one backward pass make a step, unless ``trl_microbatch`` says otherwise.
+    Defaults that affect learning are ours. Features that only cost time here are off: gradient checkpointing (a second
+    forward pass), bfloat16 (slow on a CPU), pinned memory, checkpoints, bars. One generation, one forward and one
+    backward pass make a step, unless ``trl_microbatch`` says otherwise.
     """
     samples = job["groups_per_step"] * job["group_size"] // world
     micro = min(job["trl_microbatch"] or samples, samples)
@@ -64,7 +64,7 @@ def config(job: dict[str, Any], world: int) -> GRPOConfig:
 
 
 def dataset(job: dict[str, Any], source: TaskSource, chat: bool) -> Dataset:
-    """The training items in their order, as many as the steps need."""
+    """Return the training items in their order, as many as the steps need."""
     count = job["steps"] * job["groups_per_step"]
     prompts = [source.item(index).prompt for index in range(count)]
     rows = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
@@ -72,7 +72,7 @@ def dataset(job: dict[str, Any], source: TaskSource, chat: bool) -> Dataset:
 
 
 class Steps(TrainerCallback):
-    """Writes a line for each step, by the names of our ``metrics.jsonl``."""
+    """Writes a line per step, with the keys of our ``metrics.jsonl``."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
@@ -106,7 +106,7 @@ def main(path: Path) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), job["lr"], tuple(job["betas"]), weight_decay=job["weight_decay"], fused=True
     )
-    # torchtitan's warm-up (components/optimizer/lr_scheduler.py); that of transformers begins with a rate of 0
+    # torchtitan's warm-up (components/optimizer/lr_scheduler.py); transformers' warm-up begins with a rate of 0
     warmup = max(1, job["lr_warmup_steps"])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
     trainer = GRPOTrainer(

@@ -1,4 +1,4 @@
-"""The buffer's own core, driven in virtual time: no process, no sleeping, the same result for the same seed."""
+"""The buffer's core in virtual time: no processes, no sleeping, and the same result for the same seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monarch_rl.episode.serialization import SerializedEpisode, SerializedGroup
 
 @dataclass
 class Outcome:
-    """What happened until the last batch was trained."""
+    """Result of a simulation until its last batch was trained."""
 
     trained: list[int] = field(default_factory=list)
     """Group ids in order of training."""
@@ -26,19 +26,19 @@ class Outcome:
 def drive(
     core: BufferCore, seconds_of: Callable[[int], float], places: int, step_s: float, publish_s: float, steps: int
 ) -> Outcome:
-    """Play, train and publish ``steps`` batches.
+    """Roll out, train and publish ``steps`` batches.
 
     Args:
-        core: a fresh one.
-        seconds_of: how long a group takes, by its id; a token is drawn by the version served at that moment.
-        places: groups that are played at once, at most.
+        core: a new buffer core.
+        seconds_of: returns the seconds of a group by its id; a token is sampled by the version served at that moment.
+        places: maximum number of concurrent groups.
         step_s: seconds of an optimiser step.
-        publish_s: seconds until a trained version is served; the next step goes on meanwhile.
+        publish_s: seconds until a trained version is served; the next step continues meanwhile.
         steps: optimiser steps.
     """
     out, order, now = Outcome(), itertools.count(), 0.0
     ends: list[tuple[float, int, str, int]] = []
-    """Time, order among events of the same time, kind of event, and its number."""
+    """Events: time, order among events of the same time, kind, and number."""
     began: dict[int, int] = {}
     training, free_since = False, 0.0
     while len(out.trained) < steps * core.groups_per_step:

@@ -1,11 +1,11 @@
-"""How fast each transport sends weights of each size, beside what the machine can do; and how much all else slows down.
+"""Rate of each transport for weights of each size, relative to the machine's, and the slowdown of everything else.
 
     python benchmarks/weights.py
     python benchmarks/weights.py --sizes-mb 3 30 --transports collective shared_memory
 
 A real trainer mesh of two ranks and a real engine of one replica hold a random Qwen3 of each size. Versions are
-published by each transport in turn, alone, and while the engine decodes. Prints a line per size and, last, all figures
-as one line of JSON; --plot draws rate against size. benchmarks/README.md says what each figure means.
+published by each transport in turn, alone, and while the engine decodes. Prints a line per size and, last, everything
+as one line of JSON; --plot draws rate against size. benchmarks/README.md describes the keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import weights_raw
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside, Load
+from speed_generator import Load, ObservedGenerator
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
@@ -41,7 +41,7 @@ from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, Transport
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))
-"""Hidden size of the models, by the largest number of bytes for which it is used."""
+"""Hidden size of the models, by the maximum number of bytes for which it is used."""
 VOCABULARY = 64
 NOT_MEASURED = ["several hosts", "several replicas", "ibverbs", "GPUs, where the device is cpu"]
 
@@ -53,23 +53,23 @@ class Settings:
     sizes_mb: tuple[float, ...] = (3, 30, 300, 1000)
     """Bytes of a version, in MB (1e6), about."""
     transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
-    """Which to measure."""
+    """Transports to measure."""
     versions: int = 6
-    """Versions published by each, after one that warms up; medians are taken."""
+    """Versions per transport, after one that warms up; medians count."""
     requests: int = 8
-    """Requests that are kept in flight."""
+    """Requests in flight."""
     cache: Path = Path(".cache/benchmark-weights")
     """Folder for the models."""
     plot: Path | None = None
-    """PNG file to draw."""
+    """PNG file to write."""
     dtype: str = "auto"
     """Served dtype: float32 on CPUs, bfloat16 on GPUs."""
     adapter_rank: int = 8
-    """Rank of the LoRA adapters that the first transport sends, too, for comparison; 0 leaves them out."""
+    """Rank of the LoRA adapters that the first transport also sends, for comparison; 0 omits them."""
 
 
 def model_of(size_mb: float, cache: Path) -> Path:
-    """A random Qwen3 whose float32 weights take about this many MB; it needs no tokenizer."""
+    """Make a random Qwen3 whose float32 weights take about this many MB, without a tokenizer."""
     hidden = next(width for limit, width in WIDTHS if size_mb * 1e6 <= limit)
     # 4 query and 2 key heads of 32, and an MLP 3 times as wide.
     layer = 4 * (9 * hidden + 384) * hidden
@@ -94,7 +94,7 @@ def model_of(size_mb: float, cache: Path) -> Path:
 
 
 async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings = FULL_TRAINING) -> dict[str, Any]:
-    """All transports with one model, or with adapters to it; their figures by name."""
+    """Measure all transports with one model, or with adapters to it; returns the results by transport."""
     load = Load(s.requests, 32, 48, VOCABULARY)
     groups = make_groups(VOCABULARY, 2, 2, 16, 16)  # steps about as long as transfers
     steps = len(s.transports) * (s.versions + 1) * 4 + 2  # see one_transport
@@ -104,35 +104,35 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
         Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2, lora)
     )
     dtype = served_dtype(settings, cluster)
-    figures: dict[str, Any] = {}
+    by_transport: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
-        figures[name] = await one_transport(training, generator, publisher, load, s.versions)
+        by_transport[name] = await one_transport(training, generator, publisher, load, s.versions)
     nbytes = publisher.transfer_group.manifest.nbytes
     copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
-    await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
-    for found in figures.values():
+    await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their process group")
+    for found in by_transport.values():
         found["decoding_stops_over_copy"] = found["decoding_stops_ms"] / (copy * 1e3)
         found["decoding_stops_goal_ms"] = 1.5 * copy * 1e3 + 5
-    return {"bytes": nbytes, "local_copy_ms": copy * 1e3, **figures}
+    return {"bytes": nbytes, "local_copy_ms": copy * 1e3, **by_transport}
 
 
 async def start_generator(
     cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int, lora: LoraSettings
-) -> GeneratorBeside:
-    generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", GeneratorBeside)
+) -> ObservedGenerator:
+    generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", ObservedGenerator)
     await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0, lora), "the generator to start")
     return generator
 
 
 async def one_transport(
-    training: Training, generator: GeneratorBeside, publisher: Publisher, load: Load, versions: int
+    training: Training, generator: ObservedGenerator, publisher: Publisher, load: Load, versions: int
 ) -> dict[str, Any]:
-    """Publish versions one after the other: alone, then while the engine decodes, then beside training steps, too."""
+    """Publish versions one after the other: alone, then while the engine decodes, then also during training steps."""
     alone = [await one_version(training, generator, publisher) for _ in range(1 + versions)]
-    decoding, idle, steps, beside = [], [], [], []
+    decoding, idle, steps, steps_during_transfer = [], [], [], []
     async with keep_busy(generator, load):
         for _ in range(1 + versions):
             version = await one_version(training, generator, publisher)
@@ -141,7 +141,7 @@ async def one_transport(
             await asyncio.sleep(version.seconds)
             steps.append((await training.step(DEADLINE_S))[0])
             await publisher.publish(training.version)
-            beside.append((await training.step(DEADLINE_S))[0])
+            steps_during_transfer.append((await training.step(DEADLINE_S))[0])
             await publisher.wait_until_served()
     tokens = await within(DEADLINE_S, generator.emitted.call_one(), "the times of the tokens")
     windows = [(version.started, version.started + version.seconds) for version in decoding]
@@ -163,19 +163,19 @@ async def one_transport(
         "commit_call_ms": median(version.commit.seconds for version in decoding) * 1e3,
         # Within a few short windows there may be no token at all.
         "tokens_during_transfer": _rate(tokens, windows[1:]) / undisturbed if undisturbed else None,
-        "step_beside_transfer": median(beside) / median(steps),
+        "step_beside_transfer": median(steps_during_transfer) / median(steps),
     }
 
 
 @dataclass(frozen=True)
 class Version:
-    """What one version cost."""
+    """Cost of publishing a version."""
 
     started: float
     swap: PublishReport
     commit: CommitReport
     shared: bool
-    """Whether the snapshot writes where engines read: then it is the transfer."""
+    """Whether the snapshot writes to memory that engines read, and so is the transfer."""
 
     @property
     def transfer_s(self) -> float:
@@ -183,7 +183,7 @@ class Version:
 
     @property
     def seconds(self) -> float:
-        """Snapshot and transfer."""
+        """Seconds of snapshot and transfer."""
         return self.swap.snapshot_s + self.swap.transfer_s
 
     @property
@@ -191,26 +191,26 @@ class Version:
         return self.commit.paused_seconds
 
 
-async def one_version(training: Training, generator: GeneratorBeside, publisher: Publisher) -> Version:
-    """Make a step and publish its version, with no step beside it."""
+async def one_version(training: Training, generator: ObservedGenerator, publisher: Publisher) -> Version:
+    """Make a step and publish its version, without a concurrent step."""
     await training.step(DEADLINE_S)
     started = time.perf_counter()
     await publisher.publish(training.version)
     await publisher.wait_until_served()
     assert publisher.last is not None
-    stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+    stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's stats")
     commit = CommitReport(**stats["last_commit"])
     return Version(started, publisher.last, commit, publisher.transfer_group.settings.transport == "shared_memory")
 
 
 def _rate(tokens: list[float], windows: list[tuple[float, float]]) -> float:
-    """Tokens a second of the streamed request within the windows."""
+    """Return the tokens per second of the streamed request within the windows."""
     seconds = sum(until - since for since, until in windows)
     return sum(since <= token < until for token in tokens for since, until in windows) / seconds
 
 
 def main(s: Settings) -> None:
-    figures: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     quiet_imports()
     for size in s.sizes_mb:
         model = model_of(size, s.cache)
@@ -229,16 +229,16 @@ def main(s: Settings) -> None:
         for name, goal in (("collective", "gloo"), ("rdma", "rdma"), ("shared_memory", "shared_memory")):
             if name in found:
                 found[name]["of_raw"] = found[name]["gb_per_s"] / raw[f"{goal}_gb_per_s"]
-        figures.append(found)
+        results.append(found)
         print(json.dumps(short(found)), flush=True)
     if s.plot is not None:
-        draw(figures, s)
+        draw(results, s)
     done = {"benchmark": "weights", "device": kind, "cores": os.cpu_count(), "not_measured": NOT_MEASURED}
-    print(json.dumps(done | {"sizes": short(figures), "settings": asdict(replace(s, cache=None, plot=None))}))  # type: ignore[arg-type]
+    print(json.dumps(done | {"sizes": short(results), "settings": asdict(replace(s, cache=None, plot=None))}))  # type: ignore[arg-type]
 
 
-def draw(figures: list[dict[str, Any]], s: Settings) -> None:
-    """Rate against size, transports with solid lines and yardsticks with dashed ones."""
+def draw(results: list[dict[str, Any]], s: Settings) -> None:
+    """Plot rate against size: transports with solid lines, references with dashed ones."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -246,11 +246,11 @@ def draw(figures: list[dict[str, Any]], s: Settings) -> None:
 
     assert s.plot is not None
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    sizes = [found["bytes"] / 1e6 for found in figures]
+    sizes = [found["bytes"] / 1e6 for found in results]
     for name in s.transports:
-        axes.plot(sizes, [found[name]["gb_per_s"] for found in figures], "o-", label=name)
-    for name in figures[0]["raw"]:
-        axes.plot(sizes, [found["raw"][name] for found in figures], "--", label="raw " + name.removesuffix("_gb_per_s"))
+        axes.plot(sizes, [found[name]["gb_per_s"] for found in results], "o-", label=name)
+    for name in results[0]["raw"]:
+        axes.plot(sizes, [found["raw"][name] for found in results], "--", label="raw " + name.removesuffix("_gb_per_s"))
     axes.set(xscale="log", yscale="log", xlabel="MB of a version", ylabel="GB/s", title="Weights, trainer to generator")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

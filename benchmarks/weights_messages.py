@@ -1,10 +1,10 @@
-"""The part of a publication's time that does not depend on the bytes: its calls, one by one.
+"""Time of a publication that does not depend on the size of the weights: its calls, one by one.
 
     python benchmarks/weights_messages.py
 
-Two trainer ranks and a replica hold a model so small that its bytes take next to no time. The calls that
-pipeline/publishing.py makes for a version are made by hand, in the same order, with nothing else running, and timed.
-Prints the figures last, as one line of JSON; benchmarks/README.md says what each means.
+Two trainer ranks and a replica have a model so small that its bytes take almost no time. The calls that
+pipeline/publishing.py makes for a version are made and timed here in the same order, with nothing else running. Prints
+the times last, as one line of JSON; benchmarks/README.md describes the keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from reporting import run_benchmark, short
-from speed_generator import GeneratorBeside
+from speed_generator import ObservedGenerator
 from speed_trainer import Training, make_groups, plan_of
 from weights import DEADLINE_S, VOCABULARY, model_of, start_generator
 
@@ -47,9 +47,9 @@ class Settings:
     size_mb: float = 3.0
     """Bytes of a version, in MB (1e6), about."""
     transports: tuple[TransportName, ...] = tuple(TRANSPORTS)
-    """Which to measure."""
+    """Transports to measure."""
     versions: int = 20
-    """Versions by each transport, after two that warm up; medians are taken."""
+    """Versions per transport, after two that warm up; medians count."""
     cache: Path = Path(".cache/benchmark-weights")
     """Folder for the model."""
 
@@ -61,7 +61,7 @@ class Stopwatch:
         self.taken: dict[str, list[float]] = defaultdict(list)
 
     async def time(self, name: str, *calls: Awaitable[Any]) -> list[Any]:
-        """Await all ``calls`` at once; returns their answers."""
+        """Await all ``calls`` concurrently; returns their answers."""
         started = time.perf_counter()
         answers = await within(DEADLINE_S, asyncio.gather(*calls), name)
         self.note(name, time.perf_counter() - started)
@@ -71,8 +71,8 @@ class Stopwatch:
         self.taken[name].append(seconds * 1e3)
 
 
-async def one_version(watch: Stopwatch, training: Training, generator: GeneratorBeside) -> None:
-    """A step, and the calls of its publication."""
+async def one_version(watch: Stopwatch, training: Training, generator: ObservedGenerator) -> None:
+    """Make a step, and the calls of its publication."""
     await training.step(DEADLINE_S)
     trainer, ranks, version = training.trainer, members(training.trainer), training.version
     slot = version % SNAPSHOTS
@@ -89,7 +89,7 @@ async def one_version(watch: Stopwatch, training: Training, generator: Generator
 
 
 async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    """Medians by transport, in milliseconds."""
+    """Return medians by transport, in milliseconds."""
     steps = len(s.transports) * (s.versions + 2)
     plan = plan_of(model, TrainerSettings(), steps, 16)
     settings = GeneratorSettings(replicas=1, max_total_tokens=8192)
@@ -98,18 +98,18 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
         start_generator(cluster, model, settings, 2, FULL_TRAINING),
     )
     dtype = served_dtype(settings, cluster)
-    figures: dict[str, Any] = {}
+    by_transport: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
         watch = Stopwatch()
         for _ in range(2 + s.versions):
             await one_version(watch, training, generator)
-        figures[name] = {called: statistics.median(taken[2:]) for called, taken in watch.taken.items()}
+        by_transport[name] = {called: statistics.median(taken[2:]) for called, taken in watch.taken.items()}
     nbytes = publisher.transfer_group.manifest.nbytes
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
-    await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
-    return {"bytes": nbytes, **figures}
+    await within(DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their process group")
+    return {"bytes": nbytes, **by_transport}
 
 
 def main(s: Settings) -> None:
@@ -118,10 +118,10 @@ def main(s: Settings) -> None:
     with launch_cluster() as cluster:
         if cluster is None:
             return
-        figures = asyncio.run(measure(cluster, s, model))
+        result = asyncio.run(measure(cluster, s, model))
         kind = cluster.devices.kind
     done = {"benchmark": "weights_messages", "device": kind, "cores": os.cpu_count(), "versions": s.versions}
-    print(json.dumps(done | short(figures)))
+    print(json.dumps(done | short(result)))
 
 
 if __name__ == "__main__":

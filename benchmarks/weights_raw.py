@@ -1,4 +1,4 @@
-"""What the machine can do with the same bytes, without code of this project: the yardsticks of weights.py."""
+"""Rates of the machine for the same bytes, without code of this project: the references of weights.py."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TIMEOUT_S = 300
 
 
 def measure(cluster: Cluster, nbytes: int) -> dict[str, float]:
-    """GB/s of one thread: a copy, a copy into shared memory, a gloo broadcast from one process to another, and a
-    read of one actor's ``RDMABuffer`` by another, as Monarch is configured by the launch."""
+    """Return GB/s of one thread: a copy, a copy into shared memory, a gloo broadcast between two processes, and a read
+    of one actor's ``RDMABuffer`` by another, with the launch's configuration of Monarch."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target, area = torch.zeros_like(source), Area(nbytes)
     threads = torch.get_num_threads()
@@ -44,7 +44,7 @@ def measure(cluster: Cluster, nbytes: int) -> dict[str, float]:
 
 
 def _rate(nbytes: int, work: Callable[[], object]) -> float:
-    """The first round, in which pages are touched, does not count."""
+    """Return the median without the first round, in which pages are touched."""
     seconds = []
     for _ in range(1 + ROUNDS):
         started = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Where the CPU time of a rollout worker goes, by area, of a run that is under way on this machine.
+"""CPU time of a rollout worker by area, for a run in progress on this machine.
 
     pip install py-spy                        # not in the lock
     python benchmarks/cpu_by_process.py --steps 100 &
     python benchmarks/worker_profile.py --seconds 20
 
-Samples the event loop of the first rollout worker that is found; a sample counts for the innermost of its frames that
-belongs to an area. Shares hold beside other work, too.
+Samples the event loop of the first rollout worker that is found; a sample counts for its innermost frame that belongs
+to an area. Shares are also meaningful on a busy machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AREAS = {
     "packing of groups": ("monarch_rl/episode/",),
     "episodes and the worker": ("monarch_rl/rollout/", "monarch_rl/tasks/"),
 }
-"""Parts of file names, the first that fits counts."""
+"""Areas with parts of file names; the first match counts."""
 OTHER = "event loop"
 
 
@@ -46,7 +46,7 @@ class Settings:
     rate: int = 200
     """Samples a second."""
     pid: int = 0
-    """Of the worker; 0 is the first that is found."""
+    """Process id of the worker; 0 uses the first one that is found."""
 
 
 def main(settings: Settings) -> None:
@@ -65,15 +65,15 @@ def main(settings: Settings) -> None:
 
 
 def worker() -> int:
-    """The pid of a rollout worker on this machine."""
+    """Return the process id of a rollout worker on this machine."""
     for process in psutil.process_iter(["cmdline"]):
         if any(part.startswith(TITLE) for part in process.info["cmdline"] or []):
             return int(process.pid)
-    sys.exit(f"no process of this machine is called {TITLE}: start a run first")
+    sys.exit(f"no process {TITLE} on this machine: start a run first")
 
 
 def count(lines: list[str]) -> Counter[str]:
-    """Samples by area. A line has the frames of a sample, from the outermost on, and how often it was seen."""
+    """Return the samples by area. A line has the frames of a sample, outermost first, and their number of samples."""
     found: Counter[str] = Counter()
     for line in lines:
         stack, number = line.rsplit(" ", 1)
@@ -84,7 +84,7 @@ def count(lines: list[str]) -> Counter[str]:
 
 
 def area_of(frames: list[str]) -> str:
-    """The area of the innermost frame that has one."""
+    """Return the area of the innermost frame that has one."""
     for frame in reversed(frames):
         for area, parts in AREAS.items():
             if any(part in frame for part in parts):

@@ -72,7 +72,7 @@ class Evaluated:
         return cls(place)
 
     @property
-    def begun_with(self) -> str:
+    def initial_model(self) -> str:
         """The model that the run started from."""
         return str(self.settings.get("model", self.place))
 
@@ -152,20 +152,20 @@ def main() -> int:
     )
     own, flags = parser.parse_known_args()
     evaluated = Evaluated.of(own.model)
-    arguments = [f"--model={evaluated.begun_with}", *flags]
+    arguments = [f"--model={evaluated.initial_model}", *flags]
     recipe = load_recipe(own.task, arguments, evaluated.settings_for(own.task), evaluated.writer)
     with model_of(evaluated, recipe.settings.generator, devices()) as (model, version):
         recipe = replace(recipe, settings=replace(recipe.settings, model=model))
         register_modules(own.task)
         with host_for(recipe.frozen) as cluster:
             results = asyncio.run(evaluate(recipe, version, cluster))
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for result in results:
         print(f"{result.plan.held_out or 'held-out items'} of {recipe.task.name}: {result}")
         for failure in result.first.values():
             print(failure, file=sys.stderr)
-        figures |= result.metrics()
-    print(json.dumps(figures))
+        metrics |= result.metrics()
+    print(json.dumps(metrics))
     return 0
 
 

@@ -213,16 +213,16 @@ def main(arguments: list[str] | None = None) -> int:
     commit = _git(given.root, "rev-parse", "--short", "HEAD").strip()
     lines: list[str] = []
 
-    def say(line: str) -> None:
+    def write_line(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
         if given.out is not None:
             given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    say(f"# python tools/faults.py{' --clean' * given.clean}")
-    say(f"# commit {commit}{', changed' if _git(given.root, 'status', '--porcelain', 'src', 'tests') else ''}")
-    say("| fault | what it breaks | caught by | tier | CPU-seconds |")
-    say("|---|---|---|---|---|")
+    write_line(f"# python tools/faults.py{' --clean' * given.clean}")
+    write_line(f"# commit {commit}{', changed' if _git(given.root, 'status', '--porcelain', 'src', 'tests') else ''}")
+    write_line("| fault | what it breaks | caught by | tier | CPU-seconds |")
+    write_line("|---|---|---|---|---|")
     tiers: list[str] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = Copy(given.root, Path(folder))
@@ -234,13 +234,13 @@ def main(arguments: list[str] | None = None) -> int:
                 caught, why = try_fault(fault, copy, given.clean)
             tiers += [caught["tier"]] if caught is not None else []
             by, tier = ("NOTHING", "-") if caught is None else (caught["test"].removeprefix("tests/"), caught["tier"])
-            say(f"| {fault.id} | {fault.what} | `{by}` | {tier} | {_cpu_s() - before:.0f} |")
+            write_line(f"| {fault.id} | {fault.what} | `{by}` | {tier} | {_cpu_s() - before:.0f} |")
             if caught is not None:
                 message = " ".join(caught["message"].split())[:200]
                 print(f"{fault.id}: {caught['error']}: {message}", file=sys.stderr, flush=True)
             if why:
                 print(f"{fault.id} is not caught: {why}", file=sys.stderr, flush=True)
-    say(f"{len(tiers)} of {len(faults)} caught, {len(tiers) - tiers.count('rest')} in the default tier")
+    write_line(f"{len(tiers)} of {len(faults)} caught, {len(tiers) - tiers.count('rest')} in the default tier")
     return 0 if len(tiers) == len(faults) else 1
 
 

@@ -86,10 +86,10 @@ class _File:
         if any(self._is_time(value) and _is_difference(value) for value in given):
             return f"`{_short(node)}` waits for the rest of a wall-clock deadline: wait with {PATIENCE}"
         seconds = [number for value in given if (number := self._number(value, node)) is not None]
-        of_a_test = ast.unparse(node.func) == "pytest.mark.timeout"
-        if not any(TICK_S <= number < (SHORT_TEST_S if of_a_test else SHORT_S) for number in seconds):
+        is_test_limit = ast.unparse(node.func) == "pytest.mark.timeout"
+        if not any(TICK_S <= number < (SHORT_TEST_S if is_test_limit else SHORT_S) for number in seconds):
             return None
-        if of_a_test:
+        if is_test_limit:
             return f"`{_short(node)}` is less than {SHORT_TEST_S:g} s, which a machine that pauses may take"
         return f"`{_short(node)}` waits for less than {SHORT_S:g} s: wait with {PATIENCE}"
 
@@ -120,8 +120,8 @@ class _File:
             return False
         if ast.unparse(function.value) == "time":
             return True
-        of_a_loop = function.attr == "time" and "loop" in _last_name(_called_function(function.value))
-        return of_a_loop and not self._is_virtual
+        is_loop_time = function.attr == "time" and "loop" in _last_name(_called_function(function.value))
+        return is_loop_time and not self._is_virtual
 
     @cached_property
     def _times(self) -> set[tuple[ast.AST | None, str]]:

@@ -273,9 +273,9 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
         costs["route_bytes_per_token"] = sum(x.nbytes for x in expert_routes) / sum(map(len, expert_routes))
     if "truncated" in readings:
         sets = [episode.sampling_masks for episode in readings["truncated"].group.episodes]
-        drawn_tokens = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
+        sampled_tokens = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
         costs["kept_ids_per_token"] = (
-            sum(len(sampling_masks.ids) for sampling_masks in sets if sampling_masks is not None) / drawn_tokens
+            sum(len(sampling_masks.ids) for sampling_masks in sets if sampling_masks is not None) / sampled_tokens
         )
         costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
     return Differences(rows, top, routes_differ, rerouted, costs)

@@ -56,16 +56,16 @@ async def play_at(opened: Table, indices: range, console: Console) -> int:
     """Run an episode of each of these training items and print it; returns how many episodes failed."""
     failed = 0
     for index in indices:
-        played = await opened.train_episode(index)
+        sequences = await opened.train_episode(index)
         console.rule(Text(f"{opened.task.name}, item {index}"), align="left")
-        if isinstance(played, EpisodeFailed):
-            show(played, console)
+        if isinstance(sequences, EpisodeFailed):
+            show(sequences, console)
         else:
-            for number, sequence in enumerate(played):
-                if len(played) > 1:
+            for number, sequence in enumerate(sequences):
+                if len(sequences) > 1:
                     console.print(Text(described(sequence, number), style="bold"))
                 show(sequence, console)
-        failed += isinstance(played, EpisodeFailed)
+        failed += isinstance(sequences, EpisodeFailed)
     return failed
 
 
@@ -76,28 +76,28 @@ def described(sequence: Episode, number: int) -> str:
     return f"sequence {number}{seat}" + (f", from turn {fork.turns} of sequence {fork.sequence} on" if fork else "")
 
 
-def show(played: Episode | EpisodeFailed, console: Console) -> None:
+def show(sequence: Episode | EpisodeFailed, console: Console) -> None:
     """Print a sequence of an episode, or an episode that failed."""
-    for message in played.messages:
+    for message in sequence.messages:
         show_message(message, console)
-    if isinstance(played, EpisodeFailed):
-        console.print(Text(f"failed: {played.failure}", style="bold red"), soft_wrap=True)
+    if isinstance(sequence, EpisodeFailed):
+        console.print(Text(f"failed: {sequence.failure}", style="bold red"), soft_wrap=True)
         return
-    parts = "".join(f", {name} {value:g}" for name, value in played.parts.items())
-    given = [turn.reward for turn in played.turns]
-    of_turns = ", ".join("none" if reward is None else f"{reward:g}" for reward in given)
-    if any(reward is not None for reward in given):
-        parts += f"; of its turns: {of_turns}"
-    info = f" {played.info}" if played.info else ""
-    ended = f"{played.num_trainable} tokens sampled, ended by {played.finish_reason}"
-    console.print(Text(f"reward {played.reward:g}{parts} ({ended}){info}", style="bold"), soft_wrap=True)
+    parts = "".join(f", {name} {value:g}" for name, value in sequence.parts.items())
+    rewards = [turn.reward for turn in sequence.turns]
+    listed = ", ".join("none" if reward is None else f"{reward:g}" for reward in rewards)
+    if any(reward is not None for reward in rewards):
+        parts += f"; of its turns: {listed}"
+    info = f" {sequence.info}" if sequence.info else ""
+    ended = f"{sequence.num_trainable} tokens sampled, ended by {sequence.finish_reason}"
+    console.print(Text(f"reward {sequence.reward:g}{parts} ({ended}){info}", style="bold"), soft_wrap=True)
 
 
 def show_message(message: dict[str, Any], console: Console) -> None:
     """Print a message with its role."""
     style = COLOURS.get(message["role"], "")
-    said = Text.assemble((f"{message['role']:>9}  ", f"bold {style}"), (message["content"], style))
-    console.print(said, soft_wrap=True)
+    text = Text.assemble((f"{message['role']:>9}  ", f"bold {style}"), (message["content"], style))
+    console.print(text, soft_wrap=True)
 
 
 def main() -> int:

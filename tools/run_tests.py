@@ -263,14 +263,14 @@ def pytest(arguments: Sequence[str]) -> Results:
                     process.wait(END_S)
                 process.kill()
         folder = Path(plan)
-        said = read(folder / "outcomes.json")
+        stored = read(folder / "outcomes.json")
         tiers = {test: tier for file in folder.glob("tiers-*.json") for test, tier in read(file).items()}
         costs = {test: Cost(*cost) for file in folder.glob("costs-*.json") for test, cost in read(file).items()}
-        outcomes, logs, skips = (said.get(name, {}) for name in ("outcomes", "logs", "skips"))
+        outcomes, logs, skips = (stored.get(name, {}) for name in ("outcomes", "logs", "skips"))
         heavy = {test for file in folder.glob("heavy-*.json") for test in read(file)}
         given = folder / "given.txt"
-        handed_out = set(given.read_text().splitlines()) if given.exists() else set()
-        return Results(code, outcomes, logs, tiers, costs, read(folder / "left_out.json"), skips, heavy, handed_out)
+        assigned = set(given.read_text().splitlines()) if given.exists() else set()
+        return Results(code, outcomes, logs, tiers, costs, read(folder / "left_out.json"), skips, heavy, assigned)
 
 
 def read(file: Path) -> Any:

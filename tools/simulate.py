@@ -64,7 +64,7 @@ def line(plan: Plan, found: RunMetrics) -> str:
     )
 
 
-def figures(found: RunMetrics) -> dict[str, Any]:
+def as_json(found: RunMetrics) -> dict[str, Any]:
     return {
         "step_s": found.step_s,
         "trainer_idle_share": found.trainer_idle_share,
@@ -112,7 +112,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def main(settings: Settings, made: Made | None) -> None:
+def main(settings: Settings, measured: Made | None) -> None:
     gc.freeze()  # exempts the many objects of libraries from garbage collection
     started, simulated = time.perf_counter(), 0
 
@@ -124,10 +124,12 @@ def main(settings: Settings, made: Made | None) -> None:
         return found
 
     summary: dict[str, Any] = {}
-    if made is not None:
-        found = predicted(made.plan, made.costs)
-        print(f"That run took {made.step_s:.3g} s per step; predicted: {found.step_s / made.step_s:.0%} of that.")
-        summary["run"] = {"step_s": made.step_s, "predicted_over_observed": found.step_s / made.step_s}
+    if measured is not None:
+        found = predicted(measured.plan, measured.costs)
+        print(
+            f"That run took {measured.step_s:.3g} s per step; predicted: {found.step_s / measured.step_s:.0%} of that."
+        )
+        summary["run"] = {"step_s": measured.step_s, "predicted_over_observed": found.step_s / measured.step_s}
     cases = search(settings.plan, settings.devices, settings.max_lag, predicted)
     best = recommend(cases)
     draw(cases, best, settings.output)
@@ -137,9 +139,9 @@ def main(settings: Settings, made: Made | None) -> None:
         "max_policy_lag": best.max_policy_lag,
         "trainer_devices": best.plan.trainer_devices,
         "replicas": best.plan.replicas,
-        **figures(best.found),
+        **as_json(best.found),
         "gain_over_depth_0": gain(cases, best),
-        "simulated_runs": len(cases) + (made is not None),
+        "simulated_runs": len(cases) + (measured is not None),
         "virtual_steps_per_s": simulated / seconds,
         "cases": [
             {"max_policy_lag": c.max_policy_lag, "trainer_devices": c.plan.trainer_devices, "replicas": c.plan.replicas}
@@ -164,9 +166,9 @@ def parse() -> tuple[Settings, Made | None]:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--from-run", type=Path)
     folder = first.parse_known_args()[0].from_run
-    made = read_run(folder) if folder is not None else None
-    default = Settings(plan=made.plan, costs=made.costs) if made is not None else Settings()
-    return tyro.cli(Settings, default=default, description=__doc__), made
+    measured = read_run(folder) if folder is not None else None
+    default = Settings(plan=measured.plan, costs=measured.costs) if measured is not None else Settings()
+    return tyro.cli(Settings, default=default, description=__doc__), measured
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def hogs(number: int) -> Iterator[None]:
 
 def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
     """Run the command once; returns its exit code. If interrupted, ends the command and raises :class:`Interrupted`."""
-    draw, began = random.Random(seed), time.monotonic()
+    rng, began = random.Random(seed), time.monotonic()
     mark = f"{os.getpid()}-{began:.6f}"
     # SPT_NOENV, because SGLang's process titles would overwrite the environment that /proc shows.
     environment = os.environ | {MARK: mark, "SPT_NOENV": "1"}
@@ -196,13 +196,13 @@ def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
     tree, standstill = Tree(process.pid, f"{MARK}={mark}".encode()), Standstill()
     stops = 0
     try:
-        at = time.monotonic() + draw.expovariate(1 / every_s)
+        at = time.monotonic() + rng.expovariate(1 / every_s)
         while process.poll() is None:
             time.sleep(LOOK_S)
             tree.look()
             if time.monotonic() < at:
                 continue
-            seconds = draw.uniform(0, stop_s)
+            seconds = rng.uniform(0, stop_s)
             standstill.begin(tree)
             stops += 1
             alone = f", {len(standstill.left_alone)} stopped before" if standstill.left_alone else ""
@@ -210,7 +210,7 @@ def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
             time.sleep(seconds)
             standstill.end()
             standstill = Standstill()
-            at = time.monotonic() + draw.expovariate(1 / every_s)
+            at = time.monotonic() + rng.expovariate(1 / every_s)
     except BaseException as error:
         standstill.end()
         end(process, tree, error.signum if isinstance(error, Interrupted) else signal.SIGTERM)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a reader who follows a call by hand visits: files of ``src/monarch_rl``, and those turned back to.
+"""Counts the files of ``src/monarch_rl`` that a reader visits, and revisits, when following a call by hand.
 
     python tools/visits.py                              launch(settings) of the main recipe, until the first process
     python tools/visits.py --tree ../base --list        ... of another tree, with every file in order
@@ -138,7 +138,7 @@ def follow_batch(tree: Path) -> None:
     settings = TrainerSettings(ranks=1)
     policy = Policy(ROOT / MODEL, settings, total_steps=2)
     functions = TrainingFunctions.of_settings(settings.loss).load()
-    # What only the first batch does, such as to compile, is no part of the path.
+    # Work of only the first batch, such as compiling, is not part of the path.
     step.train(policy, packed_shard(policy, 0), functions, batches.MAX_NEW_TOKENS)
     reader = Reader(tree, "trainer/step.py", "train")
     second = packed_shard(policy, 1)

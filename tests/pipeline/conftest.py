@@ -1,4 +1,4 @@
-"""What tests of trainers and generators together share."""
+"""Fixtures of the tests that run trainers and generators together."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import pytest
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from tests.pipeline.system import PRELOADS
 
-OF_A_TEST = ("trainer", "buffer")
-"""Meshes that belong to the test which has spawned them; replicas belong to its module."""
+MESHES_OF_A_TEST = ("trainer", "buffer")
+"""Meshes that end with the test that spawned them; replicas live as long as the test module."""
 
 
 class SharedCluster:
-    """One cluster after the other, because a process can have only one at a time: a start costs 20 CPU-seconds."""
+    """One cluster at a time, because a process can have only one; starting one costs 20 CPU-seconds."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
         self._cluster: Cluster | None = None
 
     def get(self) -> Cluster:
-        """The cluster that is open, or a new one."""
+        """Return the open cluster, or start one."""
         if self._cluster is None:
             self._cluster = self._open.enter_context(launch_cluster(PRELOADS))
             assert self._cluster is not None
-            asyncio.run(preloaded(self._cluster))
+            asyncio.run(wait_for_preloads(self._cluster))
         return self._cluster
 
     def close(self) -> None:
-        """End the cluster: the next one may be another's."""
+        """End the cluster, so that other code can start its own."""
         self._cluster = None
         self._open.close()
 
 
-async def preloaded(cluster: Cluster) -> None:
-    """Wait until all processes are forked with their imports behind them."""
+async def wait_for_preloads(cluster: Cluster) -> None:
+    """Wait until every fork server has done its imports."""
     for preload in PRELOADS:
         await cluster.fork_server.imported(preload.name)
 
 
 def end_meshes(cluster: Cluster, names: Collection[str] | None = None) -> None:
-    """End the processes of meshes of these names, or of all: idle ones take time from the others."""
+    """End the meshes with these names, or all of them: idle processes take time from others."""
 
     async def end() -> None:
         for mesh in [spawned.mesh for spawned in cluster._meshes if names is None or spawned.name in names]:
@@ -57,7 +57,7 @@ SHARED = SharedCluster()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the cluster before tests of another folder run in this process: they may start one of their own."""
+    """End the cluster before tests of another folder run in this process: they may start their own."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
         SHARED.close()
 
@@ -69,7 +69,7 @@ def shared_cluster() -> SharedCluster:
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: SharedCluster) -> Iterator[Cluster]:
-    """That of the modules before it, with no processes but the hosts'."""
+    """The shared cluster, with only the host processes running."""
     cluster = shared_cluster.get()
     yield cluster
     end_meshes(cluster)
@@ -80,4 +80,4 @@ def _ranks_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]
     cluster = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
     yield
     if cluster is not None:
-        end_meshes(cluster, OF_A_TEST)
+        end_meshes(cluster, MESHES_OF_A_TEST)

@@ -1,4 +1,4 @@
-"""What engine ranks hold, joined to Hugging Face's tensors by SGLang's rules, and not by what a commit knows."""
+"""Parameters of engine ranks, joined into Hugging Face tensors by SGLang's rules, not by the commit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generator.helpers import EXPERT_WIDTH, HEAD_DIM, HEADS, KV_HEADS, VOC
 from tests.pipeline.system import InspectedGenerator, System
 
 ROWS, COLUMNS = 0, 1
-"""Dimensions along which a tensor is cut among ranks."""
+"""Dimensions along which a tensor is split among ranks."""
 
 
 def read_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -24,11 +24,11 @@ def read_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(files[rank]) for rank in range(len(files))]
 
 
-async def held_by_all(system: System[InspectedGenerator], scratch: Path) -> dict[str, torch.Tensor]:
+async def check_engine_weights(system: System[InspectedGenerator], scratch: Path) -> dict[str, torch.Tensor]:
     """Check that the joined parameters of all engine ranks equal the trainer's full tensors bit for bit.
 
     Args:
-        scratch: a folder to make others in.
+        scratch: parent folder of the files that are written.
 
     Returns:
         The trainer's tensors, by name.
@@ -54,7 +54,7 @@ def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
     q, k and v lie in one parameter, gate and up in another; each rank has its heads or columns of each of them.
     All experts of a layer lie in two parameters; each rank has its columns of every expert, padded. The vocabulary is
-    padded before it is cut. Norms and routers are on every rank, and must be the same on all.
+    padded before it is split. Norms and routers are on every rank, and must be the same on all.
     """
     joined = {}
     for name in ranks[0]:
@@ -62,11 +62,11 @@ def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         module = name.split(".")[-2]
         if module == "qkv_proj":
             rows = [heads * HEAD_DIM // len(ranks) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-            for letter, cut in zip("qkv", zip(*(part.split(rows) for part in parts), strict=True), strict=True):
-                joined[name.replace("qkv_proj", f"{letter}_proj")] = torch.cat(cut, ROWS)
+            for letter, shards in zip("qkv", zip(*(part.split(rows) for part in parts), strict=True), strict=True):
+                joined[name.replace("qkv_proj", f"{letter}_proj")] = torch.cat(shards, ROWS)
         elif module == "gate_up_proj":
-            for half, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in parts), strict=True), strict=True):
-                joined[name.replace("gate_up_proj", f"{half}_proj")] = torch.cat(cut, ROWS)
+            for half, shards in zip(("gate", "up"), zip(*(part.chunk(2) for part in parts), strict=True), strict=True):
+                joined[name.replace("gate_up_proj", f"{half}_proj")] = torch.cat(shards, ROWS)
         elif module == "experts":
             joined |= _join_experts(name, parts)
         elif module in ("o_proj", "down_proj"):
@@ -89,8 +89,8 @@ def _join_experts(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tenso
             joined[f"{prefix}.{expert}.down_proj.weight"] = _unpadded(held, COLUMNS)
             continue
         assert kind == "w13_weight", name
-        for half, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in held), strict=True), strict=True):
-            joined[f"{prefix}.{expert}.{half}_proj.weight"] = _unpadded(cut, ROWS)
+        for half, shards in zip(("gate", "up"), zip(*(part.chunk(2) for part in held), strict=True), strict=True):
+            joined[f"{prefix}.{expert}.{half}_proj.weight"] = _unpadded(shards, ROWS)
     return joined
 
 

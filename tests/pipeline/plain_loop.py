@@ -1,9 +1,9 @@
-"""GRPO as a plain synchronous loop, on transformers and a bare SGLang engine: what depth 0 must equal.
+"""GRPO as a plain synchronous loop, on transformers and a bare SGLang engine: the reference for a run with lag 0.
 
     plain_loop.py MODEL_FOLDER SETTINGS_JSON OUTPUT_FILE
 
 The engine lives in a child process, because SGLang patches transformers. Nothing of trainer, generator, buffer,
-weights or pipeline is used: only the task, its scorer and the rule for seeds, which state the problem.
+weights or pipeline is used: only the task, its scorer and the rule for seeds, which define the problem.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 ENGINE_S = 600.0
-"""Seconds in which the engine starts or answers on a crowded machine: some 15, and 1."""
+"""Deadline for a start or an answer of the engine on a crowded machine; usually about 15 s and 1 s."""
 
 
 def serve(model: str, pipe: Connection, parent: int) -> None:
-    """Answer ``(state, prompts, seeds, max_new_tokens, end)`` with ``(ids, logprobs)`` drawn under ``state``."""
+    """Answer ``(state, prompts, seeds, max_new_tokens, end)`` with ``(ids, logprobs)``, sampled from ``state``."""
     from monarch_rl.runtime.process import die_with_parent
 
     die_with_parent(signal.SIGKILL, parent)  # a test that takes too long kills the loop, and must leave no engine
@@ -70,8 +70,8 @@ def serve(model: str, pipe: Connection, parent: int) -> None:
     engine.shutdown()
 
 
-def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """The weights after all steps; ``draw`` asks :func:`serve`."""
+def train(folder: Path, settings: dict[str, Any], generate: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """Return the weights after all steps; ``generate`` sends a request to :func:`serve`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from monarch_rl.rollout.policy import episode_seed
@@ -93,7 +93,7 @@ def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> d
                 prompts.append(tokenizer.encode(item.prompt))
                 seeds.append(episode_seed(settings["seed"], group, i))
             group += 1
-        sequences = draw(model.state_dict(), prompts, seeds, limit, tokenizer.eos_token_id)
+        sequences = generate(model.state_dict(), prompts, seeds, limit, tokenizer.eos_token_id)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sequences]
         rewards = torch.tensor([score(task, item.entry, text).reward for item, text in zip(items, texts, strict=True)])
         advantages = (rewards.view(-1, size) - rewards.view(-1, size).mean(1, keepdim=True)).flatten()
@@ -119,14 +119,14 @@ def main(model: str, settings: str, output: str) -> None:
     engine = context.Process(target=serve, args=(model, there, os.getpid()))
     engine.start()
 
-    def draw(state: dict[str, torch.Tensor], *request: Any) -> Any:
+    def generate(state: dict[str, torch.Tensor], *request: Any) -> Any:
         named = {name: value.detach().clone() for name, value in state.items() if name != "lm_head.weight"}
         here.send((named, *request))
         assert here.poll(ENGINE_S), f"the engine did not answer within {ENGINE_S:g} s"
         return here.recv()
 
     assert here.poll(ENGINE_S) and here.recv() == "ready", f"the engine did not start within {ENGINE_S:g} s"
-    trained = train(Path(model), json.loads(settings), draw)
+    trained = train(Path(model), json.loads(settings), generate)
     here.send(None)
     engine.join(60)
     save_file({name: value.contiguous() for name, value in trained.items() if name != "lm_head.weight"}, output)

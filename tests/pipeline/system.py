@@ -1,4 +1,4 @@
-"""A trainer mesh, generator replicas and a buffer as a recipe starts them, driven step by step by a test."""
+"""A trainer mesh, generator replicas and a buffer, started as by a recipe and driven step by step by a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.start import PRELOADS as OF_A_RUN
+from monarch_rl.pipeline.start import PRELOADS as RUN_PRELOADS
 from monarch_rl.pipeline.start import start_buffer, start_trainer, update
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime.cluster import Cluster
@@ -35,21 +35,21 @@ from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
 
-PRELOADS = [preload for preload in OF_A_RUN if preload.name != SCORING_PRELOAD]
-"""What the host imports once, as that of a run: most of a start is imports."""
+PRELOADS = [preload for preload in RUN_PRELOADS if preload.name != SCORING_PRELOAD]
+"""Imports that the host does once, as in a run: most of the start-up time is imports."""
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=60)
 ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
 LENGTHS = (300, 220)
-"""Tokens of the sequences that are drawn while versions come."""
+"""Tokens of the sequences that are generated while versions are published."""
 
 G = TypeVar("G", bound=Generator)
-"""The class of the generators."""
+"""Class of the generators."""
 
 
 class InspectedGenerator(Generator):
-    """A generator that also shows what its engine holds, and how much of each version came."""
+    """A generator whose engine weights and received bytes tests can inspect."""
 
     _received: tuple[int, ...] = ()
 
@@ -60,13 +60,13 @@ class InspectedGenerator(Generator):
 
     @concurrent_endpoint
     async def take_received(self) -> list[int]:
-        """The bytes of each version, or update to one, that came since the last call."""
+        """Bytes received for each version (or delta) since the last call."""
         received, self._received = self._received, ()
         return list(received)
 
     @concurrent_endpoint
     async def engine_waits(self) -> list[str]:
-        """What its requests wait for."""
+        """What the requests of the engine wait for."""
         return [wait.what for wait in self._running.requests.waits()]
 
     @concurrent_endpoint
@@ -77,14 +77,14 @@ class InspectedGenerator(Generator):
 
     @concurrent_endpoint
     async def flip_bit(self, snapshot: int, name: str) -> None:
-        """Change one bit of a tensor of the version received from ``snapshot``, or change it back."""
+        """Flip one bit of tensor ``name`` in the version received from ``snapshot``; a second call undoes it."""
         weights = self._weights_ready()
         spec = weights.manifest.tensors[weights.manifest.names.index(name)]
         spec.view(attach(weights.receiver.area(snapshot))).view(torch.uint8).view(-1)[spec.nbytes // 2].bitwise_xor_(1)
 
     @concurrent_endpoint
     async def engine_checksums(self) -> dict[str, str]:
-        """SGLang's own checksums of the parameters of an engine of one rank."""
+        """SGLang's own checksums of the parameters; the engine must have one rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         manager = self._running._sglang.manager
@@ -97,7 +97,7 @@ class InspectedGenerator(Generator):
 async def start_inspected(
     cluster: Cluster, model: Path, replicas: int, first_device: int, name: str, tp: int = 1, **engine: Any
 ) -> list[InspectedGenerator]:
-    """Like ``start_generators``, but inspected ones of ``tp`` ranks; ``engine``: arguments of setup()."""
+    """Like ``start_generators``, with inspected generators of ``tp`` ranks; ``engine`` holds arguments of setup()."""
     generators: list[InspectedGenerator] = []
     for index in range(replicas):
         device = first_device + index * tp
@@ -110,7 +110,7 @@ async def start_inspected(
 
 @dataclass
 class System(Generic[G]):
-    """Trainer, generators, buffer and publisher at some version."""
+    """Trainer, generators, buffer and publisher, all at ``version``."""
 
     trainer: Trainer
     generators: Sequence[G]
@@ -133,7 +133,7 @@ class System(Generic[G]):
         router_replay: RouterReplay = "off",
         temperature: float = 1.0,
     ) -> System[G]:
-        """A fresh trainer on the first devices, whose weights are published as ``version`` to running generators."""
+        """Start a trainer on the first devices and publish its weights as ``version`` to running generators."""
         buffer = await start_buffer(cluster, GROUPS, BufferSettings(1), version)
         settings = TrainerSettings(ranks, expert_parallel, router_replay, lr=lr, lora=lora)
         plan = TrainerPlan(model, settings, 100, temperature, NEW_TOKENS)
@@ -144,56 +144,56 @@ class System(Generic[G]):
         await publisher.wait_until_served()
         return system
 
-    async def publish_by(self, transfer: TransferSettings) -> None:
-        """Send versions as ``transfer`` says from here on; the newest is sent again, to replicas that have none yet."""
+    async def use_transfer(self, transfer: TransferSettings) -> None:
+        """Connect again with other transfer settings and publish the newest version once more."""
         self.publisher = await Publisher.connect(
             self.trainer, dict(enumerate(self.generators)), self.buffer, transfer, "float32"
         )
         await self.publisher.publish(self.version)
         await self.publisher.wait_until_served()
 
-    async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
-        """Completions of all prompts at once, spread over the replicas."""
-        # No controller replaces a lost replica: the last one's end is the request's.
+    async def generate(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
+        """Return completions of all prompts, generated concurrently and spread over the replicas."""
+        # No controller replaces a lost replica: when the last one is lost, the request fails.
         dispatcher = Dispatcher(self.generators, 120.0, max_losses=len(self.generators) - 1)
-        drawing = (dispatcher.generate(prompt, sampling, group) for group, prompt in enumerate(prompts))
-        return list(await asyncio.gather(*drawing))
+        requests = (dispatcher.generate(prompt, sampling, group) for group, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*requests))
 
     @asynccontextmanager
-    async def drawing(self) -> AsyncIterator[list[Completion]]:
-        """Draw one set of sequences after the other while the block runs; then all completions are in the list.
+    async def generating(self) -> AsyncIterator[list[Completion]]:
+        """Generate sequences while the block runs; afterwards the list holds all completions.
 
-        Two lengths: where one set ends and the next has not begun, sequences of the other length are being drawn.
+        There are two lengths, so that sequences of one length are in flight between two sets of the other.
         """
         completions: list[Completion] = []
         block_runs = True
 
-        async def keep_drawing(first: int, tokens: int) -> None:
+        async def keep_generating(first: int, tokens: int) -> None:
             while block_runs:
-                completions.extend(await self.draw([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
+                completions.extend(await self.generate([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
 
-        drawing = asyncio.gather(*[keep_drawing(5 + i, tokens) for i, tokens in enumerate(LENGTHS)])
+        requests = asyncio.gather(*[keep_generating(5 + i, tokens) for i, tokens in enumerate(LENGTHS)])
         yield completions
         block_runs = False
-        await drawing
+        await requests
 
-    async def play(self, seed: int, sampling: Sampling = ALL_TOKENS) -> list[Group]:
-        """Admit and play one batch of groups with random prompts and rewards, and put it into the buffer."""
+    async def submit_batch(self, seed: int, sampling: Sampling = ALL_TOKENS) -> list[Group]:
+        """Admit one batch of groups, generate answers to random prompts, and submit them with random rewards."""
         rng = np.random.default_rng(seed)
         groups = []
         for _ in range(GROUPS):
             ticket = await self.buffer.admit.call_one("test", 30.0)
             assert ticket is not None
             prompt = rng.integers(3, VOCABULARY, 6).tolist()
-            completions = await self.draw([prompt] * SIZE, sampling)
+            completions = await self.generate([prompt] * SIZE, sampling)
             episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
             groups.append(Group(ticket.group_id, 0, episodes))
             await self.buffer.submit.call_one(serialize_group(groups[-1]))
         return groups
 
     async def step(self, seed: int, sampling: Sampling = ALL_TOKENS) -> dict[str, float]:
-        """Play, update, publish, and wait until the new version is served; returns the update's metrics."""
-        await self.play(seed, sampling)
+        """Submit a batch, update, publish, and wait until the new version is served; returns the update's metrics."""
+        await self.submit_batch(seed, sampling)
         metrics = await update(self.trainer, self.buffer, self.version, Patience(60.0))
         self.version += 1
         await self.publisher.publish(self.version)
@@ -201,10 +201,10 @@ class System(Generic[G]):
         return metrics[0]
 
     async def mismatch(self, seed: int, sampling: Sampling = ALL_TOKENS) -> float:
-        """The largest difference between the log-probs of engine and trainer, over tokens drawn now."""
+        """The largest difference between the log-probs of engine and trainer, over newly sampled tokens."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(12)]
-        completions = await self.draw(prompts, sampling)
+        completions = await self.generate(prompts, sampling)
         assert {int(v) for c in completions for v in c.policy_versions} == {self.version}
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         answers = await self.trainer.logprobs.call([serialize_group(Group(0, 0, episodes))], self.version)

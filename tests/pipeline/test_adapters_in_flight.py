@@ -1,4 +1,4 @@
-"""Trainer and generators with low-rank adapters, with real ones of both: only adapters travel, and both agree."""
+"""LoRA with a real trainer and real generators: only adapters are sent, and log-probs of both agree."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.pipeline.system import ENGINES, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"
-"""The tensor in which another model differs."""
+"""The tensor in which the other model differs."""
 
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Path) -> None:
-    """They are refused by engines that hold another model than the trainer's."""
+def test_adapters_are_published_while_sequences_are_sampled(cluster: Cluster, tmp_path: Path) -> None:
+    """Engines whose base model differs from the trainer's refuse them."""
     model, other = (make_model(tmp_path / name, "qwen3") for name in ("model", "other"))
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
@@ -40,11 +40,11 @@ def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Pat
         assert len(names) == 2 * 2 * 7
         assert all(".lora_A." in name or ".lora_B." in name for name in names)
         assert await system.mismatch(seed=1) < LOGPROB_BOUND
-        async with system.drawing() as completions:
+        async with system.generating() as completions:
             for seed in range(3):
                 await system.step(seed)
                 assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
-        assert any(len({*c.policy_versions.tolist()}) > 1 for c in completions), "no update came during a sequence"
+        assert any(len({*c.policy_versions.tolist()}) > 1 for c in completions), "no update arrived during a sequence"
         await save(system.trainer, tmp_path / "saved")
 
     asyncio.run(go())

@@ -1,4 +1,4 @@
-"""When checkpoints are made, and of which version. Over simulated actors, whose trainer has nothing to write."""
+"""When checkpoints are saved, and of which version; over simulated actors."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from tests.patience import happened, until
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
 DISK_S = 300.0
-"""Virtual seconds that a checkpoint takes, in which many steps could be made."""
+"""Virtual seconds for writing a checkpoint; many steps fit into them."""
 SUPERVISED_S = 3.0
-"""Of a supervised step."""
+"""Virtual seconds of a supervised step."""
 
 
 class SavingTrainer(SimulatedTrainer):
-    """Whose checkpoint is a number, and whose disk is slow."""
+    """A trainer whose checkpoint is only a version number, on a slow disk."""
 
     version = copies = 0
     broken = False
-    """One rank has waited in vain for another."""
+    """Whether writing fails, as if one rank had waited in vain for another."""
     plans: Sequence[SupervisedPlan] = ()
-    """Of the rows that it was handed."""
+    """Plans of the supervised rows that the trainer received."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.new_groups: list[bool] = []
-        """Whether a copy was made with another group, by copy."""
+        """For each staged copy, whether it used a new process group."""
 
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
-        figures = await super().update(version, batch_deadline_s)
+        metrics = await super().update(version, batch_deadline_s)
         self.version = version + 1
-        return figures
+        return metrics
 
     async def use_rows(self, plan: SupervisedPlan) -> int:
         self.plans = [*self.plans, plan]
@@ -85,20 +85,20 @@ class SavingTrainer(SimulatedTrainer):
 
 
 @asynccontextmanager
-async def begun(
+async def simulated_run(
     folder: Path, checkpoints: CheckpointSettings, **settings: Any
 ) -> AsyncIterator[tuple[Run, SavingTrainer]]:
     actors = simulated_actors(PLAN, Costs(), grain=8)
     trainer = SavingTrainer(Costs(), PLAN.trainer_devices, 8, actors.buffer)
     mesh: Any = LocalMesh([trainer])
-    of_run = replace(run_settings(PLAN, 1e9), checkpoint=checkpoints, **settings)
-    async with Run.open(of_run, folder=folder) as run:
+    run_plan = replace(run_settings(PLAN, 1e9), checkpoint=checkpoints, **settings)
+    async with Run.open(run_plan, folder=folder) as run:
         await run.begin(replace(actors, trainer=mesh))
         yield run, trainer
 
 
 def newest(folder: Path) -> int:
-    """Its version, which all parts have."""
+    """Return the version of the newest checkpoint; all its parts must have it."""
     version, path = list(complete(folder / "checkpoints").items())[-1]
     assert read_manifest(path).version == read_state(path / GROUPS)["version"] == version
     return version
@@ -106,10 +106,10 @@ def newest(folder: Path) -> int:
 
 @pytest.mark.parametrize("under_way_s", [0.0, 1.0, 100.0])
 def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Path, under_way_s: float) -> None:
-    """The disk still writes another checkpoint; the update under way has its batch, or none yet."""
+    """The disk is still writing another checkpoint, and the update in flight has its batch or still waits for it."""
 
     async def ends() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_steps=1, grace_s=1e6)) as (run, trainer):
+        async with simulated_run(tmp_path, CheckpointSettings(every_steps=1, grace_s=1e6)) as (run, trainer):
             async for step in run.steps(100):
                 await run.step()
                 if step == 2:
@@ -120,12 +120,12 @@ def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Pat
                     try:
                         raise KeyError("a mistake")
                     finally:
-                        seen.extend([run, trainer, copies])
+                        captured.extend([run, trainer, copies])
 
-    seen: list[Any] = []
+    captured: list[Any] = []
     with pytest.raises(KeyError, match="a mistake"):
         run_virtual(ends())
-    run, trainer, copies = seen
+    run, trainer, copies = captured
     assert newest(tmp_path) == run.version == trainer.version >= 2
     assert trainer.copies == copies + 1, "the model is copied once"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.version
@@ -133,7 +133,7 @@ def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Pat
 
 def test_a_signal_while_the_last_checkpoint_is_written_leaves_it_whole(tmp_path: Path) -> None:
     async def ends() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, trainer):
+        async with simulated_run(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, trainer):
             trainers.append(trainer)
             async for step in run.steps(3):
                 await run.step()
@@ -151,10 +151,10 @@ def test_a_signal_while_the_last_checkpoint_is_written_leaves_it_whole(tmp_path:
 
 @pytest.mark.parametrize(("minutes", "saved"), [(1e6, [2]), (0.0, [])])
 def test_a_loop_that_is_left_early_ends_with_a_checkpoint(tmp_path: Path, minutes: float, saved: list[int]) -> None:
-    """Unless none are to be made between steps: what comes after the loop may still fail."""
+    """Unless no checkpoints are due between steps: code after the loop may still fail."""
 
     async def left() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_minutes=minutes)) as (run, _):
+        async with simulated_run(tmp_path, CheckpointSettings(every_minutes=minutes)) as (run, _):
             async for step in run.steps(100):
                 await run.step()
                 if step == 2:
@@ -179,7 +179,7 @@ def mount(*arguments: str) -> None:
     try:
         subprocess.run(["mount", *arguments], check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a disk of its own needs the right to mount: {getattr(error, 'stderr', error)}")
+        pytest.skip(f"this test must be allowed to mount a file system: {getattr(error, 'stderr', error)}")
 
 
 def fill(disk: Path) -> None:
@@ -193,7 +193,7 @@ def empty(disk: Path) -> None:
 
 
 def refuse_bytes(disk: Path) -> None:
-    """No file of this process may grow: needs no rights, unlike the others."""
+    """Let no file of this process grow; unlike mounts, this needs no privileges."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -217,51 +217,51 @@ def make_writable(disk: Path) -> None:
     ("refuse", "accept"), [(refuse_bytes, accept_bytes), (fill, empty), (make_read_only, make_writable)]
 )
 @pytest.mark.usefixtures("capsys")  # pytest's own files could not grow
-def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step(
+def test_a_full_or_read_only_disk_costs_lines_and_checkpoints_but_no_step(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
     refuse: Callable[[Path], None],
     accept: Callable[[Path], None],
 ) -> None:
-    """It is said once and counted; the last good checkpoint stays, and the next one is made when the disk takes it."""
+    """It is reported once and counted. The last good checkpoint stays; the next one is saved once the disk works."""
     disk: Path = request.getfixturevalue("tmp_path" if refuse is refuse_bytes else "small_disk")
-    failed, kept = [], set[int]()
+    failed, saved = [], set[int]()
 
-    async def goes_on() -> None:
-        async with begun(disk, CheckpointSettings(every_steps=2, every_minutes=0)) as (run, _):
+    async def trains() -> None:
+        async with simulated_run(disk, CheckpointSettings(every_steps=2, every_minutes=0)) as (run, _):
             async for step in run.steps(14):
-                figures = await run.step()
-                failed.append(figures["checkpoint/failed"])
+                metrics = await run.step()
+                failed.append(metrics["checkpoint/failed"])
                 await run._checkpoints.settled()
                 if step == 5:
                     await asyncio.to_thread(refuse, disk)
                 if step == 11:
-                    kept.update(complete(disk / "checkpoints"))
+                    saved.update(complete(disk / "checkpoints"))
                     await asyncio.to_thread(accept, disk)
         assert run.version == 14
 
     with caplog.at_level(logging.WARNING):
         try:
-            run_virtual(goes_on())
+            run_virtual(trains())
         finally:
             accept_bytes(disk)
-    assert failed[:6] == [0] * 6 and 2 <= failed[-1] <= 3 and kept == {2, 4}
+    assert failed[:6] == [0] * 6 and 2 <= failed[-1] <= 3 and saved == {2, 4}
     assert newest(disk) == 14
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("of step 6: " in text and "of step 4" in text for text in said) == 1
-    assert sum("no checkpoint of step" in text for text in said) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("of step 6: " in text and "of step 4" in text for text in messages) == 1
+    assert sum("no checkpoint of step" in text for text in messages) == 1
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 14 - rows[-1]["checkpoint/lost_lines"] and (rows[0]["step"], rows[-1]["step"]) == (1, 14)
     assert (len(rows) < 14) == (refuse is not make_read_only)
 
 
-def test_trainer_ranks_that_could_not_write_have_another_group_for_the_next_checkpoint(
+def test_trainer_ranks_use_a_new_process_group_after_a_failed_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not so after a failure of the controller's own. While all fail, it is said once an hour."""
+    """A failure of the controller itself needs no new group. Repeated failures are reported once an hour."""
 
-    async def goes_on() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_steps=1, every_minutes=0)) as (run, trainer):
+    async def trains() -> None:
+        async with simulated_run(tmp_path, CheckpointSettings(every_steps=1, every_minutes=0)) as (run, trainer):
             async for step in run.steps(7):
                 trainer.broken = step in (3, 4, 5)  # while the checkpoint of the step before is written
                 if step == 6:  # the controller cannot make the folder of the next one
@@ -270,40 +270,40 @@ def test_trainer_ranks_that_could_not_write_have_another_group_for_the_next_chec
                 await run._checkpoints.settled()
                 if step == 4:
                     await asyncio.sleep(REPEAT_ERROR_S)
-            seen.append(trainer)
+            trainers.append(trainer)
 
-    seen: list[SavingTrainer] = []
+    trainers: list[SavingTrainer] = []
     with caplog.at_level(logging.ERROR):
-        run_virtual(goes_on())
-    assert seen[0].new_groups == [False, False, True, True, True, False, False]
-    assert list(complete(tmp_path / "checkpoints")) == [5, 7], "two are kept"
-    said = [re.findall(r"no checkpoint of step (\d+): ", record.getMessage()) for record in caplog.records]
-    assert said == [["2"], ["4"], ["6"]]
+        run_virtual(trains())
+    assert trainers[0].new_groups == [False, False, True, True, True, False, False]
+    assert list(complete(tmp_path / "checkpoints")) == [5, 7], "the two newest stay"
+    reported = [re.findall(r"no checkpoint of step (\d+): ", record.getMessage()) for record in caplog.records]
+    assert reported == [["2"], ["4"], ["6"]]
 
 
 @pytest.mark.parametrize("part", [RolloutLog.gather, Observer.step, FrozenMeter.metrics])
 def test_a_step_whose_log_is_interrupted_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Callable[..., Any]
 ) -> None:
-    """By a signal, whichever actor's answer is waited for."""
+    """A signal interrupts it, whichever actor's answer it waits for."""
     owner = {RolloutLog.gather: RolloutLog, Observer.step: Observer, FrozenMeter.metrics: FrozenMeter}[part]
     cancelled: list[Run] = []
 
     async def interrupted(self: Any, *arguments: Any) -> Any:
-        if run_of and run_of[0].version == 3 and not cancelled:
-            cancelled.append(run_of[0])
+        if runs and runs[0].version == 3 and not cancelled:
+            cancelled.append(runs[0])
             task = asyncio.current_task()
             assert task is not None
             asyncio.get_running_loop().call_later(0.5, task.cancel)
             await asyncio.sleep(1)
         return await part(self, *arguments)
 
-    run_of: list[Run] = []
+    runs: list[Run] = []
     monkeypatch.setattr(owner, part.__name__, interrupted)
 
     async def ends() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, _):
-            run_of.append(run)
+        async with simulated_run(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, _):
+            runs.append(run)
             async for _ in run.steps(100):
                 await run.step()
 
@@ -313,12 +313,12 @@ def test_a_step_whose_log_is_interrupted_is_logged_once(
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
-def test_what_the_journals_of_all_ranks_have_lost_is_a_metric(tmp_path: Path) -> None:
+def test_losses_of_all_ranks_journals_are_a_metric(tmp_path: Path) -> None:
     async def lost() -> dict[str, float]:
-        async with begun(tmp_path, CheckpointSettings(every_minutes=0)) as (run, _):
+        async with simulated_run(tmp_path, CheckpointSettings(every_minutes=0)) as (run, _):
             async for _ in run.steps(1):
-                figures = await run.update()
-                values = await run.log([figures[0] | {LOST: 1.0}, figures[0] | {LOST: 2.0}])
+                metrics = await run.update()
+                values = await run.log([metrics[0] | {LOST: 1.0}, metrics[0] | {LOST: 2.0}])
         return values
 
     assert run_virtual(lost())["journal/lost"] == 3.0
@@ -326,7 +326,7 @@ def test_what_the_journals_of_all_ranks_have_lost_is_a_metric(tmp_path: Path) ->
 
 
 class Savers:
-    """A trainer and a buffer at version 1, which write at once."""
+    """A trainer and a buffer at version 1 that write immediately."""
 
     checkpoint_bytes = 0
 
@@ -351,43 +351,43 @@ async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
 
 
 class StalledDisk:
-    """A checkpoint does not get its name before :meth:`go_on`."""
+    """A disk on which no checkpoint is renamed to its final name before :meth:`resume`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._goes_on, self._commit = threading.Event(), folders.commit
+        self._resumed, self._commit = threading.Event(), folders.commit
         monkeypatch.setattr(folders, "commit", self._stalled)
 
     def _stalled(self, *arguments: Any) -> Path:
-        happened(self._goes_on, "the disk to go on")
+        happened(self._resumed, "the disk to resume")
         return self._commit(*arguments)
 
-    async def waited_for(self) -> None:
+    async def until_waiting(self) -> None:
         def waits() -> bool:
             return any("flushed" in wait.what and wait.on == "the disk" for wait in wait_registry.waits())
 
         await until(waits, "a wait for the disk to flush")
 
-    def go_on(self) -> None:
-        self._goes_on.set()
+    def resume(self) -> None:
+        self._resumed.set()
 
 
-def test_a_wait_for_a_disk_that_stalls_at_the_end_of_a_checkpoint_is_named_so(
+def test_the_wait_for_a_stalled_disk_at_the_end_of_a_checkpoint_names_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the watch takes the controller, which waits for nobody, for what has ended a run that is done."""
+    """Otherwise the watch would blame the controller of a finished run, because it seems to wait for nobody."""
     disk = StalledDisk(monkeypatch)
 
     async def ends() -> Checkpoints:
         checkpoints = await one_checkpoint(tmp_path)
-        await disk.waited_for()
-        disk.go_on()
+        await disk.until_waiting()
+        disk.resume()
         await checkpoints.settled()
         return checkpoints
 
     assert asyncio.run(ends()).saved == 1
 
 
-def test_a_disk_that_stalls_for_good_costs_the_checkpoint_and_not_the_end_of_the_run(
+def test_a_disk_that_stalls_forever_costs_the_checkpoint_but_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = threading.Event()
@@ -405,10 +405,10 @@ def test_a_disk_that_stalls_for_good_costs_the_checkpoint_and_not_the_end_of_the
     assert "the checkpoint of step 1 to be flushed" in caplog.text
 
 
-def test_a_checkpoint_counts_once_it_has_its_name(
+def test_a_checkpoint_counts_once_its_folder_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever becomes of the link to it, and of older ones."""
+    """Errors with the link to it and with older checkpoints do not matter."""
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -426,7 +426,7 @@ def test_a_checkpoint_counts_once_it_has_its_name(
 
 def test_the_last_step_has_one_checkpoint(tmp_path: Path) -> None:
     async def whole() -> int:
-        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6)) as (run, trainer):
+        async with simulated_run(tmp_path, CheckpointSettings(every_minutes=1e6)) as (run, trainer):
             async for _ in run.steps(3):
                 await run.step()
         return trainer.copies

@@ -1,4 +1,4 @@
-"""With max_policy_lag 0 the asynchronous system is synchronous RL: the same updates as a plain loop, also resumed."""
+"""With max_policy_lag 0 the system is synchronous RL: it makes the updates of a plain loop, also after a resume."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SETTINGS = {"task": TASK, "steps": 3, "groups_per_step": 4, "group_size": 4, "ma
 
 
 PROGRAMS_S = 1200.0
-"""The limit of a program, by the clock of ``tests/patience.py``: some 40 s when nothing else runs."""
+"""Deadline of a program by the clock of ``tests/patience.py``; about 40 s when nothing else runs."""
 
 
 def run(scratch: Path, *commands: list[str]) -> None:
-    """Run programs of Python at the same time: each takes long to import what it needs. Their errors fail the test."""
+    """Run Python programs concurrently, because their imports take long; an error of one fails the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     programs = []
     try:
@@ -50,7 +50,7 @@ def run(scratch: Path, *commands: list[str]) -> None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove a run's later checkpoints, as if it had ended there."""
+    """Remove a run's later checkpoints, as if it had ended after ``step``."""
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
@@ -62,18 +62,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Compared:
-    """A run without lag and a plain loop, of the same settings."""
+    """A run without lag and a plain loop with the same settings."""
 
     model: Path
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     command: list[str]
-    """Of the run."""
+    """Command of the run."""
     plain: Path
-    """The weights of the plain loop."""
+    """File with the weights of the plain loop."""
 
     def check(self, trained: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        """The weights that the run made are those expected."""
+        """Check that the weights of a run are the expected ones."""
         start = weights(self.model)
         assert trained.keys() == expected.keys()
         for name in expected:
@@ -87,7 +87,7 @@ class Compared:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     scratch = tmp_path_factory.mktemp("depth_zero")
     model = scratch / "model"
-    # Of a random model nearly all rewards are alike, and what then moves its weights is rounding.
+    # A random model gets almost equal rewards, so that rounding errors would decide its updates.
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
     task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
     made = run_forked("trainer", ["tools/make_tiny_model.py", "--output", model, *size, *task], PROGRAMS_S, folder=ROOT)
@@ -131,7 +131,7 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(compared: Comp
 @pytest.mark.slow
 @pytest.mark.heavy
 @pytest.mark.timeout(3 * PROGRAMS_S)
-def test_so_does_a_run_that_is_resumed_after_its_first_step(compared: Compared, tmp_path: Path) -> None:
+def test_a_run_resumed_after_its_first_step_makes_the_same_updates(compared: Compared, tmp_path: Path) -> None:
     trained = weights(compared.folder / "model")
     forget_after(compared.folder, 1)
     run(tmp_path, [*compared.command, "--resume", str(compared.folder)])

@@ -1,4 +1,4 @@
-"""Evaluations between steps and beside them, over simulated actors; the best one is remembered."""
+"""Evaluations between steps and during them, over simulated actors; the best result is saved."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buff
 
 
 @asynccontextmanager
-async def begun(played: EvaluationSettings, folder: Path | None = None) -> AsyncIterator[Run]:
-    settings = replace(run_settings(PLAN, 1e6), held_out=40, evaluate_every=1, steps=20, evaluation=played)
+async def simulated_run(evaluation: EvaluationSettings, folder: Path | None = None) -> AsyncIterator[Run]:
+    settings = replace(run_settings(PLAN, 1e6), held_out=40, evaluate_every=1, steps=20, evaluation=evaluation)
     async with Run.open(settings, folder=folder) as run:
         await run.begin(simulated_actors(PLAN, Costs(), grain=8))
         yield run
 
 
 @virtual
-async def test_between_steps_one_version_plays_all_items_and_is_named() -> None:
-    async with begun(EvaluationSettings()) as run:
+async def test_an_evaluation_between_steps_uses_one_version_and_names_it() -> None:
+    async with simulated_run(EvaluationSettings()) as run:
         async for step in run.steps(3):
             await run.step()
             result = await run.evaluate()
             assert result.versions == (step, step) and f"version {step}" in str(result)
 
 
-def test_beside_training_steps_go_on_and_all_versions_are_named(tmp_path: Path) -> None:
+def test_steps_continue_during_an_evaluation_that_names_all_its_versions(tmp_path: Path) -> None:
     @virtual
     async def test() -> None:
-        async with begun(EvaluationSettings(share=0.02), tmp_path) as run:
+        async with simulated_run(EvaluationSettings(share=0.02), tmp_path) as run:
             async for step in run.steps(12):
                 await run.step()
                 await run.evaluate_after(step)
@@ -63,50 +63,54 @@ def test_beside_training_steps_go_on_and_all_versions_are_named(tmp_path: Path) 
 
 
 @virtual
-async def test_what_an_evaluation_beside_training_raises_ends_the_run() -> None:
+async def test_an_error_of_an_evaluation_during_training_ends_the_run() -> None:
     with pytest.raises(ValueError, match="'missing'"):
-        async with begun(EvaluationSettings(share=0.5, sets=("missing",))) as run:
+        async with simulated_run(EvaluationSettings(share=0.5, sets=("missing",))) as run:
             async for step in run.steps(3):
                 await run.step()
                 await run.evaluate_after(step)
 
 
-def test_a_best_result_that_the_disk_refuses_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = BestResult("held_out/reward", tmp_path / "run")
+def test_a_best_result_that_cannot_be_written_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best_result = BestResult("held_out/reward", tmp_path / "run")
     for version, value in enumerate((0.5, 0.75)):
-        assert kept.note(Measurement("held_out/reward", value, version))
-    kept.close()
+        assert best_result.note(Measurement("held_out/reward", value, version))
+    best_result.close()
     assert caplog.text.count("best.json") == 1
     (tmp_path / "run").mkdir()
     best = Measurement("held_out/reward", 1.0, 3)
-    assert kept.note(best)
-    kept.close()
+    assert best_result.note(best)
+    best_result.close()
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == asdict(best)
 
 
-def test_a_disk_that_stalls_holds_no_result_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_disk_does_not_delay_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = threading.Event()
     write = evaluation.write_whole
 
     def stalled(path: Path, content: str) -> None:
-        happened(disk, "the disk to go on")
+        happened(disk, "the disk to resume")
         write(path, content)
 
     monkeypatch.setattr(evaluation, "write_whole", stalled)
-    kept = BestResult("held_out/reward", tmp_path)
-    assert all(kept.note(Measurement("held_out/reward", value, version)) for value, version in ((0.5, 1), (1.0, 2)))
+    best_result = BestResult("held_out/reward", tmp_path)
+    assert all(
+        best_result.note(Measurement("held_out/reward", value, version)) for value, version in ((0.5, 1), (1.0, 2))
+    )
     assert not (tmp_path / "best.json").exists()
     disk.set()
-    kept.close()
+    best_result.close()
     assert json.loads((tmp_path / "best.json").read_text())["version"] == 2
 
 
-def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
-    kept = BestResult("held_out/reward", tmp_path)
-    found = [Measurement("held_out/reward", *of) for of in ((0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4))]
-    assert [kept.note(result) for result in found] == [True, False, False, True]
+def test_the_best_result_is_saved_and_reported(tmp_path: Path) -> None:
+    best_result = BestResult("held_out/reward", tmp_path)
+    found = [Measurement("held_out/reward", *result) for result in ((0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4))]
+    assert [best_result.note(result) for result in found] == [True, False, False, True]
     last = found[-1]
-    kept.close()
+    best_result.close()
     assert json.loads((tmp_path / "best.json").read_text()) == asdict(last)
     assert BestResult("held_out/reward", tmp_path, last).best == last
     assert BestResult("held_out/accuracy", tmp_path, last).best is None
@@ -114,41 +118,41 @@ def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
 
     @virtual
     async def test() -> None:
-        told: list[Measurement] = []
+        reported: list[Measurement] = []
 
-        async def tell(best: Measurement) -> None:
-            told.append(best)
+        async def report(best: Measurement) -> None:
+            reported.append(best)
 
-        async with begun(EvaluationSettings(best="held_out/reward")) as run:
-            run.on_best.append(tell)
+        async with simulated_run(EvaluationSettings(best="held_out/reward")) as run:
+            run.on_best.append(report)
             await run.evaluate()
-            assert run.best is not None and told == [run.best] and run.best.version == 0
+            assert run.best is not None and reported == [run.best] and run.best.version == 0
             await run.evaluate()
-            assert len(told) == 1
+            assert len(reported) == 1
 
     test()
 
 
 @virtual
-async def test_the_first_of_named_sets_tells_which_version_is_the_best() -> None:
-    async with begun(EvaluationSettings(sets=("held_out",))) as run:
+async def test_the_first_named_set_decides_which_version_is_best() -> None:
+    async with simulated_run(EvaluationSettings(sets=("held_out",))) as run:
         await run.evaluate()
         assert run.best is not None and run.best.metric == "held_out/held_out/accuracy"
 
 
-def test_a_best_metric_that_is_none_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_best_metric_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     @virtual
     async def test() -> None:
-        async with begun(EvaluationSettings(best="held_out/sums/accuracy")) as run:
+        async with simulated_run(EvaluationSettings(best="held_out/sums/accuracy")) as run:
             await run.evaluate("held_out")
-            assert not caplog.messages, "one set alone may lack it"
+            assert not caplog.messages, "a single set may lack the metric"
             for _ in range(2):
                 await run.evaluate()
 
     with caplog.at_level("WARNING", "monarch_rl"):
         test()
-    (said,) = caplog.messages
-    assert "held_out/sums/accuracy" in said and "held_out/reward" in said
+    (message,) = caplog.messages
+    assert "held_out/sums/accuracy" in message and "held_out/reward" in message
 
 
 def test_an_empty_held_out_set_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Adapters on experts, between a trainer that divides these among ranks and engines that serve the merged weights."""
+"""Adapters on experts: the trainer divides the experts among ranks, and engines serve the merged weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.weights.transport import TransportName
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
-from tests.pipeline.held import held_by_all, same_bits
+from tests.pipeline.held import check_engine_weights, same_bits
 from tests.pipeline.system import TRANSFER, System, start_inspected
 
 LORA = LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "gate_proj", "down_proj"))
 """In the engine, q shares a parameter with k and v, and gate with up: only a part of each is sent."""
 CHANGED = "model.layers.1.self_attn.v_proj.weight"
-"""The tensor in which another model differs."""
+"""The tensor in which the other model differs."""
 
 
 @pytest.mark.slow
@@ -27,11 +27,11 @@ CHANGED = "model.layers.1.self_attn.v_proj.weight"
     ("degree", "tp", "first_device", "transports"),
     [(1, 1, 4, ("collective", "shared_memory")), (2, 2, 5, ("rdma", "collective"))],
 )
-def test_the_weights_with_adapters_travel_merged_and_no_others(
+def test_only_weights_with_adapters_are_sent_and_they_are_merged(
     cluster: Cluster, tmp_path: Path, degree: int, tp: int, first_device: int, transports: tuple[TransportName, ...]
 ) -> None:
-    """Engines hold the whole model that the trainer saves, bit for bit; and a model that differs in weights that do not
-    travel is refused."""
+    """Engines hold the model that the trainer saves, bit for bit. An engine whose model differs in weights that are not
+    sent refuses the adapters."""
     model, other = (make_model(tmp_path / name, "moe") for name in ("model", "other"))
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
@@ -46,15 +46,15 @@ def test_the_weights_with_adapters_travel_merged_and_no_others(
         sent = {name for name in weights if name.split(".")[-2] in LORA.targets}
         assert set(system.publisher.transfer_group.manifest.names) == sent
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
-        before = await held_by_all(system, tmp_path)
+        before = await check_engine_weights(system, tmp_path)
         for transport in transports:
-            await system.publish_by(replace(TRANSFER, transport=transport))
+            await system.use_transfer(replace(TRANSFER, transport=transport))
             await system.step(seed=system.version)
             report = system.publisher.last
             assert report is not None and report.version == system.version
             assert report.max_received_bytes == sum(weights[name].nbytes for name in sent)
             assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
-            after = await held_by_all(system, tmp_path)
+            after = await check_engine_weights(system, tmp_path)
             assert {name for name in after if not same_bits(before[name], after[name])} == sent
             before = after
         await system.trainer.close.call()

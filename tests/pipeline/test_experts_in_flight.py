@@ -1,4 +1,4 @@
-"""A mixture of experts between a trainer that divides its experts among ranks and an engine that holds them stacked."""
+"""A mixture of experts: the trainer divides the experts among ranks, and the engine holds them stacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import SNAPSHOTS, transports_on
 from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
-from tests.pipeline.held import held_by_all, same_bits
+from tests.pipeline.held import check_engine_weights, same_bits
 from tests.pipeline.system import TRANSFER, InspectedGenerator, System, start_inspected
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
@@ -45,7 +45,7 @@ def wide(cluster: Cluster, model: Path) -> InspectedGenerator:
 
 
 def owners(manifest: Manifest) -> dict[tuple[int, int], int]:
-    """The trainer rank that sends each expert, by layer and expert: the whole expert, a shard for each projection."""
+    """Map (layer, expert) to the trainer rank that sends this expert, whole, with one shard per projection."""
     senders: dict[tuple[int, int], set[int]] = {}
     sent = 0
     for rank, shards in enumerate(manifest.shards):
@@ -69,11 +69,11 @@ def owners(manifest: Manifest) -> dict[tuple[int, int], int]:
         pytest.param(4, 2, "wide", marks=pytest.mark.slow),
     ],
 )
-def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transport(
+def test_every_transport_sends_each_expert_once_from_its_owner(
     cluster: Cluster, model: Path, request: pytest.FixtureRequest, tmp_path: Path, ranks: int, degree: int, replica: str
 ) -> None:
-    """After every version: the stacked experts that SGLang writes are bit for bit those that the trainer saves; every
-    tensor has changed; all bytes of the version came; and engine and trainer agree on log-probs."""
+    """After every version, the stacked experts written by SGLang equal those that the trainer saves, bit for bit. Every
+    tensor has changed, all bytes of the version were received, and engine and trainer agree on log-probs."""
     generator: InspectedGenerator = request.getfixturevalue(replica)
 
     async def go() -> None:
@@ -83,10 +83,10 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
         )
         by_rank = list(owners(system.publisher.transfer_group.manifest).values())
         assert [by_rank.count(rank) for rank in range(ranks)] == [LAYERS * EXPERTS // ranks] * ranks
-        before = await held_by_all(system, tmp_path)
+        before = await check_engine_weights(system, tmp_path)
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
         for transfer in TRANSFERS:
-            await system.publish_by(transfer)
+            await system.use_transfer(transfer)
             await system.step(seed=system.version)
             report = system.publisher.last
             assert report is not None and report.version == system.version
@@ -94,7 +94,7 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
                 tensors = system.publisher.transfer_group.manifest.tensors
                 assert report.max_received_bytes == sum(spec.nbytes for spec in tensors)
             assert await system.mismatch(seed=system.version) < LOGPROB_BOUND
-            after = await held_by_all(system, tmp_path)
+            after = await check_engine_weights(system, tmp_path)
             assert not [name for name in after if same_bits(before[name], after[name])]
             before = after
         await system.trainer.close.call()
@@ -103,7 +103,7 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
 
 
 def test_engine_and_trainer_agree_on_a_deepseek(cluster: Cluster, tmp_path: Path) -> None:
-    """Latent attention, two tensors in one parameter, a router's bias that one trainer rank sends, shared experts."""
+    """It has latent attention, two tensors in one parameter, a router bias sent by one rank, and shared experts."""
     model = make_model(tmp_path / "model", "deepseek")
 
     async def go() -> None:
@@ -124,16 +124,16 @@ def test_engine_and_trainer_agree_on_a_deepseek(cluster: Cluster, tmp_path: Path
 
 
 @pytest.mark.parametrize("replica", ["narrow", "wide"])
-def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
+def test_a_wrong_bit_of_one_expert_is_caught_and_the_expert_is_named(
     cluster: Cluster, model: Path, request: pytest.FixtureRequest, replica: str
 ) -> None:
-    """One bit at a time, of an expert of each trainer rank; then the version as it was sent is served."""
+    """One bit at a time, in an expert of each trainer rank; then the version is served as it was sent."""
     generator: InspectedGenerator = request.getfixturevalue(replica)
 
     async def go() -> None:
         served = (await generator.stats.call_one())["version"]
         system = await System.start(cluster, model, [generator], lr=3e-3, version=served + 1, expert_parallel=2)
-        await system.play(0)
+        await system.submit_batch(0)
         await update(system.trainer, system.buffer, system.version, Patience(60.0))
         version, manifest = system.version + 1, system.publisher.transfer_group.manifest
         snapshot = version % SNAPSHOTS

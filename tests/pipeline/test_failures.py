@@ -1,4 +1,4 @@
-"""A run whose episodes fail: what is shown, what is counted, and when it ends. Over simulated actors."""
+"""Runs whose episodes fail: messages, counts, and when the run ends; over simulated actors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TRACEBACK = """Traceback (most recent call last):
   File "reward.py", line 3, in score
 KeyError: 'x'"""
 Scoring = Callable[[int], bool]
-"""By the number of the score: whether it raises."""
+"""Takes the number of the call of score (from 1); returns whether it raises."""
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: Scoring, reason: str = "score raised KeyError") -> None:
-    """Have scores raise from here on."""
+    """Make ``score`` raise whenever ``fails`` returns True."""
     score, count = SimulatedWorker.score, 0
 
     async def scored(self: SimulatedWorker, *args: Any) -> Outcome:
@@ -65,7 +65,7 @@ def test_held_out_items_that_all_fail_end_the_run_with_the_first_traceback(patch
     test()
 
 
-def test_held_out_items_of_which_some_fail_do_not(patch: Callable[..., None]) -> None:
+def test_a_run_continues_if_only_some_held_out_items_fail(patch: Callable[..., None]) -> None:
     patch(lambda count: count > 1)
 
     @virtual
@@ -81,7 +81,7 @@ def test_held_out_items_of_which_some_fail_do_not(patch: Callable[..., None]) ->
 def test_few_held_out_items_that_fail_after_a_step_are_a_warning(
     patch: Callable[..., None], caplog: pytest.LogCaptureFixture, items: int
 ) -> None:
-    """Before training any number ends the run."""
+    """Before training, even few failures end the run."""
     broken = False
     patch(lambda _: broken)
 
@@ -140,7 +140,7 @@ def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Calla
 def test_endless_kinds_of_failures_do_not_fill_the_console(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as lines of generated code."""
+    """For example, the location may be a line of generated code."""
     score, count = SimulatedWorker.score, 0
 
     async def scored(self: SimulatedWorker, *args: Any) -> Outcome:
@@ -167,8 +167,8 @@ def test_endless_kinds_of_failures_do_not_fill_the_console(
     assert shown[-1].endswith(f"{KINDS} kinds of failures were shown: further kinds are only counted")
 
 
-def test_prompts_that_never_fit_end_the_run_at_once_and_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token is drawn for them, so that groups are dropped as fast as they are begun."""
+def test_prompts_that_never_fit_end_the_run_with_a_message_that_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokens are sampled for them, so groups are dropped as fast as they start."""
 
     def set_up(worker: SimulatedWorker, buffer: Any, replicas: Any) -> None:
         worker.connect(buffer, SimulatedDispatcher(replicas), worker._stand_ins, episode_limit=5)

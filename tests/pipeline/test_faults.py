@@ -1,6 +1,6 @@
-"""Real losses while a version is on its way: replicas serve one whole version throughout, and the rest goes on.
+"""Real losses while a version is published: replicas always serve one whole version, and the others continue.
 
-One system of two trainer ranks and four replicas, which meets one fault after the other.
+One system of two trainer ranks and four replicas goes through a series of faults.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from tests.pipeline.conftest import SharedCluster
 from tests.pipeline.system import ENGINES, InspectedGenerator, System
 
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=15)
-"""A deadline that is to pass once. All else takes less than a second when nothing else runs."""
+"""One test waits for this deadline to pass; everything else takes less than a second on an idle machine."""
 STORY_S = 1500.0
-"""The limit of all losses together, by the clock of ``tests/patience.py``."""
+"""Deadline for all losses together, by the clock of ``tests/patience.py``."""
 SHORT = Sampling(max_new_tokens=4, temperature=0.0)
 Fault = Literal["killed while receiving", "stopped while receiving", "engine killed in commit", "bit flipped"]
 
 
 class Doomed(InspectedGenerator):
-    """A generator that really meets the fault it is doomed to; once."""
+    """A generator that can be told to suffer one fault."""
 
     _fault: Fault | None = None
 
     @concurrent_endpoint
     async def doom(self, fault: Fault) -> None:
-        """Meet ``fault`` during the next version."""
+        """Suffer ``fault`` during the next version."""
         self._fault = fault
 
     async def _receive(self, version: int, slot: int) -> int:
@@ -66,13 +66,13 @@ class Doomed(InspectedGenerator):
             attach(self._weights_ready().receiver.area(slot))[12345] ^= 16
         if fault == "engine killed in commit":
             (scheduler,) = self._running.child_pids
-            psutil.Process(scheduler).suspend()  # the commit waits for it, and then it is gone
+            psutil.Process(scheduler).suspend()  # the commit waits for it until it is killed
             asyncio.get_running_loop().call_later(0.3, os.kill, scheduler, signal.SIGKILL)
         return await super()._commit(version, slot, checksums)
 
 
 class Harness:
-    """The system, and the dispatch that rollout workers would be told."""
+    """The system, and the notifications that rollout workers would get."""
 
     def __init__(self, cluster: Cluster, model: Path) -> None:
         self.cluster, self.model = cluster, model
@@ -96,7 +96,7 @@ class Harness:
         self.lost = lost
 
     async def step(self) -> int:
-        """Train on made-up episodes and publish; returns the version."""
+        """Train on invented episodes and publish; returns the version."""
         system = self.system
         system.generators = [self.generators[index] for index in system.publisher.replicas.handles]
         await system.step(system.version)
@@ -106,7 +106,7 @@ class Harness:
         return await Dispatcher([self.generators[index]], 120.0, max_losses=0).generate([7, 8, 9], SHORT, 0)
 
     async def serving(self, *indices: int) -> None:
-        """Check that these replicas draw with the newest version, from the same bits, and answer alike."""
+        """Check that these replicas serve the newest version with equal weights and give equal answers."""
         answers = [await self.ask(index) for index in indices]
         versions = {int(version) for answer in answers for version in answer.policy_versions}
         assert versions == {self.system.version}
@@ -118,15 +118,17 @@ class Harness:
 @pytest.fixture
 def harness(tmp_path_factory: pytest.TempPathFactory, shared_cluster: SharedCluster) -> Iterator[Harness]:
     model = make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    shared_cluster.close()  # what is lost here is to be nobody else's
+    shared_cluster.close()  # other tests must not use a cluster that loses processes here
     yield Harness(shared_cluster.get(), model)
     shared_cluster.close()
 
 
 @pytest.mark.core
 @pytest.mark.timeout(2 * STORY_S)
-def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    # A process that has held an engine keeps to errors: SGLang sets the level of the root logger.
+def test_replicas_serve_whole_versions_through_a_series_of_losses(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    # SGLang sets the root logger's level to errors in every process that ran an engine.
     caplog.set_level("WARNING", "monarch_rl")
 
     async def story() -> None:
@@ -141,7 +143,7 @@ def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureF
 
 
 async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """The flipped bit is caught; the replica gets no requests until it was sent the version again."""
+    """The flipped bit is caught; the replica gets no requests until the version was sent again."""
     await harness.generators[3].doom.call_one("bit flipped")
     harness.paused.clear()
     version = await harness.step()
@@ -167,16 +169,14 @@ async def engine_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> N
 
 
 async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """The replica neither ends nor answers; the others get the version once the transfer's deadline has passed."""
+    """The replica neither ends nor answers; the others get the version after the transfer's deadline."""
     await harness.generators[1].doom.call_one("stopped while receiving")
     before = harness.system.version
     step = asyncio.ensure_future(harness.step())
     while harness.lost == [3, 2]:
         served = (await harness.ask(0)).policy_versions
         assert set(served.tolist()) <= {before, before + 1}
-        assert (np.diff(served) >= 0).all(), (
-            "the new version may come while this is drawn, but never the old one after it"
-        )
+        assert (np.diff(served) >= 0).all(), "the old version sampled tokens after the new one"
         await asyncio.sleep(1)
         assert not step.done() or not step.exception()
     await step
@@ -185,7 +185,7 @@ async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """A new replica in the place of 3 draws nothing before it has verified the newest version."""
+    """The replacement of replica 3 generates nothing before it has verified the newest version."""
     harness.generators[3] = await harness.replica(3, "anew")
     early = asyncio.ensure_future(harness.ask(3))
     await harness.system.publisher.add(3, harness.generators[3])
@@ -198,7 +198,7 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _title(process: psutil.Process) -> str:
-    """Empty of one that has ended."""
+    """Command line of a process; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -206,14 +206,14 @@ def _title(process: psutil.Process) -> str:
 
 
 async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody can send the version: the error names the rank, and the version before is still served."""
+    """Nobody can send the version: the error names the rank, and the previous version is still served."""
     system = harness.system
     below = psutil.Process().children(recursive=True)
     (victim,) = [process for process in below if _title(process).startswith("monarch_rl::trainer-1")]
     transfer = system.publisher.transfer_group.transfer
 
     async def struck(*arguments: Any) -> Any:
-        """The rank has answered that it is there, and dies before it sends."""
+        """Kill the rank after it has answered the probe and before it sends."""
         victim.suspend()
         sending = asyncio.ensure_future(transfer(*arguments))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Frozen models before anything is spawned: what is refused and planned; and who is told of a lost engine."""
+"""Frozen models: plans and refusals before anything is spawned, snapshots, and notifications of lost engines."""
 
 from __future__ import annotations
 
@@ -73,39 +73,37 @@ def plan(folder: Path, name: str = "judge", policy: Path | None = None, **settin
     return plan_frozen(name, str(folder), FrozenSettings(**settings), str(policy or folder), CPU)
 
 
-def test_a_plan_has_what_a_handle_needs(folder: Path) -> None:
-    made = plan(folder, replicas=2, tp=2, context_length=100, max_new_tokens=7, chat_options='{"a": 1}')
-    assert (made.kind, made.ranks, made.model.limit, made.model.max_new_tokens) == ("frozen judge", 4, 94, 7)
-    assert (made.model.chat_options, made.model.foreign, made.model.labels) == ({"a": 1}, "", 0)
-    for drawn, known in (
+def test_a_plan_describes_the_model_for_its_handle(folder: Path) -> None:
+    built = plan(folder, replicas=2, tp=2, context_length=100, max_new_tokens=7, chat_options='{"a": 1}')
+    assert (built.kind, built.ranks, built.model.limit, built.model.max_new_tokens) == ("frozen judge", 4, 94, 7)
+    assert (built.model.chat_options, built.model.foreign, built.model.labels) == ({"a": 1}, "", 0)
+    for rollout, expected in (
         (RolloutSettings(temperature=0.7), (0.7, False)),
         (RolloutSettings(temperature=0.0), (1.0, False)),
         (RolloutSettings(top_k=5, keep_sampling_mask=True), (1.0, True)),
     ):
-        model = plan_frozen("judge", str(folder), FrozenSettings(), str(folder), CPU, rollout=drawn).model
-        assert (model.temperature, model.rollouts_truncated) == known
+        model = plan_frozen("judge", str(folder), FrozenSettings(), str(folder), CPU, rollout=rollout).model
+        assert (model.temperature, model.rollouts_truncated) == expected
 
 
-def test_the_policys_own_folder_is_asked_as_the_policy_is_unless_it_is_told_otherwise(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Else a policy that plays without thoughts would have an opponent with them."""
-    drawn = RolloutSettings(chat_options='{"a": 1}', tool_parser="hermes")
+def test_a_frozen_copy_of_the_policy_uses_the_policys_chat_settings_by_default(folder: Path, tmp_path: Path) -> None:
+    """Otherwise a policy that plays without thinking could have an opponent that thinks."""
+    rollout = RolloutSettings(chat_options='{"a": 1}', tool_parser="hermes")
 
-    def asked(model: Path, **settings: Any) -> tuple[Any, str]:
-        made = plan_frozen("start", str(model), FrozenSettings(**settings), str(folder), CPU, rollout=drawn).model
-        return made.chat_options, made.tool_parser
+    def chat_settings(model: Path, **settings: Any) -> tuple[Any, str]:
+        built = plan_frozen("start", str(model), FrozenSettings(**settings), str(folder), CPU, rollout=rollout).model
+        return built.chat_options, built.tool_parser
 
     other, link = shutil.copytree(folder, tmp_path / "other"), tmp_path / "link"
     link.symlink_to(folder)
-    assert asked(folder) == asked(link) == ({"a": 1}, "hermes")
-    assert asked(other) == ({}, "")
-    assert asked(folder, chat_options="{}", tool_parser="") == ({}, "")
-    assert asked(other, chat_options='{"b": 2}', tool_parser="llama3") == ({"b": 2}, "llama3")
+    assert chat_settings(folder) == chat_settings(link) == ({"a": 1}, "hermes")
+    assert chat_settings(other) == ({}, "")
+    assert chat_settings(folder, chat_options="{}", tool_parser="") == ({}, "")
+    assert chat_settings(other, chat_options='{"b": 2}', tool_parser="llama3") == ({"b": 2}, "llama3")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"name": "Judge 1"}, "'Judge 1'"),
         ({"tp": 3}, "judge: .*tp 3 "),
@@ -114,12 +112,12 @@ def test_the_policys_own_folder_is_asked_as_the_policy_is_unless_it_is_told_othe
         ({"replicas": 0}, "frozen.replicas"),
     ],
 )
-def test_what_cannot_be_served_is_refused(folder: Path, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_cannot_be_served_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         plan(folder, **settings)
 
 
-def test_a_folder_that_is_none_or_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="judge: .*missing"):
         plan(tmp_path / "missing")
     config = json.loads((folder / "config.json").read_text())
@@ -131,16 +129,16 @@ def test_a_folder_that_is_none_or_damaged_is_refused(folder: Path, tmp_path: Pat
         plan(tmp_path, policy=folder)
 
 
-def test_a_model_with_another_tokenizer_says_that_its_ids_are_others(folder: Path, tmp_path: Path) -> None:
+def test_a_model_with_another_tokenizer_reports_that_its_ids_differ(folder: Path, tmp_path: Path) -> None:
     other = random_model(tmp_path / "other")
     write_model(other, "qwen3")
     config = json.loads((other / "config.json").read_text())
-    assert config["vocab_size"] < 1000, "the model is not looked at here"
+    assert config["vocab_size"] < 1000, "the files of the model are not read here"
     assert "tokens differ" in plan(folder, policy=other).model.foreign
 
 
-def test_a_plan_has_the_number_of_the_policys_ids_and_not_of_its_own(folder: Path, tmp_path: Path) -> None:
-    """The width of the policy's logits: models of one tokenizer are padded to different numbers."""
+def test_a_plan_has_the_policys_vocabulary_size_and_not_its_own(folder: Path, tmp_path: Path) -> None:
+    """This is the width of the policy's logits: models with one tokenizer are padded to different widths."""
     policy = tmp_path / "policy"
     shutil.copytree(folder, policy)
     config = json.loads((folder / "config.json").read_text())
@@ -156,31 +154,31 @@ def test_engines_take_the_devices_after_all_others(folder: Path) -> None:
         check_frozen_devices(5, CPU, plans)
 
 
-def test_a_run_refuses_two_of_one_name_and_keeps_none_that_it_refuses(folder: Path) -> None:
-    plans, given = FrozenPlans(), FrozenSettings()
-    plans.add("judge", str(folder), given, str(folder), 4, CPU)
-    for name, replicas, said in (
+def test_a_run_refuses_two_frozen_models_of_one_name_and_forgets_refused_ones(folder: Path) -> None:
+    plans, settings = FrozenPlans(), FrozenSettings()
+    plans.add("judge", str(folder), settings, str(folder), 4, CPU)
+    for name, replicas, message in (
         ("judge", 1, "already .* named 'judge'"),
         ("Teacher", 1, "lower-case"),
         ("large", 9, "CPU ranks"),
     ):
-        with pytest.raises(FrozenRefused, match=said):
+        with pytest.raises(FrozenRefused, match=message):
             plans.add(name, str(folder), FrozenSettings(replicas=replicas), str(folder), 4, CPU)
-    plans.add("teacher", str(folder), given, str(folder), 4, CPU)
+    plans.add("teacher", str(folder), settings, str(folder), 4, CPU)
     assert [plan.model.name for plan in plans] == ["judge", "teacher"]
     again = FrozenPlans([FrozenPool(plans[0])])
-    assert again.add("judge", str(folder), given, str(folder), 4, CPU) is plans[0].model, "its engines are there"
-    assert again.add("teacher", str(folder), given, str(folder), 4, CPU) != plans[1].model
+    assert again.add("judge", str(folder), settings, str(folder), 4, CPU) is plans[0].model, "its engines run already"
+    assert again.add("teacher", str(folder), settings, str(folder), 4, CPU) != plans[1].model
     others = FrozenPlans([FrozenPool(plans[0])])
     assert others.add("judge", str(folder), FrozenSettings(replicas=2), str(folder), 4, CPU) != plans[0].model
 
 
-def test_engines_that_are_not_asked_for_again_are_ended_before_others_take_their_devices(folder: Path) -> None:
-    """Also those that are asked for on other devices than they have; those that stay keep their processes."""
-    did: list[str] = []
+def test_unused_engines_are_ended_before_others_take_their_devices(folder: Path) -> None:
+    """Engines that would need other devices are ended too; all others keep their processes."""
+    calls: list[str] = []
 
     async def kill(mesh: Any) -> None:
-        did.append(f"end {mesh.name}")
+        calls.append(f"end {mesh.name}")
 
     async def nothing(*_: Any) -> np.ndarray:
         return np.zeros(1)
@@ -188,7 +186,7 @@ def test_engines_that_are_not_asked_for_again_are_ended_before_others_take_their
     engine = SimpleNamespace(setup=SimpleNamespace(call_one=nothing), ready=SimpleNamespace(call_one=nothing))
 
     def spawn(name: str, *_: Any, first_device: int, **__: Any) -> Any:
-        did.append(f"{name} on {first_device}")
+        calls.append(f"{name} on {first_device}")
         return SimpleNamespace(name=name, spawn=lambda *_: engine)
 
     hosts = {"devices": CPU, "num_hosts": 1, "fork_server": ForkServer()}
@@ -202,17 +200,17 @@ def test_engines_that_are_not_asked_for_again_are_ended_before_others_take_their
         await start_all_frozen(cluster, [other], 4, 0, after)
 
     asyncio.run(start())
-    assert did[:2] == ["frozen_judge0 on 4", "frozen_teacher0 on 5"]
-    assert did[2:4] == ["end frozen_teacher0", "frozen_other0 on 5"]
-    assert sorted(did[4:6]) == ["end frozen_judge0", "end frozen_other0"] and did[6:] == ["frozen_other0 on 4"]
+    assert calls[:2] == ["frozen_judge0 on 4", "frozen_teacher0 on 5"]
+    assert calls[2:4] == ["end frozen_teacher0", "frozen_other0 on 5"]
+    assert sorted(calls[4:6]) == ["end frozen_judge0", "end frozen_other0"] and calls[6:] == ["frozen_other0 on 4"]
 
 
-def test_weights_for_a_model_that_the_run_has_not_are_refused_with_a_sentence(folder: Path) -> None:
-    asked, other = plan(folder), plan(folder, "teacher")
+def test_weights_for_a_model_that_the_run_does_not_have_are_refused(folder: Path) -> None:
+    known, other = plan(folder), plan(folder, "teacher")
 
     async def test() -> None:
         async with Run.open(RunSettings(model=str(folder))) as run:
-            run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(asked)]))  # type: ignore[assignment]
+            run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(known)]))  # type: ignore[assignment]
             with pytest.raises(ValueError, match="'teacher' .*judge.*run.frozen"):
                 await run.load_frozen(other.model, folder)
 
@@ -240,11 +238,11 @@ def test_a_machine_without_gpus_needs_room_for_all_engines(folder: Path) -> None
         check_free_memory(plans, generator_bytes=1 << 30, free_bytes=1 << 30)
 
 
-# ---- engines that are lost -------------------------------------------------------------------------------------------
+# ---- lost engines -------------------------------------------------------------------------------------------
 
 
 def sums(folder: str) -> np.ndarray:
-    """Of the files that a folder has now."""
+    """Checksums of the weight files that a folder has now."""
     return np.array([zlib.crc32(path.read_bytes()) for path in sorted(Path(folder).glob("*.safetensors"))])
 
 
@@ -253,7 +251,7 @@ class Engine:
 
     def __init__(self, answers: Any = None) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.asked = 0
+        self.requests = 0
         self._answers = answers
         self.pid = id(self)
         self.loaded: list[str] = []
@@ -265,7 +263,7 @@ class Engine:
         await asyncio.shield(self.end)
 
     async def _logprobs(self) -> Any:
-        self.asked += 1
+        self.requests += 1
         if isinstance(self._answers, Exception):
             raise self._answers
         return self._answers
@@ -279,21 +277,21 @@ class Engine:
         self.loads += 1
         await asyncio.sleep(0.01)
         self.loads -= 1
-        assert not self.loads, "one engine loads once at a time"
+        assert not self.loads, "an engine loads only one folder at a time"
         if isinstance(self._answers, Exception):
             raise self._answers
         return found
 
     async def _stats(self) -> dict[str, Any]:
-        counts = {"requests": self.asked, "read_tokens": 10 * self.asked, "drawn_tokens": self.asked}
+        counts = {"requests": self.requests, "read_tokens": 10 * self.requests, "drawn_tokens": self.requests}
         return counts | {"busy_seconds": 0.5, "devices": 2, "pid": self.pid, "child_pids": []}
 
 
 class Worker:
-    """A handle of a rollout worker that notes what it is told of frozen engines."""
+    """A handle of a rollout worker that records its notifications about frozen engines."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.notifications: list[tuple[Any, ...]] = []
         self.deaf = False
         never = asyncio.get_running_loop().create_future()
         self.block_until_lost = SimpleNamespace(call_one=lambda: asyncio.shield(never))
@@ -301,31 +299,31 @@ class Worker:
         self.replace_frozen = SimpleNamespace(call_one=self._replace)
 
     async def _update(self, key: str, lost: list[int]) -> None:
-        self.told.append(("lost", lost))
+        self.notifications.append(("lost", lost))
 
     async def _replace(self, key: str, index: int, handle: Any) -> None:
         if self.deaf:
             raise DeadlineExceeded("waited 60 s")
-        self.told.append(("new", index, handle))
+        self.notifications.append(("new", index, handle))
 
 
 class Stage:
     """Two engines of a frozen model called ``generator``, a generator and two workers."""
 
-    def __init__(self, folder: Path, made: FrozenPlan, restarts: int = 3) -> None:
+    def __init__(self, folder: Path, plan: FrozenPlan, restarts: int = 3) -> None:
         self.started: list[Engine] = []
         self.broken = False
         cluster: Any = SimpleNamespace(kill=self._nothing, locate=self._nothing)
-        self.pool = FrozenPool(made, ActorFactory[FrozenEngine](cluster, self._spawn, self._set_up))
+        self.pool = FrozenPool(plan, ActorFactory[FrozenEngine](cluster, self._spawn, self._set_up))
         self.engines = [Engine(), Engine()]
         self.pool.handles = dict(enumerate(self.engines))  # type: ignore[arg-type]
         self.pool.latest = dict(self.pool.handles)
-        self.told: list[tuple[Any, ...]] = []
+        self.notifications: list[tuple[Any, ...]] = []
         replicas: Any = SimpleNamespace(
-            update_replicas=lambda paused, lost: self.told.append(("lost", lost)),
-            replace=lambda index, handle: self.told.append(("new", index, handle)),
+            update_replicas=lambda paused, lost: self.notifications.append(("lost", lost)),
+            replace=lambda index, handle: self.notifications.append(("new", index, handle)),
         )
-        frozen._connected[made.model.key] = frozen.Connected(None, None, replicas)  # type: ignore[arg-type]
+        frozen._connected[plan.model.key] = frozen.Connected(None, None, replicas)  # type: ignore[arg-type]
         self.workers = [Worker(), Worker()]
         workers: ActorPool[Any] = ActorPool("rollout worker", "rollout", dict(enumerate(self.workers)))
         generators: ActorPool[Any] = ActorPool("generator", "generator", {0: Engine()})
@@ -348,7 +346,7 @@ class Stage:
 
 
 def on_stage(tmp_path: Path, folder: Path, test: Callable[[Stage], Awaitable[None]], restarts: int = 3) -> None:
-    """In virtual time."""
+    """Run ``test`` in virtual time."""
 
     async def go() -> None:
         await test(Stage(tmp_path, plan(folder, "generator"), restarts))
@@ -360,8 +358,10 @@ def on_stage(tmp_path: Path, folder: Path, test: Callable[[Stage], Awaitable[Non
 @pytest.mark.parametrize(
     "culprit", ["", "frozen generator 1", "the engine of frozen generator 1", "frozen_generator1 0"]
 )
-def test_everybody_is_told_of_a_lost_engine_and_of_the_new_one(tmp_path: Path, folder: Path, culprit: str) -> None:
-    """Whoever asks it: workers, and the controller itself. A frozen model may be called as other processes are."""
+def test_all_clients_are_notified_of_a_lost_engine_and_its_replacement(
+    tmp_path: Path, folder: Path, culprit: str
+) -> None:
+    """Clients are workers and the controller. A frozen model may have the name of another kind of process."""
 
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
@@ -372,8 +372,8 @@ def test_everybody_is_told_of_a_lost_engine_and_of_the_new_one(tmp_path: Path, f
                 stage.engines[1].end.set_exception(RuntimeError("Killed(sig=9)"))
             await until(lambda: stage.recovery.metrics()["recovery/returned"], "a return")
         (new,) = stage.started
-        for told in (stage.told, *(worker.told for worker in stage.workers)):
-            assert told == [("lost", [1]), ("new", 1, new), ("lost", [])]
+        for notifications in (stage.notifications, *(worker.notifications for worker in stage.workers)):
+            assert notifications == [("lost", [1]), ("new", 1, new), ("lost", [])]
         handles: dict[int, Any] = dict(stage.pool.handles)
         assert handles == {0: stage.engines[0], 1: new}
         assert [json.loads(line)["who"] for line in stage.file.read_text().splitlines()] == ["frozen generator 1"] * 2
@@ -389,15 +389,15 @@ def test_a_run_without_engines_of_a_frozen_model_ends(tmp_path: Path, folder: Pa
                 for engine in stage.engines:
                     engine.end.set_exception(RuntimeError("Killed(sig=9)"))
                 await asyncio.sleep(30)
-        assert len(stage.started) == 2, "each is started once more"
+        assert len(stage.started) == 2, "each engine is restarted once"
 
     on_stage(tmp_path, folder, test, restarts=1)
 
 
-def test_a_worker_that_does_not_take_note_of_a_new_engine_is_lost(tmp_path: Path, folder: Path) -> None:
+def test_a_worker_that_does_not_accept_a_new_engine_is_lost(tmp_path: Path, folder: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.workers[1].deaf = True
-        with pytest.raises(BaseException, match="requeue"):  # the stage has no buffer that gives its groups to others
+        with pytest.raises(BaseException, match="requeue"):  # the stage has no buffer that requeues its groups
             async with stage.recovery.supervising():
                 stage.engines[0].end.set_exception(RuntimeError("Killed(sig=9)"))
                 await asyncio.sleep(30)
@@ -406,7 +406,7 @@ def test_a_worker_that_does_not_take_note_of_a_new_engine_is_lost(tmp_path: Path
     on_stage(tmp_path, folder, test)
 
 
-def test_all_engines_load_another_folder_and_so_does_one_that_comes_up_meanwhile(tmp_path: Path, folder: Path) -> None:
+def test_all_engines_load_another_folder_including_one_that_is_starting(tmp_path: Path, folder: Path) -> None:
     later = random_model(tmp_path / "later")
     other = tmp_path / "other"
     write_random_model(other, TinyModel(hidden_size=32, layers=2))
@@ -415,7 +415,7 @@ def test_all_engines_load_another_folder_and_so_does_one_that_comes_up_meanwhile
         with pytest.raises(ValueError, match="frozen generator: .*/other "):
             await stage.pool.load(other)
         assert stage.pool.folder == folder and not stage.engines[0].loaded
-        stage.engines[1]._answers = ActorError(EngineStopped("exit code -9"), "load failed")  # to be replaced
+        stage.engines[1]._answers = ActorError(EngineStopped("exit code -9"), "load failed")  # it will be replaced
         starting = asyncio.ensure_future(stage.pool.start(1))
         await asyncio.sleep(0)
         await stage.pool.load(later)
@@ -426,10 +426,8 @@ def test_all_engines_load_another_folder_and_so_does_one_that_comes_up_meanwhile
     on_stage(tmp_path, folder, test)
 
 
-def test_an_engine_that_comes_up_from_a_folder_that_was_written_since_does_not_serve(
-    tmp_path: Path, folder: Path
-) -> None:
-    """Else it would answer by other weights than the engines beside it. Loading the folder again is the way on."""
+def test_an_engine_that_starts_from_a_modified_folder_does_not_serve(tmp_path: Path, folder: Path) -> None:
+    """Otherwise it would serve other weights than the other engines. Loading the folder again resolves this."""
     saved = tmp_path / "saved"
     shutil.copytree(folder, saved)
 
@@ -446,8 +444,8 @@ def test_an_engine_that_comes_up_from_a_folder_that_was_written_since_does_not_s
     on_stage(tmp_path, folder, test)
 
 
-def test_an_engine_that_comes_up_while_others_load_ends_with_the_newest(tmp_path: Path, folder: Path) -> None:
-    """Whenever the two meet, also where the folder keeps its name, and never with two loads at once."""
+def test_an_engine_that_starts_during_loads_ends_with_the_newest_folder(tmp_path: Path, folder: Path) -> None:
+    """At any interleaving, also if the folder keeps its name, and never with two loads at once."""
     later = random_model(tmp_path / "later")
 
     async def test(stage: Stage) -> None:
@@ -457,14 +455,14 @@ def test_an_engine_that_comes_up_while_others_load_ends_with_the_newest(tmp_path
             await asyncio.gather(stage.pool.load(later), stage.pool.load(folder))
             newest = stage.pool.folder
             engine: Any = await starting
-            assert engine.loaded or turns, "it began before both"
+            assert engine.loaded or turns, "it started before both loads"
             assert not engine.loaded or engine.loaded[-1] == str(newest) == stage.engines[0].loaded[-1]
 
     on_stage(tmp_path, folder, test)
 
 
-def test_a_model_takes_over_the_policys_weights_after_every_so_many_versions(tmp_path: Path, folder: Path) -> None:
-    """At once where a run goes on. Folders that nobody serves any more are removed."""
+def test_a_frozen_model_loads_the_policys_weights_every_few_versions(tmp_path: Path, folder: Path) -> None:
+    """A resumed run takes a snapshot immediately. Folders that no engine serves any more are removed."""
 
     async def saved(target: str) -> None:
         shutil.copytree(folder, target, dirs_exist_ok=True)
@@ -496,11 +494,11 @@ def test_a_model_takes_over_the_policys_weights_after_every_so_many_versions(tmp
         plan_frozen("me", str(other), FrozenSettings(), str(folder), CPU, snapshot_every=2)
 
 
-def test_a_snapshot_that_the_disk_refuses_leaves_the_one_before(
+def test_a_snapshot_that_cannot_be_written_leaves_the_previous_one_in_use(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once and counted, whatever of a rank or of the wait for it says so. What was written of it goes. A lost rank
-    is nothing of the disk's."""
+    """The failure is reported once and counted, and the partial snapshot is removed. A lost rank is raised: it is no
+    failure of the disk."""
     problems: dict[int, Exception] = {
         4: ActorError(OSError(errno.ENOSPC, "No space left on device"), "save failed"),
         6: ActorError(RuntimeError("trainer rank 1 could not write the weights: OSError"), "save failed"),
@@ -537,13 +535,12 @@ def test_a_snapshot_that_the_disk_refuses_leaves_the_one_before(
         assert pool.version == 14
 
     on_stage(tmp_path, folder, test)
-    said = [record.getMessage() for record in caplog.records]
-    refused, kept = said
-    assert all(part in refused for part in ("version 4 ", "version 2", "No space left")) and "snapshots" in kept
+    refused, undeletable = [record.getMessage() for record in caplog.records]
+    assert all(part in refused for part in ("version 4 ", "version 2", "No space left")) and "snapshots" in undeletable
 
 
 def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:
-    """Else it would go on with the weights of before, and all would believe that it had loaded the others."""
+    """Otherwise it would keep serving the old weights although everybody expects the new ones."""
 
     async def test() -> None:
         engine: Any = FrozenEngine()
@@ -555,14 +552,14 @@ def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_metrics_add_up_over_engines_that_came_one_after_the_other(folder: Path) -> None:
+def test_metrics_add_up_over_restarted_engines(folder: Path) -> None:
     async def test() -> None:
         pool = FrozenPool(plan(folder))
         first, second = Engine(1), Engine(1)
         meter = FrozenMeter([pool])
-        for engine, asked in ((first, 3), (second, 4)):
+        for engine, requests in ((first, 3), (second, 4)):
             pool.handles = {0: engine}  # type: ignore[dict-item]
-            engine.asked = asked
+            engine.requests = requests
             values = await meter.metrics()
         assert values == {
             "frozen/judge/requests": 7,
@@ -571,54 +568,54 @@ def test_metrics_add_up_over_engines_that_came_one_after_the_other(folder: Path)
             "frozen/judge/device_s": 2.0,
         }
         pool.handles[1] = other = Engine(1)  # type: ignore[assignment]
-        other.asked, other.pid = 5, second.pid
-        assert (await meter.metrics())["frozen/judge/requests"] == 12, "another machine has the same pids"
+        other.requests, other.pid = 5, second.pid
+        assert (await meter.metrics())["frozen/judge/requests"] == 12, "two machines may use the same pid"
 
     asyncio.run(test())
 
 
-# ---- requests that endpoints answer ----------------------------------------------------------------------------------
+# ---- requests to endpoints ----------------------------------------------------------------------------------
 
 
 def ask(dispatcher: Dispatcher, group: int = 0) -> Awaitable[Any]:
     return dispatcher.call(group, "return log-probs", lambda handle: handle.logprobs.call_one())
 
 
-def test_a_call_outlives_lost_engines_within_a_bound() -> None:
+def test_a_call_survives_a_bounded_number_of_lost_engines() -> None:
     async def test() -> None:
         lost = ActorError(EngineStopped("exit code -9"), "logprobs failed")
         engines: list[Any] = [Engine(lost), Engine(lost), Engine(np.ones(2))]
         answer = await ask(Dispatcher(engines, 600, "frozen judge", max_losses=2))
-        assert answer.tolist() == [1, 1] and [engine.asked for engine in engines] == [1, 1, 1]
+        assert answer.tolist() == [1, 1] and [engine.requests for engine in engines] == [1, 1, 1]
         with pytest.raises(ReplicaLost, match="exit code -9"):
             await ask(Dispatcher(engines[:2], 600, "frozen judge", max_losses=1))
 
     asyncio.run(test())
 
 
-def test_a_refusal_is_the_callers_and_costs_no_engine() -> None:
+def test_a_refused_request_raises_at_the_caller_and_costs_no_engine() -> None:
     async def test() -> None:
         refusing: Any = Engine(ActorError(GenerationError("too long"), "logprobs failed"))
         dispatcher = Dispatcher([refusing], 600, "frozen judge", max_losses=2)
-        for asked in (1, 2):
+        for requests in (1, 2):
             with pytest.raises(GenerationError, match="too long"):
                 await ask(dispatcher)
-            assert refusing.asked == asked and not dispatcher._lost
+            assert refusing.requests == requests and not dispatcher._lost
 
     asyncio.run(test())
 
 
-def test_without_an_engine_a_call_waits_for_the_next_one_and_says_so_when_it_is_late() -> None:
+def test_a_call_waits_for_a_replacement_engine_and_its_deadline_names_the_lost_one() -> None:
     async def test() -> None:
         lost: Any = Engine(ActorError(EngineStopped("exit code -9"), "logprobs failed"))
         fresh: Any = Engine(np.ones(1))
         dispatcher = Dispatcher([lost], 600, "frozen judge", "frozen.request-deadline-s", max_losses=2)
-        asking = asyncio.ensure_future(ask(dispatcher))  # type: ignore[arg-type]
+        request = asyncio.ensure_future(ask(dispatcher))  # type: ignore[arg-type]
         while not dispatcher._lost:
             await asyncio.sleep(0)
         dispatcher.replace(0, fresh)
         dispatcher.update_replicas([], [])
-        assert (await asking).tolist() == [1]
+        assert (await request).tolist() == [1]
         late = Dispatcher([lost], 0.05, "frozen judge", "frozen.request-deadline-s", max_losses=2)
         with pytest.raises(DeadlineExceeded, match="frozen judge 0 was lost"):
             await ask(late)

@@ -1,4 +1,4 @@
-"""Expert routes and kept sets from the engine to the trainer's update: Keep Routing, Keep Sampling Mask, end to end."""
+"""Expert routes and sampling masks from the engine to the trainer's update (Keep Routing, Keep Sampling Mask)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.pipeline.system import ALL_TOKENS, ENGINES, InspectedGenerator, Syste
 
 ROUTES = replace(ALL_TOKENS, expert_routes_from=0)
 TEMPERATURE = 0.7
-CUT_BOUND = LOGPROB_BOUND / TEMPERATURE
-"""At that temperature, by which logits and their rounding are divided; for log-probs among the kept sets."""
-CUT = {
+TRUNCATED_BOUND = LOGPROB_BOUND / TEMPERATURE
+"""Bound for log-probs within sampling masks: logits, with their rounding errors, are divided by the temperature."""
+TRUNCATED = {
     "top_k": Sampling(24, TEMPERATURE, top_k=7, expert_routes_from=0),
     "top_p": Sampling(24, TEMPERATURE, top_k=400, top_p=0.7, expert_routes_from=0),
     "min_p": Sampling(24, TEMPERATURE, top_k=400, min_p=0.1, expert_routes_from=0),
@@ -55,29 +55,29 @@ def generator(cluster: Cluster, model: Path) -> Iterator[InspectedGenerator]:
     asyncio.run(end())
 
 
-def test_with_replay_and_kept_sets_engine_and_trainer_agree_after_updates(
+def test_engine_and_trainer_agree_with_route_replay_and_sampling_masks(
     cluster: Cluster, model: Path, generator: InspectedGenerator
 ) -> None:
-    """Under every kind of truncation, before and after updates; here the trainer's own router would choose alike."""
+    """With every kind of truncation, before and after updates; the trainer's router would choose the same experts."""
 
     async def go() -> None:
         system = await System.start(
             cluster, model, [generator], 3e-3, expert_parallel=2, router_replay="replay", temperature=TEMPERATURE
         )
-        for seed, sampling in enumerate(CUT.values()):
-            assert await system.mismatch(seed, sampling) < CUT_BOUND
+        for seed, sampling in enumerate(TRUNCATED.values()):
+            assert await system.mismatch(seed, sampling) < TRUNCATED_BOUND
             metrics = await system.step(seed, sampling)
             assert metrics["on_policy_share"] == 1.0
-            assert metrics["logprob_difference_max"] < 1.5 * CUT_BOUND, "the upper edge of a bin"
+            assert metrics["logprob_difference_max"] < 1.5 * TRUNCATED_BOUND, "the upper edge of a bin"
             assert metrics["kept_mass"] < 0.98
-            assert metrics["routes_differ"] < 0.01, "of the same weights in the same precision"
+            assert metrics["routes_differ"] < 0.01, "weights and precision are the same"
         await system.trainer.close.call()
 
     asyncio.run(go())
 
 
 def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generator: InspectedGenerator) -> None:
-    """The trainer uses the engine's routes: in a wrong order, they show in log-probs and in the metric."""
+    """The trainer uses the engine's routes: a wrong order shows in log-probs and in the metric."""
 
     async def go() -> None:
         version = (await generator.stats.call_one())["version"] + 1
@@ -85,17 +85,17 @@ def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generat
             cluster, model, [generator], 3e-3, version=version, expert_parallel=2, router_replay="replay"
         )
         assert await system.mismatch(1, ROUTES) < LOGPROB_BOUND
-        draw = system.draw
+        generate = system.generate
 
-        async def draw_reversed(prompts: list[list[int]], sampling: Sampling = ROUTES) -> list[Completion]:
-            completions = await draw(prompts, sampling)
+        async def generate_reversed(prompts: list[list[int]], sampling: Sampling = ROUTES) -> list[Completion]:
+            completions = await generate(prompts, sampling)
             return [
                 replace(completion, expert_routes=completion.expert_routes[::-1].copy())
                 for completion in completions
                 if completion.expert_routes is not None
             ]
 
-        system.draw = draw_reversed  # type: ignore[method-assign]
+        system.generate = generate_reversed  # type: ignore[method-assign]
         assert await system.mismatch(1, ROUTES) > 100 * LOGPROB_BOUND
         metrics = await system.step(2, ROUTES)
         assert metrics["routes_differ"] > 0.05
@@ -104,18 +104,18 @@ def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generat
     asyncio.run(go())
 
 
-def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
+def test_sampling_masks_work_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
     """A dense model whose adapter is trained and served."""
     model = make_model(tmp_path / "model", "qwen3")
 
     async def go() -> None:
         (generator,) = await start_inspected(cluster, model, 1, 6, "adapted", lora=LORA)
         system = await System.start(cluster, model, [generator], 3e-3, lora=LORA, temperature=TEMPERATURE)
-        for seed, cut in enumerate((CUT["top_p"], CUT["all"])):
-            sampling = replace(cut, expert_routes_from=None)
-            assert await system.mismatch(seed, sampling) < CUT_BOUND
+        for seed, truncated in enumerate((TRUNCATED["top_p"], TRUNCATED["all"])):
+            sampling = replace(truncated, expert_routes_from=None)
+            assert await system.mismatch(seed, sampling) < TRUNCATED_BOUND
             metrics = await system.step(seed, sampling)
-            assert metrics["logprob_difference_max"] < 1.5 * CUT_BOUND, "the upper edge of a bin"
+            assert metrics["logprob_difference_max"] < 1.5 * TRUNCATED_BOUND, "the upper edge of a bin"
             assert metrics["kept_mass"] < 0.98
         await system.trainer.close.call()
         await generator.shutdown.call_one()
@@ -124,7 +124,7 @@ def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
 
 
 class OwnWeights(Generator):
-    """Draws from the model as it was loaded, without waiting for a version."""
+    """A generator that serves the model as it was loaded, without waiting for a version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,11 +132,11 @@ class OwnWeights(Generator):
 
 
 class InspectedTrainer(Trainer):
-    """A trainer rank that also returns the experts that computed each token."""
+    """A trainer rank that also returns the experts used for each token."""
 
     @concurrent_endpoint
     async def experts(self, groups: list[bytes]) -> list[np.ndarray]:
-        """Like an episode's routes, for each episode: int64 [tokens but the last, layers, k]."""
+        """Return the experts of each episode, in the form of its routes: int64 [tokens - 1, layers, k]."""
         return await self._on(self._compute, self._experts, groups)
 
     def _experts(self, groups: list[bytes]) -> list[np.ndarray]:
@@ -158,9 +158,9 @@ class InspectedTrainer(Trainer):
         return by_episode
 
 
-def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) -> None:
-    """An engine in bfloat16 and a trainer in float32 with the same weights send some tokens to different experts. With
-    replay every expert is the engine's, and the log-probs are nearer."""
+def test_route_replay_compensates_for_different_precision(cluster: Cluster, tmp_path: Path) -> None:
+    """An engine in bfloat16 and a trainer in float32 with the same weights route some tokens to different experts. With
+    replay all experts are the engine's, and log-probs differ less."""
     model = make_model(tmp_path / "model", "moe")
     mismatch: dict[str, float] = {}
 
@@ -183,14 +183,14 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         dispatcher = Dispatcher([generator], 120.0, max_losses=0)
         completions = await asyncio.gather(*(dispatcher.generate(prompt, sampling, 0) for prompt in prompts))
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        groups = [serialize_group(Group(0, 0, [played])) for played in episodes]
+        groups = [serialize_group(Group(0, 0, [rollout])) for rollout in episodes]
         same: dict[str, float] = {}
         for router_replay in ("compare", "replay"):
             experts, logprobs = await trained_by(router_replay, groups)
             tokens = [
-                (np.sort(played.expert_routes, -1) == np.sort(used, -1)).all((1, 2))
-                for played, used in zip(episodes, experts, strict=True)
-                if played.expert_routes is not None
+                (np.sort(rollout.expert_routes, -1) == np.sort(used, -1)).all((1, 2))
+                for rollout, used in zip(episodes, experts, strict=True)
+                if rollout.expert_routes is not None
             ]
             assert len(tokens) == len(episodes)
             same[router_replay] = float(np.concatenate(tokens).mean())

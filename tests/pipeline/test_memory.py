@@ -1,4 +1,4 @@
-"""What moving a version costs in memory, in real trainer ranks and a real generator replica."""
+"""Memory of publishing a version, in real trainer ranks and a real generator replica."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportN
 MIB = 1 << 20
 BUCKET_MIB = 32
 SLACK_MIB = 8
-"""For memory that is no tensor: code loaded at first use, threads, messages, the allocator's own. Seen: 3 to 8."""
+"""Allowance for memory besides tensors (lazily loaded code, threads, messages, the allocator); measured: 3 to 8."""
 WIDTH, WIDER, LAYERS = 1024, 20_480, 2
-"""An MLP matrix takes 80 MiB: more than two buckets and the slack, so that gathering a single one would show. All take
-480 MiB: 7.5 buckets for each of two ranks."""
+"""An MLP matrix takes 80 MiB, more than two buckets and the slack, so that gathering a single one would show. All
+matrices take 480 MiB: 7.5 buckets for each of two ranks."""
 EXPERTS, EXPERT_WIDTH = 20, 1024
-"""The same figures for experts: all of a layer take 80 MiB for each of three projections, in all 480 MiB."""
+"""The same sizes with experts: those of a layer take 80 MiB per projection, all together 480 MiB."""
 DEADLINE_S = 600.0
 
 T = TypeVar("T")
 
 
 def status(name: str) -> int:
-    """A figure of this process's status file, in bytes."""
+    """Return a value of this process's status file, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -48,36 +48,36 @@ def status(name: str) -> int:
 
 
 class Measured(Actor):
-    """Measures the peak of its process's memory, in bytes, beyond what it had before."""
+    """Measures by how many bytes the peak memory of its process exceeds a starting point."""
 
     @concurrent_endpoint
     async def begin(self) -> int:
-        """Forget the peak until now; returns the process."""
+        """Reset the peak; returns the process id."""
         Path("/proc/self/clear_refs").write_text("5")
         self._before = status("VmRSS")
         return os.getpid()
 
     @concurrent_endpoint
     async def peak(self) -> int:
-        """Bytes since :meth:`begin`."""
+        """Peak in bytes since :meth:`begin`."""
         return status("VmHWM") - self._before
 
 
 class MeasuredTrainer(Measured, Trainer):
     @concurrent_endpoint
     async def touch(self) -> None:
-        """Write to the snapshots before the measurement: the system gives their memory at the first touch."""
+        """Write to the snapshots before the measurement: the kernel allocates their memory on first touch."""
         for snapshot in range(SNAPSHOTS):
             for view in self.sender.views(snapshot):
                 view.zero_()
 
 
 class MeasuredGenerator(Measured, Generator):
-    """A replica without an engine, which receives and does not commit."""
+    """A replica without an engine, which receives versions and does not commit them."""
 
 
 def wide_model(folder: Path, kind: str) -> Path:
-    """A model with ``dense`` blocks, or with blocks of ``experts``."""
+    """Write a model whose blocks are ``dense`` or have ``experts``."""
     folder.mkdir()
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM" if kind == "dense" else "Qwen3MoeForCausalLM"],
@@ -121,23 +121,26 @@ async def ask(call: Awaitable[T], what: str) -> T:
 async def peaks(
     trainer: MeasuredTrainer, generator: MeasuredGenerator, settings: TransferSettings
 ) -> tuple[list[int], int, int]:
-    """Bytes at the peak of each trainer rank beyond shards and snapshots, at that of the replica, and of a version.
+    """Return the extra peak bytes of each trainer rank, the peak bytes of the replica, and the bytes of a version.
 
-    With ``shared_memory`` snapshots lie in the areas, which are made at the meeting: they are subtracted here.
+    A rank's own shards and snapshots do not count. With ``shared_memory``, snapshots lie in areas that are allocated
+    while members connect; they are subtracted here.
     """
     shared = settings.transport == "shared_memory"
-    owned = sorted((await ask(trainer.owned_spans.call(), "what ranks own")).values(), key=lambda answer: answer[0])
+    owned = sorted(
+        (await ask(trainer.owned_spans.call(), "the weights that ranks own")).values(), key=lambda answer: answer[0]
+    )
     manifest = make_manifest([(n, s, torch.float32) for n, s in owned[0][1]], [runs for _, _, runs in owned])
     assert all(shard_bytes(manifest, rank) > 7 * settings.bucket_bytes for rank in range(2))
-    await ask(trainer.weights_setup.call(manifest, settings), "trainer ranks to make room")
+    await ask(trainer.weights_setup.call(manifest, settings), "trainer ranks to allocate")
     if not shared:
         await ask(trainer.touch.call(), "trainer ranks to touch their snapshots")
-    await ask(generator.weights_setup.call_one(manifest, settings), "the replica to make room")
-    await ask(asyncio.gather(trainer.begin.call(), generator.begin.call_one()), "a look at the memory")
-    opened = await ask(trainer.weights_open.call(), "trainer ranks to open a meeting")
+    await ask(generator.weights_setup.call_one(manifest, settings), "the replica to allocate")
+    await ask(asyncio.gather(trainer.begin.call(), generator.begin.call_one()), "the measurement to begin")
+    opened = await ask(trainer.weights_open.call(), "trainer ranks to open connections")
     addresses = [address for _, address in sorted(opened.values())]
-    meeting = trainer.weights_connect.call(addresses, 1), generator.weights_connect.call_one(addresses, 0, 1)
-    await ask(asyncio.gather(*meeting), "a meeting")
+    connecting = trainer.weights_connect.call(addresses, 1), generator.weights_connect.call_one(addresses, 0, 1)
+    await ask(asyncio.gather(*connecting), "members to connect")
     for version in range(3):
         snapshot = version % SNAPSHOTS
         await ask(trainer.snapshot.call(version, snapshot), "a snapshot")
@@ -161,15 +164,15 @@ async def peaks(
         ("experts", "shared_memory", 0),
     ],
 )
-def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
+def test_a_transfer_takes_at_most_two_buckets_of_extra_memory_per_rank(
     cluster: Cluster, tmp_path: Path, kind: str, transport: TransportName, versions: int
 ) -> None:
-    """From the meeting on, over three versions: snapshot, checksums, sending and receiving. ``experts`` are divided
-    among the trainer ranks: those of one rank, let alone all of a layer, would show at another.
+    """Measured from connecting on, over three versions: snapshot, checksums, sending and receiving. ``experts`` are
+    divided among the trainer ranks: the experts of one rank would show at another.
 
-    A trainer rank must hold its shards and two snapshots, a replica ``versions``, whose memory it gets at the first
-    write. Trainer ranks are not bounded under ``rdma``: they send nothing by themselves, and over TCP Monarch holds
-    what has not yet arrived: 4 to 7 buckets were seen, and 10 where ten processes shared two cores.
+    A trainer rank must hold its shards and two snapshots; a replica holds ``versions``, which are allocated on first
+    write. Trainer ranks have no bound under ``rdma``: over TCP, Monarch buffers data that has not arrived yet (4 to 7
+    buckets were measured, and 10 when ten processes shared two cores).
     """
     model = wide_model(tmp_path / "model", kind)
     settings = TransferSettings(transport, bucket_mib=BUCKET_MIB, deadline_s=60)
@@ -183,14 +186,14 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
         replica = cluster.spawn("generator", 1, first_device=2, preload=ENGINE_PRELOAD)
         generator: MeasuredGenerator = replica.spawn("generator", MeasuredGenerator)
         measured = await peaks(trainer, generator, settings)
-        await ask(trainer.close.call(), "trainer ranks to leave their world")
+        await ask(trainer.close.call(), "trainer ranks to leave their process group")
         await cluster.kill(replica)
         return measured
 
     senders, receiver, version = asyncio.run(go())
-    beyond = receiver - versions * version
-    print(f"{kind}, {transport}: MiB beyond", [round(x / MIB, 1) for x in senders], "and", round(beyond / MIB, 1))
+    extra = receiver - versions * version
+    print(f"{kind}, {transport}: extra MiB", [round(x / MIB, 1) for x in senders], "and", round(extra / MIB, 1))
     bound = (2 * BUCKET_MIB + SLACK_MIB) * MIB
     if transport != "rdma":
         assert max(senders) < bound
-    assert beyond < bound
+    assert extra < bound

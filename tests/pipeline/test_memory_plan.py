@@ -1,4 +1,4 @@
-"""Whether a run fits its GPUs is known before anything is spawned, and a refusal says what would."""
+"""The memory plan: a run that does not fit its GPUs is refused before spawning, with settings that would fit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refused(name: str, s: Sides, offered: Devices) -> str:
 
 
 def changed(s: Sides, found: tuple[str, str, str]) -> Sides:
-    """The settings with a flag of a message."""
+    """Return the settings with one flag changed as a message suggests."""
     room, flag, value = found
     typed: Any = int(value) if value.isdecimal() else value
     return s._replace(**{room: replace(getattr(s, room), **{flag.replace("-", "_"): typed})})
@@ -60,8 +60,8 @@ def changed(s: Sides, found: tuple[str, str, str]) -> Sides:
 
 @pytest.mark.parametrize("gigabytes", GPUS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
-    """One after the other, until nothing is refused: nothing fits that the plan says does not."""
+def test_the_settings_that_a_refusal_suggests_fit(name: str, gigabytes: int) -> None:
+    """Suggestions are applied one after the other until nothing is refused; each must make its process fit."""
     s, offered = sides(), gpus(gigabytes)
     for _ in range(4):
         try:
@@ -74,7 +74,7 @@ def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
             return
         advice = message.partition("it fits with ")[2]
         if "lora.rank" in advice and " or " not in advice:
-            return  # another training: a reader's choice
+            return  # LoRA trains something else, so this suggestion is not applied
         who = TRAINER if message.startswith(TRAINER) else REPLICA
         alternatives = [part for part in advice.split(" or ") if "lora.rank" not in part]
         assert 1 <= len(advice.split(" or ")) <= 3
@@ -88,7 +88,7 @@ def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
     pytest.fail(f"still refused: {message}")
 
 
-def test_a_refusal_says_what_takes_how_much_and_names_three_settings() -> None:
+def test_a_refusal_lists_memory_by_purpose_and_suggests_three_settings() -> None:
     message = refused("Qwen3-8B", sides(ranks=4), gpus(80, hosts=4))
     assert message.startswith("a trainer rank needs ") and "optimiser states 15.3" in message
     for setting in ("activation-checkpoint selective", "ranks 16", "tokens-per-microbatch 4096"):
@@ -99,7 +99,7 @@ def test_a_refusal_says_what_takes_how_much_and_names_three_settings() -> None:
     assert "it fits with weights.transport collective or " in message
 
 
-def test_a_share_of_the_gpu_that_leaves_too_little_is_refused() -> None:
+def test_a_memory_fraction_that_leaves_too_little_is_refused() -> None:
     s = sides(memory_fraction=0.9)._replace(trainer=TrainerSettings(ranks=8, activation_checkpoint="full"))
     message = refused("Qwen3-8B", s, gpus(80))
     assert "generator.memory-fraction 0.9 leaves 7.9 GiB" in message and "versions that arrive 15." in message
@@ -109,7 +109,7 @@ def test_a_share_of_the_gpu_that_leaves_too_little_is_refused() -> None:
         check_gpu_memory(MODELS["Qwen3-8B"], sides(memory_fraction=fraction)._replace(trainer=s.trainer), gpus(80))
 
 
-def test_a_share_that_is_too_small_for_the_cache_is_refused_with_one_that_is_not() -> None:
+def test_a_memory_fraction_too_small_for_the_cache_is_refused_with_one_that_fits() -> None:
     s = sides(memory_fraction=0.2)._replace(trainer=TrainerSettings(ranks=8, activation_checkpoint="full"))
     for tokens, cache in (
         (0, "a cache for one sequence"),
@@ -132,7 +132,8 @@ def test_nothing_is_refused_where_the_memory_is_not_known() -> None:
     check_gpu_memory(MODELS["Qwen3-235B-A22B"], sides(), Devices("cpu", 1, 8))
 
 
-def beside(plan: MemoryPlan) -> int:
+def outside_static(plan: MemoryPlan) -> int:
+    """Bytes of a replica outside SGLang's static memory."""
     return sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
 
 
@@ -143,7 +144,7 @@ def beside(plan: MemoryPlan) -> int:
     transport=st.sampled_from(get_args(TransportName)),
     delta=st.booleans(),
 )
-def test_the_automatic_share_leaves_room_for_all_that_is_planned(
+def test_the_automatic_memory_fraction_leaves_room_for_everything_planned(
     name: str, gigabytes: int, tp: int, transport: TransportName, delta: bool
 ) -> None:
     memory = gigabytes * GIB
@@ -151,7 +152,7 @@ def test_the_automatic_share_leaves_room_for_all_that_is_planned(
     plan = plan_memory(MODELS[name], s, memory)
     if not plan.fits(REPLICA):
         return
-    assert beside(plan) <= (1 - plan.memory_fraction) * memory
+    assert outside_static(plan) <= (1 - plan.memory_fraction) * memory
     static = sum(plan.replica.get(purpose, 0) for purpose in STATIC)
     assert static <= plan.memory_fraction * memory + memory / 1000
     least = s.trainer.tokens_per_microbatch  # the longest episode
@@ -160,8 +161,8 @@ def test_the_automatic_share_leaves_room_for_all_that_is_planned(
 
 @pytest.mark.parametrize("gigabytes", GPUS)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tokens_that_a_plan_has_found_are_taken_as_a_setting(name: str, gigabytes: int, tmp_path: Path) -> None:
-    """By the check of what a user gives, and by the one of what that was resolved to."""
+def test_the_cache_tokens_of_a_plan_are_accepted_as_a_setting(name: str, gigabytes: int, tmp_path: Path) -> None:
+    """The check accepts them both as given by a user and after the settings are resolved."""
     s, offered = RunSettings(trainer=TrainerSettings(ranks=8)), gpus(gigabytes)
     plan = plan_memory(MODELS[name], memory_sides(s), offered.memory)
     if not plan.fits(REPLICA) or not plan.fits(TRAINER):
@@ -171,7 +172,7 @@ def test_the_tokens_that_a_plan_has_found_are_taken_as_a_setting(name: str, giga
     check_gpu_memory(MODELS[name], memory_sides(resolve(s, offered, MODELS[name])), offered)
 
 
-def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) -> None:
+def test_resolved_settings_contain_the_memory_fraction(tmp_path: Path) -> None:
     model = MODELS["Qwen3-8B"]
     settings = RunSettings(trainer=TrainerSettings(ranks=8))
     found = resolve(settings, gpus(80), model)
@@ -181,8 +182,8 @@ def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) ->
     assert resolve(settings, Devices("cpu", 1, 8), model).generator.memory_fraction == 0
 
 
-def test_an_engine_by_itself_has_the_room_of_trainer_and_versions(tmp_path: Path) -> None:
-    """A recipe whose trainer needs eight GPUs is played on one, and so is one that shares its GPUs."""
+def test_an_engine_alone_gets_the_memory_of_trainer_and_versions(tmp_path: Path) -> None:
+    """``tools/play.py`` runs a recipe on one GPU even if its trainer needs eight or its actors share GPUs."""
     model, one = MODELS["Qwen3-8B"], Devices("cuda", 1, 1, device_bytes(80))
     for settings in (
         RunSettings(trainer=TrainerSettings(ranks=1), weights=TransferSettings("rdma")),
@@ -199,8 +200,8 @@ def test_an_engine_by_itself_has_the_room_of_trainer_and_versions(tmp_path: Path
     assert "trainer." not in message and "weights." not in message
 
 
-def test_what_shares_a_gpu_is_planned_together() -> None:
-    """One GPU is enough for a 1.7B; a 4B is refused with what would help. The cache has what the trainer leaves."""
+def test_a_trainer_rank_and_a_replica_on_one_gpu_are_planned_together() -> None:
+    """A 1.7B model fits one GPU; a 4B model is refused with suggestions. The cache gets what the trainer leaves."""
     trainer = TrainerSettings(ranks=1, activation_checkpoint="full", tokens_per_microbatch=4096)
     s = Sides(trainer, GeneratorSettings(replicas=1), TransferSettings("shared_memory"), colocate=True)
     check_gpu_memory(MODELS["Qwen3-1.7B"], s, gpus(80))
@@ -213,7 +214,7 @@ def test_what_shares_a_gpu_is_planned_together() -> None:
     assert "weights of a generator replica 7.5" in message and "it fits with " in message
 
 
-def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> None:
+def test_a_colocated_run_sets_the_cache_tokens_of_the_engine(tmp_path: Path) -> None:
     model = MODELS["Qwen3-0.6B"]
     settings = RunSettings(
         colocate=True,
@@ -227,14 +228,14 @@ def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> 
 
 
 def commands_for_gpus() -> list[list[str]]:
-    """The README's, of the recipe."""
+    """Return the commands in the README that run the recipe on GPUs, split into words."""
     section = (ROOT / "README.md").read_text().partition("\n## On GPUs\n")[2].partition("\n## ")[0]
     lines = [line for line in section.replace("\\\n", " ").splitlines() if line.startswith("    ")]
     return [words for line in lines if "recipes/grpo.py" in (words := shlex.split(line))]
 
 
 def test_the_readmes_commands_train_a_real_model_that_fits_80_gb() -> None:
-    """Not with the tiny model's learning rate, answers and task, which are the recipe's defaults."""
+    """They override the recipe's defaults for learning rate, answer length and task, which suit the tiny model."""
     apart, shared = (cli(Settings, args=words[words.index("recipes/grpo.py") + 1 :]) for words in commands_for_gpus())
     assert not apart.colocate and shared.colocate
     for s in (apart, shared):

@@ -1,4 +1,4 @@
-"""A version that cannot be delivered ends the recipe's wait, and the right member is blamed for it."""
+"""A version that cannot be published ends the recipe's wait, and the right member is blamed for it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def fails() -> None:
     raise RuntimeError("generator 1: 2 of 21 tensors differ from the trainer's")
 
 
-def test_a_failed_delivery_ends_the_wait_for_a_batch_at_once() -> None:
+def test_a_failed_publication_ends_the_wait_for_a_batch_at_once() -> None:
     async def go() -> None:
         waiting = publisher()
         waiting._unfinished.append(asyncio.create_task(fails()))
         batch = asyncio.get_running_loop().create_future()
         with pytest.raises(RuntimeError, match="generator 1: 2 of 21"):
-            await patiently(waiting.unless_publishing_fails(batch), "a delivery that has failed")
+            await patiently(waiting.unless_publishing_fails(batch), "a publication that has failed")
         assert batch.cancelled()
 
     asyncio.run(go())
 
 
-def test_a_delivery_that_arrives_changes_nothing() -> None:
+def test_a_successful_publication_does_not_disturb_the_wait_for_a_batch() -> None:
     async def go() -> None:
         waiting = publisher()
         waiting._unfinished.append(asyncio.create_task(asyncio.sleep(0)))
@@ -64,18 +64,18 @@ def test_checksums_of_shards_add_up_as_int64_do(sums: list[int]) -> None:
         assert add_checksums([np.array([part]) for part in sums]).tolist() == [int(total)]
 
 
-# -- who is to blame: handles with prepared answers, no processes ----------------------------------------------------
+# -- which member is blamed: handles with prepared answers, no processes -----------------------------------------------
 
 
 class Handle:
-    """A handle of an actor, whose endpoints are coroutine functions."""
+    """A handle of an actor; its endpoints are coroutine functions."""
 
     def __init__(self, **endpoints: Callable[..., Any]) -> None:
         for name, endpoint in endpoints.items():
             setattr(self, name, SimpleNamespace(call_one=endpoint, call=endpoint))
 
 
-def says(answer: Any = None) -> Callable[..., Any]:
+def returns(answer: Any = None) -> Callable[..., Any]:
     async def endpoint(*_: Any) -> Any:
         if isinstance(answer, Exception):
             raise answer
@@ -91,7 +91,7 @@ class Report:
 
 
 class Replica(Handle):
-    """Takes every version, except where an endpoint is given. ``received`` counts the calls."""
+    """A replica that accepts every version unless an endpoint is given. ``received`` counts its calls of receive."""
 
     def __init__(self, **endpoints: Callable[..., Any]) -> None:
         self.received = 0
@@ -100,25 +100,25 @@ class Replica(Handle):
             self.received += 1
             return 1
 
-        usual: dict[str, Callable[..., Any]] = {
-            "ready": says(),
-            "weights_setup": says(0.0),
-            "weights_connect": says(),
-            "weights_abort": says(),
+        defaults: dict[str, Callable[..., Any]] = {
+            "ready": returns(),
+            "weights_setup": returns(0.0),
+            "weights_connect": returns(),
+            "weights_abort": returns(),
             "receive": receive,
-            "commit": says(Report()),
+            "commit": returns(Report()),
         }
-        super().__init__(**usual | endpoints)
+        super().__init__(**defaults | endpoints)
 
 
 class Harness:
-    """A publisher of one trainer rank, whose endpoints may be given."""
+    """A publisher with one trainer rank, whose endpoints may be given."""
 
     def __init__(self, *replicas: Handle, attempts: int = 3, **endpoints: Callable[..., Any]) -> None:
-        usual: dict[str, Callable[..., Any]] = {"ready": says(), "send": says([]), "weights_abort": says()}
-        rank: Any = Handle(**usual | endpoints)
-        connect = endpoints.get("weights_connect", says())
-        trainer: Any = Handle(weights_open=says({0: (0, b"")}), weights_connect=connect, snapshot=says({0: 0.01}))
+        defaults: dict[str, Callable[..., Any]] = {"ready": returns(), "send": returns([]), "weights_abort": returns()}
+        rank: Any = Handle(**defaults | endpoints)
+        connect = endpoints.get("weights_connect", returns())
+        trainer: Any = Handle(weights_open=returns({0: (0, b"")}), weights_connect=connect, snapshot=returns({0: 0.01}))
         self.served: list[int] = []
         self.dispatch: list[tuple[list[int], list[int]]] = []
 
@@ -147,8 +147,8 @@ class Harness:
         await self.publisher.wait_until_served()
 
 
-def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
-    """It has the transfer group and the replicas, and no publisher."""
+def test_a_publication_serves_a_version_to_the_replicas_that_are_behind() -> None:
+    """It uses the transfer group and the replicas, without a publisher."""
 
     async def go() -> None:
         behind, current = Replica(), Replica()
@@ -161,14 +161,14 @@ def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
         await publication.run()
         assert not replicas.behind(7) and (behind.received, current.received) == (1, 0)
         assert (publication.max_received_bytes, publication.paused_s, publication.verify_share) == (1, 0.1, 0.2)
-        assert not harness.served, "only the publisher tells the buffer"
+        assert not harness.served, "only the publisher notifies the buffer"
 
     asyncio.run(go())
 
 
-def test_a_replica_that_never_receives_is_removed_alone() -> None:
-    """A collective fails for all of its members, and all of them answer: the last attempt sends to each alone."""
-    sick = Replica(receive=says(RuntimeError("no route to host")))
+def test_only_the_replica_that_never_receives_is_removed() -> None:
+    """A collective fails for all members, and all of them answer: the last attempt sends to each replica alone."""
+    sick = Replica(receive=returns(RuntimeError("no route to host")))
     together: list[int] = []
 
     async def send(*_: Any) -> list[int]:
@@ -184,7 +184,7 @@ def test_a_replica_that_never_receives_is_removed_alone() -> None:
     assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
 
-def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
+def test_a_lost_replica_is_blamed_even_at_the_only_attempt() -> None:
     answers = iter([None, RuntimeError("Killed(sig=9)")])
 
     async def ready() -> None:
@@ -202,14 +202,14 @@ def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
     assert harness.served == [1]
 
 
-def test_no_replica_left_is_an_error_that_names_all() -> None:
-    harness = Harness(*[Replica(commit=says(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
+def test_the_error_names_all_replicas_when_none_is_left() -> None:
+    harness = Harness(*[Replica(commit=returns(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
     with pytest.raises(PublishError, match=r"version 1 .*generator 0: .*broken 0; generator 1: .*broken 1"):
         asyncio.run(harness.publish(1))
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "as it comes from another process"])
-def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_blamed(wrapped: bool) -> None:
+@pytest.mark.parametrize("wrapped", [False, True], ids=["local", "from another process"])
+def test_no_replica_commits_or_is_blamed_for_a_version_that_is_not_finite(wrapped: bool) -> None:
     async def go() -> None:
         problem = NotFinite("norm.weight holds 1 values that are not finite, the first at [3]")
         sent = [ActorError(problem) if wrapped else problem]
@@ -235,17 +235,17 @@ def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_b
     asyncio.run(go())
 
 
-def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> None:
+def test_a_replica_removed_while_it_is_probed_does_not_disturb_the_publication() -> None:
     async def go() -> None:
-        asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+        probed, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
         async def ready() -> None:
-            asked.set()
+            probed.set()
             await answer
 
         harness = Harness(Replica(), Replica(ready=ready))
         publishing = asyncio.create_task(harness.publish(1))
-        await asked.wait()
+        await probed.wait()
         await harness.publisher.remove_replica(1, "it is stopped")
         answer.set_exception(RuntimeError("Killed(sig=9)"))
         await publishing
@@ -254,9 +254,9 @@ def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> 
     asyncio.run(go())
 
 
-def test_a_replica_that_could_not_commit_yet_is_still_asked_and_one_that_broke_is_not() -> None:
+def test_a_replica_that_cannot_commit_yet_keeps_its_requests_and_a_broken_one_does_not() -> None:
     def once(error: Exception) -> Callable[..., Any]:
-        """Commits the first version at once, the second one at the second attempt."""
+        """Commit the first version at the first attempt, the second version at the second attempt."""
         answers = iter([None, error])
 
         async def commit(*_: Any) -> Report:
@@ -275,12 +275,12 @@ def test_a_replica_that_could_not_commit_yet_is_still_asked_and_one_that_broke_i
 
 
 async def some_turns() -> None:
-    """Let everybody go on who waits for nothing."""
+    """Let every task run that is not blocked."""
     for _ in range(100):
         await asyncio.sleep(0)
 
 
-def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
+def test_two_versions_are_in_flight_and_a_third_waits() -> None:
     async def go() -> None:
         gate = asyncio.Event()
 
@@ -294,7 +294,7 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
         await harness.publisher.publish(2)
         third = asyncio.create_task(harness.publisher.publish(3))
         await some_turns()
-        assert not third.done() and harness.publisher._newest == 2, "a snapshot that is being read was written to"
+        assert not third.done() and harness.publisher._newest == 2, "a snapshot was overwritten while it was read"
         gate.set()
         await third
         await harness.publisher.wait_until_served()
@@ -303,25 +303,25 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
     asyncio.run(go())
 
 
-def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> None:
-    """Two deliveries at once would use the same groups and snapshots."""
+def test_a_replica_added_during_a_publication_receives_the_version_after_it() -> None:
+    """Two concurrent publications would use the same process groups and snapshots."""
 
     async def go() -> None:
-        gate, under_way, most_at_once = asyncio.Event(), 0, 0
+        gate, in_flight, most_in_flight = asyncio.Event(), 0, 0
 
         async def receive(*_: Any) -> int:
-            nonlocal under_way, most_at_once
-            under_way += 1
-            most_at_once = max(most_at_once, under_way)
+            nonlocal in_flight, most_in_flight
+            in_flight += 1
+            most_in_flight = max(most_in_flight, in_flight)
             await gate.wait()
-            under_way -= 1
+            in_flight -= 1
             return 1
 
         harness = Harness(Replica(receive=receive))
         await harness.set_up(0, harness.handles[0])
         await harness.publisher.publish(1)
         settling = asyncio.create_task(harness.publisher.wait_until_served())
-        while not under_way:
+        while not in_flight:
             await asyncio.sleep(0)
         harness.replicas.lost[1] = "killed"
         new: Any = Replica(receive=receive)
@@ -329,26 +329,26 @@ def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> No
         await some_turns()
         gate.set()
         await asyncio.gather(settling, adding)
-        assert most_at_once == 1 and list(harness.replicas.handles) == [0, 1] and not harness.replicas.lost
+        assert most_in_flight == 1 and list(harness.replicas.handles) == [0, 1] and not harness.replicas.lost
 
     asyncio.run(go())
 
 
-def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
-    """The replica before is asked whether it is there, and is replaced before its silence is noticed."""
+def test_a_replacement_is_not_blamed_for_the_silence_of_its_predecessor() -> None:
+    """The first replica is probed, and replaced before the probe fails."""
 
     async def go() -> None:
-        silent, asked = asyncio.get_running_loop().create_future(), asyncio.Event()
+        silent, probed = asyncio.get_running_loop().create_future(), asyncio.Event()
         answers = iter([None])
 
         async def ready() -> None:
             if next(answers, silent) is silent:
-                asked.set()
+                probed.set()
                 await silent
 
-        harness = Harness(Replica(), Replica(ready=ready, receive=says(RuntimeError("connection lost"))))
+        harness = Harness(Replica(), Replica(ready=ready, receive=returns(RuntimeError("connection lost"))))
         publishing = asyncio.create_task(harness.publish(1))
-        await asked.wait()
+        await probed.wait()
         new: Any = Replica()
         await harness.publisher.remove_replica(1, "it is stopped")
         adding = asyncio.create_task(harness.publisher.add(1, new))
@@ -361,13 +361,17 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
     asyncio.run(go())
 
 
-# -- members that are lost while they are in a transfer --------------------------------------------------------------
+# -- members that are lost during a transfer --------------------------------------------------------------
 
 
 def in_a_transfer(answer: Any) -> tuple[Callable[..., Any], Callable[..., Any], asyncio.Event, list[str]]:
-    """An endpoint that waits for other members, the one that aborts it, when it is called first, and the aborts.
+    """A pair of endpoints: one waits for the other members, and one aborts this wait.
 
-    ``answer`` is that of the next transfer.
+    Args:
+        answer: what the first endpoint returns in the next transfer.
+
+    Returns:
+        Both endpoints, an event that the first one sets on entry, and the reasons of all aborts.
     """
     entered, aborted, reasons = asyncio.Event(), asyncio.Event(), list[str]()
 
@@ -385,8 +389,8 @@ def in_a_transfer(answer: Any) -> tuple[Callable[..., Any], Callable[..., Any], 
     return take_part, abort, entered, reasons
 
 
-def test_a_replica_lost_in_a_transfer_ends_it_at_once_and_the_others_are_sent_the_version_again() -> None:
-    """The replica hangs and never answers; the trainer rank waits for it, and NCCL would tell it nothing."""
+def test_a_replica_lost_during_a_transfer_aborts_it_and_the_others_receive_the_version_again() -> None:
+    """The replica hangs. The trainer rank waits for it, and NCCL would not notify it."""
 
     async def go() -> None:
         send, abort, sending, reasons = in_a_transfer([])
@@ -407,8 +411,8 @@ def test_a_replica_lost_in_a_transfer_ends_it_at_once_and_the_others_are_sent_th
     asyncio.run(go())
 
 
-def test_a_member_that_fails_has_all_others_leave_the_transfer() -> None:
-    """A trainer rank and a replica that wait for one whose process has ended, which is found to be gone and removed."""
+def test_a_failed_member_aborts_the_transfer_for_all_others() -> None:
+    """A trainer rank and a replica wait for a replica whose process has ended; it is found lost and removed."""
 
     async def go() -> None:
         send, abort_send, _, of_rank = in_a_transfer([])
@@ -433,8 +437,8 @@ def test_a_member_that_fails_has_all_others_leave_the_transfer() -> None:
     asyncio.run(go())
 
 
-def test_a_meeting_that_a_replica_is_lost_in_is_left_by_all() -> None:
-    """While members connect, which takes NCCL seconds."""
+def test_a_replica_lost_while_members_connect_aborts_the_connection() -> None:
+    """Connecting takes NCCL seconds."""
 
     async def go() -> None:
         connect, abort, connecting, reasons = in_a_transfer(None)
@@ -453,42 +457,42 @@ def test_a_meeting_that_a_replica_is_lost_in_is_left_by_all() -> None:
     asyncio.run(go())
 
 
-# -- what rollout workers are told of the replicas -------------------------------------------------------------------
+# -- notifications of rollout workers about replicas -------------------------------------------------------------------
 
 
 class Worker:
-    """Notes what it is told; fails to while it is ``deaf``."""
+    """Records its notifications; does not answer while it is ``deaf``."""
 
     def __init__(self) -> None:
         self.update_replicas = self
-        self.told: list[tuple[list[int], list[int]]] = []
+        self.notifications: list[tuple[list[int], list[int]]] = []
         self.deaf = False
 
     async def call_one(self, paused: list[int], lost: list[int]) -> None:
         if self.deaf:
             raise DeadlineExceeded("a worker that does not answer")
-        self.told.append((paused, lost))
+        self.notifications.append((paused, lost))
 
 
-def test_workers_are_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that takes a replica for lost because of an error of its own would never ask it again."""
+def test_workers_are_notified_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a worker that wrongly considers a replica lost would never send it requests again."""
 
     async def test() -> None:
         worker = Worker()
         replicas = Replicas(ActorPool("rollout worker", "rollout", {0: cast(Any, worker)}))
         await replicas.notify_workers()
         await replicas.notify_workers()
-        assert worker.told == [([], [])]
+        assert worker.notifications == [([], [])]
         monkeypatch.setattr(publishing, "REPEAT_S", 0.0)
         await asyncio.sleep(0)
         await replicas.notify_workers()
-        assert worker.told == [([], [])] * 2
+        assert worker.notifications == [([], [])] * 2
 
     asyncio.run(test())
 
 
-def test_workers_are_told_what_they_do_not_know() -> None:
-    """Once, but also a worker that did not answer the last time, and one that took another's place."""
+def test_each_worker_is_notified_of_each_change_once() -> None:
+    """This includes a worker that did not answer the last notification, and a replacement worker."""
 
     async def test() -> None:
         first, second, third = Worker(), Worker(), Worker()
@@ -499,13 +503,13 @@ def test_workers_are_told_what_they_do_not_know() -> None:
         second.deaf = False
         await replicas.notify_workers()
         await replicas.notify_workers()
-        assert first.told == second.told == [([], [])]
+        assert first.notifications == second.notifications == [([], [])]
         replicas.add(publishing.Replica(1, cast(Any, None), 0.0))
         replicas.lost[2] = "killed"
         await replicas.notify_workers()
         workers.handles[1] = third
         await replicas.notify_workers()
-        assert first.told == second.told == [([], []), ([1], [2])]
-        assert third.told == [([1], [2])]
+        assert first.notifications == second.notifications == [([], []), ([1], [2])]
+        assert third.notifications == [([1], [2])]
 
     asyncio.run(test())

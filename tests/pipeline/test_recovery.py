@@ -1,4 +1,4 @@
-"""Who is started again and how often, and how a run ends that cannot go on: prepared handles, no processes.
+"""Which actors are restarted and how often, and how a run ends that cannot continue: prepared handles, no processes.
 
 Real processes are killed, stopped and made to fail in tests/recipe/test_chaos.py.
 """
@@ -61,7 +61,7 @@ class Stage:
         self.stopped: list[Any] = []
         self.events: list[tuple[Any, ...]] = []
         self.broken: dict[str, str] = {}
-        """By kind: why no replacement starts."""
+        """Maps a kind of actor to the error with which its replacements fail to start."""
         cluster: Any = SimpleNamespace(kill=self._stop, locate=self._locate)
 
         def pool(kind: str) -> ActorPool[Any]:
@@ -93,7 +93,7 @@ class Stage:
         self.stopped.append(mesh)
 
     async def _locate(self, mesh: Any) -> None:
-        """Nobody asks here where its processes are."""
+        """These tests do not need the location of processes."""
 
     def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:
         worker = Worker()
@@ -116,9 +116,9 @@ class Stage:
             await self.hold.wait()
         self.events.append(("dispatch",))
 
-    def _recording(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
+    def _recording(self, event: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
         async def record(*values: Any) -> Any:
-            self.events.append((what, *values))
+            self.events.append((event, *values))
             return answer
 
         return record
@@ -134,7 +134,7 @@ class Stage:
 
 
 def run_on_stage(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
-    """In virtual time."""
+    """Run ``test`` in virtual time."""
 
     async def go() -> None:
         await test(Stage(folder, **settings))
@@ -159,24 +159,24 @@ def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
     run_on_stage(tmp_path, test)
 
 
-@pytest.mark.parametrize("how", ["its process", "its work", "the watch"])
-def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("cause", ["its process", "its work", "the watch"])
+def test_the_groups_of_a_lost_worker_are_requeued_and_a_new_worker_runs(tmp_path: Path, cause: str) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising(), stage.recovery.rolling_out():
             lost = stage.workers.handles[0]
             await asyncio.sleep(0)
-            if how == "its process":
+            if cause == "its process":
                 lost.fail("Killed(sig=9)")
-            elif how == "its work":
+            elif cause == "its work":
                 lost.work.set_exception(RuntimeError("no such item"))
             else:
                 assert await stage.recovery.recover("rollout worker 0")
             await until(stage.returns, "a return")
             (new,) = stage.started["rollout worker"]
             assert stage.events == [("requeue", "rollout worker 0"), ("dispatch",)]
-            await until(lambda: new.runs, "a play")  # the task that asks it to play starts after its return is noted
+            await until(lambda: new.runs, "its run")  # the task that calls run starts after the return is recorded
             stage.workers.handles[1].work.set_result(None)
-            new.work.set_result(None)  # it was asked to play, or this would end nothing
+            new.work.set_result(None)  # has an effect only because run was called
         assert new.runs == 1
         assert stage.events[-1] == ("close",)
 
@@ -195,14 +195,14 @@ def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> Non
     run_on_stage(tmp_path, test)
 
 
-def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path: Path) -> None:
+def test_a_replacement_that_does_not_start_is_retried_up_to_the_limit(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.broken["generator"] = "out of memory"
         async with stage.recovery.supervising():
             stage.generators.handles[0].fail("Killed(sig=9)")
             await until(stage.has_removed, "a removal")
             assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
-            assert await stage.recovery.recover("generator 1"), "another one may be started in its place"
+            assert await stage.recovery.recover("generator 1"), "a replacement may be started"
 
     run_on_stage(tmp_path, test, restarts=2)
 
@@ -223,8 +223,8 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
     run_on_stage(tmp_path, test, restarts=2)
 
 
-def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path) -> None:
-    """Each loss comes within ``per_s`` of the one before, and all of them together take longer."""
+def test_the_first_cause_belongs_to_the_current_series_of_losses(tmp_path: Path) -> None:
+    """Each loss comes within ``per_s`` of the previous one, although the whole series takes longer."""
 
     async def test(stage: Stage) -> None:
         with pytest.raises(AllActorsLost) as ended:
@@ -256,7 +256,7 @@ def test_a_removed_process_is_ended(tmp_path: Path) -> None:
     run_on_stage(tmp_path, test, restarts=2)
 
 
-def test_a_worker_that_starts_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
+def test_a_worker_that_starts_as_rollouts_begin_is_run_once(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             stage.hold = asyncio.Event()
@@ -273,7 +273,7 @@ def test_a_worker_that_starts_while_playing_begins_is_asked_once(tmp_path: Path)
     run_on_stage(tmp_path, test)
 
 
-def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_accept_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             stage.workers.handles[1].refuses_replacements = True
@@ -284,7 +284,7 @@ def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp
     run_on_stage(tmp_path, test)
 
 
-def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
+def test_a_process_without_a_registered_name_is_identified_by_its_mesh(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
@@ -297,7 +297,7 @@ def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Pat
 
 
 def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> None:
-    """For example because it did not take the first version."""
+    """For example, a replica that did not load the first version."""
 
     async def test(stage: Stage) -> None:
         stage.publisher.replicas.lost[1] = "no version in 3 attempts"
@@ -308,9 +308,8 @@ def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> No
     run_on_stage(tmp_path, test)
 
 
-def test_a_disk_that_stalls_holds_no_loss_up(tmp_path: Path) -> None:
-    """A pipe that is full blocks who writes to it: here not the controller, which could not be told apart from one that
-    hangs."""
+def test_a_stalled_disk_does_not_delay_the_report_of_a_loss(tmp_path: Path) -> None:
+    """A full pipe blocks its writer. This must not be the controller, which would look as if it hung."""
     os.mkfifo(tmp_path / "failures.jsonl")
     pipe = os.open(tmp_path / "failures.jsonl", os.O_RDWR | os.O_NONBLOCK)
     filled, read = 0, b""
@@ -340,7 +339,7 @@ def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
     run_on_stage(tmp_path, test, restarts=1, per_s=100)
 
 
-def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp_path: Path) -> None:
+def test_without_restarts_a_run_continues_until_the_last_replica_is_lost(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
@@ -352,7 +351,7 @@ def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp
     run_on_stage(tmp_path, test, restarts=0)
 
 
-def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: Path) -> None:
+def test_a_worker_that_missed_a_deadline_on_another_process_ends_the_run(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         with pytest.raises(DeadlineExceeded, match="a free slot"):
             async with stage.recovery.supervising(), stage.recovery.rolling_out():
@@ -363,7 +362,7 @@ def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: P
     run_on_stage(tmp_path, test)
 
 
-def test_workers_that_fail_because_the_buffer_is_lost_are_left_as_they_are(tmp_path: Path) -> None:
+def test_workers_that_fail_because_the_buffer_is_lost_are_not_restarted(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.buffer_lost = True
         with pytest.raises(RuntimeError, match="no answer to admit_many"):

@@ -1,4 +1,4 @@
-"""Which settings a resumed run may have, and how its folder is cut back."""
+"""Which settings a resumed run may have, and how its folder is truncated to the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience
 
 
-def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest: Any) -> Path:
-    """A run with a checkpoint, after which it went on.
+def finished_step(run_settings: RunSettings, version: int = 3, name: str = "1", **manifest: Any) -> Path:
+    """Make the folder of a run that continued after a checkpoint.
 
     Args:
-        manifest: of the checkpoint, in the place of what is usual.
+        manifest: fields of the checkpoint's manifest that differ from the defaults.
     """
-    run = of.output / f"{recipe_name()}-{name}"
+    run = run_settings.output / f"{recipe_name()}-{name}"
     run.mkdir(parents=True, exist_ok=True)
-    (run / "settings.json").write_text(json.dumps(to_plain(of), indent=2))
+    (run / "settings.json").write_text(json.dumps(to_plain(run_settings), indent=2))
     (run / "metrics.jsonl").write_text("before\nafter\n")
     partial = folders.begin(run / "checkpoints", version)
     (partial / GROUPS).write_bytes(b"groups")
     files = [folders.file_sum(partial, partial / GROUPS)]
-    usual = Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, settings=to_plain(of), files=files)
-    folders.commit(run / "checkpoints", replace(usual, **manifest))
+    default = Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, settings=to_plain(run_settings), files=files)
+    folders.commit(run / "checkpoints", replace(default, **manifest))
     note_state(run, "failed", "a loss", goes_on=True)
     return run
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (RunSettings(groups_per_step=8), "--groups-per-step was 32 and is now 8, .* bound"),
         (RunSettings(buffer=BufferSettings(1)), "--buffer.max-policy-lag was 2 and is now 1, .* bound"),
@@ -62,10 +62,10 @@ def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest
     ],
 )
 def test_settings_that_break_the_bound_or_the_schedule_are_refused(
-    tmp_path: Path, changed: RunSettings, said: str
+    tmp_path: Path, changed: RunSettings, message: str
 ) -> None:
     run = finished_step(RunSettings(output=tmp_path))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         resume.resolve_resume(replace(changed, output=tmp_path, resume=str(run)))
 
 
@@ -94,18 +94,18 @@ def test_more_updates_a_batch_are_refused_where_the_schedule_depends_on_them(tmp
 
 
 @pytest.mark.parametrize(
-    ("trainer", "said"),
+    ("trainer", "reason"),
     [
         (TrainerSettings(lora=LoraSettings(4)), "LoRA"),
         (TrainerSettings(reference=True), "reference"),
     ],
 )
 def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
-    tmp_path: Path, trainer: TrainerSettings, said: str
+    tmp_path: Path, trainer: TrainerSettings, reason: str
 ) -> None:
     run = finished_step(RunSettings(output=tmp_path, trainer=trainer))
     other = RunSettings(model="other/model", output=tmp_path, resume=str(run), trainer=trainer)
-    with pytest.raises(ValueError, match=f"--model was Qwen/Qwen3-0.6B and is now other/model, .*{said}"):
+    with pytest.raises(ValueError, match=f"--model was Qwen/Qwen3-0.6B and is now other/model, .*{reason}"):
         resume.resolve_resume(other)
     whole = RunSettings(output=tmp_path / "whole")
     run = finished_step(whole)
@@ -113,11 +113,11 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> other/model" in resumed.differences
 
 
-def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
+def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
-    about = to_plain(RunSettings(output=tmp_path, trainer=without))
-    del about["trainer"]["critic"]  # a run from before there were any
-    run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=about)
+    saved = to_plain(RunSettings(output=tmp_path, trainer=without))
+    del saved["trainer"]["critic"]  # a run from before critics were added
+    run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=saved)
     assert resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
     with pytest.raises(ValueError, match="--trainer.critic.lr was None and is now 1e-05, .*no critic"):
         resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
@@ -127,7 +127,7 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     assert resumed is not None and "trainer.critic.lr 1e-05 -> 0.0001" in resumed.differences
 
 
-def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_path: Path) -> None:
+def test_the_folder_is_truncated_to_the_checkpoint_and_the_resume_recorded(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
     for generation in (1, 2):
@@ -140,31 +140,33 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     assert "held_out 200 -> 7" in rows[0]["differences"]
 
 
-def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path: Path) -> None:
+def test_journals_from_before_a_generation_without_one_are_ignored(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
-    since, asked = list[int](), list[tuple[int, int]]()
+    since, calls = list[int](), list[tuple[int, int]]()
 
     async def replayable_batches(*arguments: int) -> dict[int, list[JournalBatch]]:
-        asked.append(arguments)  # type: ignore[arg-type]
+        calls.append(arguments)  # type: ignore[arg-type]
         return {0: []}
 
-    async def again(resumed: Resumed) -> list[str]:
+    async def replay(resumed: Resumed) -> list[str]:
         trainer = SimpleNamespace(replayable_batches=SimpleNamespace(call=replayable_batches))
-        going = replay_steps(cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(OnReplayed, None))
-        return [said async for said in going]
+        replayed = replay_steps(
+            cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(OnReplayed, None)
+        )
+        return [line async for line in replayed]
 
     for mib in (64, 0, 64, 64):
         resumed = resume.resolve_resume(replace(settings, resume=str(run)))
         assert resumed is not None
         since.append(resumed.journal_since)
-        assert asyncio.run(again(resumed)) == []
+        assert asyncio.run(replay(resumed)) == []
         resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
-    assert since == [0, 0, 2, 2] and asked == [(0, number) for number in since]
+    assert since == [0, 0, 2, 2] and calls == [(0, number) for number in since]
 
 
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])
-def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path: Path, left: str) -> None:
+def test_a_generation_number_is_not_reused_while_any_file_of_it_is_left(tmp_path: Path, left: str) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings, generation=7 if left == "checkpoint" else 0)
     if left == "line":
@@ -177,7 +179,7 @@ def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path:
     assert resumed is not None and resumed.generation == 8
 
 
-def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
+def test_a_resume_that_cannot_be_recorded_fails(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
     resumed = resume.resolve_resume(replace(settings, resume=str(run)))
@@ -186,10 +188,10 @@ def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
         resume.take_folder(settings, resumed)
 
 
-def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
+def test_a_resume_survives_a_disk_that_refuses_settings_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And settings that are those of before are not written at all."""
+    """Unchanged settings are not written at all."""
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings, best=Measurement("held_out/accuracy", 0.5, 2))
 
@@ -199,14 +201,14 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
     monkeypatch.setattr(resume, "write_whole", full)
     assert resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert str(run.resolve() / "best.json") in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(run.resolve() / "best.json") in message
     resume.note_settings(run, replace(settings, held_out=7))
     assert re.search("settings.json .*No space left on device", caplog.text)
 
 
-def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
-    """Not in settings.json, which may be of a resume with other settings, or of none that came up."""
+def test_a_resume_compares_with_the_settings_saved_in_the_checkpoint(tmp_path: Path) -> None:
+    """Not with settings.json, which a resume with other settings may have written, even one that did not start."""
     settings = RunSettings(output=tmp_path, held_out=9)
     run = finished_step(settings)
     (run / "settings.json").write_text(json.dumps(to_plain(replace(settings, model="other/model"))))
@@ -216,7 +218,7 @@ def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> third/model" in resumed.differences
     before = (run / "settings.json").read_text()
     resume.take_folder(replace(settings, model="third/model"), resumed)
-    assert (run / "settings.json").read_text() == before, "the checkpoint may not be of that model"
+    assert (run / "settings.json").read_text() == before, "the checkpoint may be of another model"
 
 
 def test_packages_that_differ_are_listed(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_packages_that_differ_are_listed(tmp_path: Path) -> None:
     assert resumed.differences == ("gone 1 -> none", f"tokenizers 0.0.1 -> {installed['tokenizers']}")
 
 
-def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_path: Path) -> None:
+def test_a_resume_removes_a_broken_newer_checkpoint(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     finished_step(settings, version=3)
     run = finished_step(settings, version=5)
@@ -240,7 +242,7 @@ def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_pat
 
 @pytest.mark.parametrize("best", [None, Measurement("held_out/accuracy", 0.5, 2)])
 def test_the_best_result_is_that_of_the_checkpoint(tmp_path: Path, best: Measurement | None) -> None:
-    """One of weights that are no more would be the best of all that come."""
+    """A result of undone weights could otherwise remain the best forever."""
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings, best=best)
     (run / "best.json").write_text('{"metric": "held_out/accuracy", "value": 0.9, "version": 4}')
@@ -258,49 +260,49 @@ def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeyp
     note_state(third, "finished")
     resumed = resume.resolve_resume(settings)
     assert resumed is not None and resumed.run == second.resolve()
-    assert resume.resolve_resume(replace(settings, resume=None)) is None, "nobody asked for it"
+    assert resume.resolve_resume(replace(settings, resume=None)) is None, "no resume was requested"
     monkeypatch.setenv(supervisor.RESUMES, str(first))
     resumed = resume.resolve_resume(settings)
     assert resumed is not None and resumed.run == first.resolve()
 
 
 def torchrun(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int) -> None:
-    """The variables of rank 0."""
+    """Set the environment variables of rank 0."""
     for name, value in {"RUN_ID": job, "RESTART_COUNT": str(restarts)}.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("RANK", "0")
 
 
 OTHER_AGENT = [1, 0.0]
-"""Process 1 is not the parent of a test."""
+"""Process id and start time of an agent; process 1 is never the parent of a test."""
 
 
 @pytest.mark.parametrize(
-    ("job", "launched_by", "restarts", "state", "goes_on"),
+    ("job", "launched_by", "restarts", "state", "resumes"),
     [
         ("job 7", "job 7", 1, "running", True),  # its controller was killed
-        ("job 7", "job 7", 0, "interrupted", True),  # a machine joined; or the batch system has started the job again
+        ("job 7", "job 7", 0, "interrupted", True),  # a machine joined, or the batch system restarted the job
         ("job 7", "job 6", 0, "running", False),
         ("job 7", "job 6", 1, "running", False),
-        ("job 7", "job 7", 0, "failed", False),  # started by hand once more, after a mistake was mended
+        ("job 7", "job 7", 0, "failed", False),  # started again by hand after an error was fixed
         ("job 7", "job 7", 0, "finished", False),
-        ("none", None, 1, "running", True),  # by the same agent
+        ("none", None, 1, "running", True),  # started by the same agent
         ("none", None, 0, "interrupted", True),
-        ("none", OTHER_AGENT, 0, "running", False),  # another job: all have this id that are given none
+        ("none", OTHER_AGENT, 0, "running", False),  # another job: all jobs without an id have this one
         ("none", OTHER_AGENT, 1, "running", False),
         ("none", "none", 1, "running", False),
     ],
 )
-def test_torchrun_goes_on_with_the_run_of_the_same_job(
+def test_torchrun_resumes_the_run_of_the_same_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     job: str,
     launched_by: str | list[float] | None,
     restarts: int,
     state: str,
-    goes_on: bool,
+    resumes: bool,
 ) -> None:
-    """Of no other job, by whichever agent, and however often it was started. ``launched_by`` None is this agent."""
+    """It resumes no run of another job, whatever agent and restart count. ``launched_by`` None is this agent."""
     torchrun(monkeypatch, job, restarts)
     settings = RunSettings(output=tmp_path)
     assert resume.resolve_resume(settings) is None
@@ -310,17 +312,17 @@ def test_torchrun_goes_on_with_the_run_of_the_same_job(
         values = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps(values | {"launcher": launched_by}))
     resumed = resume.resolve_resume(settings)
-    assert (resumed is not None) == goes_on
+    assert (resumed is not None) == resumes
     if resumed is not None:
         folder_lock.release(resumed.run)
         assert resumed.run == run.resolve()
 
 
 @pytest.mark.parametrize("job", ["job 7", "none"])
-def test_torchrun_does_not_start_again_what_has_finished_or_ended_by_a_mistake(
+def test_torchrun_does_not_restart_a_run_that_finished_or_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:
-    """Nor an older run of the job in its place."""
+    """It does not resume an older run of the job instead."""
     settings = RunSettings(output=tmp_path)
     torchrun(monkeypatch, job, 1)
     older, run = (finished_step(settings, name=name) for name in "12")
@@ -342,7 +344,7 @@ sys.stdin.read()
 """
 
 
-def test_a_run_that_still_goes_on_is_refused_by_name_and_passed_over_by_auto(tmp_path: Path) -> None:
+def test_a_running_run_is_refused_by_name_and_skipped_by_auto(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path, resume="auto")
     older, newer = (finished_step(settings, name=name) for name in "12")
     os.utime(older / "settings.json", (1e9, 1e9))

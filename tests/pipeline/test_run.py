@@ -1,4 +1,4 @@
-"""The life of a run: its loop left early, an error of the recipe, calls in a wrong order. Over simulated actors."""
+"""The life cycle of a run: a loop left early, an error of the recipe, calls in the wrong order; simulated actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buff
 
 
 @asynccontextmanager
-async def begun() -> AsyncIterator[Run]:
+async def simulated_run() -> AsyncIterator[Run]:
     async with Run.open(run_settings(PLAN, 1e6)) as run:
         await run.begin(simulated_actors(PLAN, Costs(), grain=8))
         yield run
@@ -49,20 +49,20 @@ def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 @virtual
 async def test_steps_count_versions_and_end_with_all_rollouts() -> None:
-    async with begun() as run:
-        seen = []
+    async with simulated_run() as run:
+        steps = []
         async for step in run.steps(3):
             values = await run.step()
-            seen.append((step, run.version, values["buffer/trained"]))
-        assert seen == [(1, 1, 4), (2, 2, 8), (3, 3, 12)]
+            steps.append((step, run.version, values["buffer/trained"]))
+        assert steps == [(1, 1, 4), (2, 2, 8), (3, 3, 12)]
         counts = await run.counts()
         assert counts.playing == 0 and counts.published == 3
 
 
 @virtual
-async def test_a_loop_left_early_ends_as_well() -> None:
-    """Its workers go on playing until the run is closed, and hold nothing up."""
-    async with begun() as run:
+async def test_a_run_ends_cleanly_when_its_loop_is_left_early() -> None:
+    """Its workers continue until the run is closed, and do not delay it."""
+    async with simulated_run() as run:
         async for step in run.steps(100):
             await run.step()
             if step == 2:
@@ -74,18 +74,18 @@ async def test_a_loop_left_early_ends_as_well() -> None:
 
 
 @virtual
-async def test_an_error_of_the_recipe_comes_through_as_it_is() -> None:
+async def test_an_error_of_the_recipe_propagates_unchanged() -> None:
     with pytest.raises(KeyError, match="a mistake") as caught:
-        async with begun() as run:
+        async with simulated_run() as run:
             async for _ in run.steps(10):
                 await run.step()
                 raise KeyError("a mistake")
-    assert any(entry.name == "test_an_error_of_the_recipe_comes_through_as_it_is" for entry in caught.traceback)
+    assert any(entry.name == "test_an_error_of_the_recipe_propagates_unchanged" for entry in caught.traceback)
 
 
 @virtual
-async def test_steps_are_for_one_loop() -> None:
-    async with begun() as run:
+async def test_run_steps_can_be_iterated_only_once() -> None:
+    async with simulated_run() as run:
         async for _ in run.steps(1):
             await run.step()
         with pytest.raises(RuntimeError, match=r"run\.steps"):
@@ -93,9 +93,9 @@ async def test_steps_are_for_one_loop() -> None:
 
 
 @virtual
-async def test_a_version_that_cannot_be_delivered_is_an_error_also_after_a_loop_left_early() -> None:
+async def test_a_failed_publication_is_an_error_even_after_a_loop_left_early() -> None:
     with pytest.raises(RuntimeError, match="the network is gone"):
-        async with begun() as run:
+        async with simulated_run() as run:
             async for _ in run.steps(10):
                 await run.update()
 
@@ -108,7 +108,7 @@ async def test_a_version_that_cannot_be_delivered_is_an_error_also_after_a_loop_
 
 @virtual
 async def test_calls_in_a_wrong_order_are_refused() -> None:
-    async with begun() as run:
+    async with simulated_run() as run:
         with pytest.raises(RuntimeError, match=r"run\.update.*run\.steps"):
             await run.update()
         with pytest.raises(RuntimeError, match="start"):
@@ -120,7 +120,7 @@ async def test_calls_in_a_wrong_order_are_refused() -> None:
 
 
 @virtual
-async def test_a_run_without_actors_says_what_to_call() -> None:
+async def test_a_run_without_actors_names_the_missing_call() -> None:
     async with Run.open(RunSettings()) as run:
         with pytest.raises(RuntimeError, match=r"run\.start"):
             await run.update()
@@ -130,7 +130,7 @@ async def test_a_run_without_actors_says_what_to_call() -> None:
 
 @virtual
 async def test_settings_are_checked_before_anything_is_spawned() -> None:
-    """Also the task that start() is given, which need not be that of the settings."""
+    """This includes the task passed to start(), which may differ from the task of the settings."""
     cluster: Any = SimpleNamespace(
         devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
     )
@@ -145,9 +145,9 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
             await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 ": RunSettings(held_out=201), "'spel_backward'": RunSettings()}
-    for said, settings in wrong.items():
+    for message, settings in wrong.items():
         async with Run.open(settings, cluster) as run:
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)
     async with Run.open(RunSettings(objective=GSPO()), cluster) as run:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="objective gspo: .*supervised"):
@@ -161,17 +161,17 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
 
 
 @virtual
-async def test_a_filter_that_drops_what_teaches_warns_before_anything_is_spawned() -> None:
+async def test_a_filter_that_drops_useful_groups_warns_before_anything_is_spawned() -> None:
     async def spawn(*_: Any, **__: Any) -> None:
         raise RuntimeError("spawned")
 
     cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
     async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True)), cluster) as run:
         for advantage, warns in (("reinforce_pp", True), ("grpo", False)):
-            said = io.StringIO()
-            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+            output = io.StringIO()
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
                 patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
                 patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
                 with pytest.raises(RuntimeError, match="spawned"):
                     await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective=PPOClip())
-            assert (bool(re.search("warning: buffer.drop-equal-rewards: .*reinforce_pp", said.getvalue()))) == warns
+            assert (bool(re.search("warning: buffer.drop-equal-rewards: .*reinforce_pp", output.getvalue()))) == warns

@@ -1,4 +1,4 @@
-"""What a launch makes of settings on the devices that it has: automatic values, and machines that are refused."""
+"""How a launch resolves settings for its devices: automatic values, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
 
 
 def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
-    """A run's settings.json holds them: what is read from it later needs no device."""
+    """A run's settings.json holds the resolved values, so that reading it later needs no device."""
     for devices, requests, limit_s in ((GPUS, 256, 1200), (CPUS, 64, 300)):
         found = resolve(RunSettings(), devices)
         assert (found.generator.max_running_requests, found.generator.start_deadline_s) == (requests, limit_s)
@@ -41,7 +41,7 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "devices", "said"),
+    ("settings", "devices", "message"),
     [
         (RunSettings(), Devices("cuda", 1, 1), "4 ranks .* 1: .* --colocate"),
         (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks .* 2 gen"),
@@ -54,16 +54,16 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
         ),
     ],
 )
-def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_do_not_allow_colocation_are_refused(
+    settings: RunSettings, devices: Devices, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         check(settings, devices)
 
 
-def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A recipe is played on fewer devices than its run needs; what is played is checked as ever."""
-    monkeypatch.setattr("monarch_rl.pipeline.settings.check_environment", lambda: None)  # of a machine with GPUs
+def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tools/play.py`` needs fewer devices than a run; settings that it uses are checked as usual."""
+    monkeypatch.setattr("monarch_rl.pipeline.settings.check_environment", lambda: None)  # it checks a machine with GPUs
     model = random_model(tmp_path / "tiny")
     settings = RunSettings(
         model=str(model),
@@ -78,13 +78,13 @@ def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
         assert (config.folder, generator.replicas, generator.max_total_tokens) == (model, 1, 4096)
         assert generator.start_deadline_s is not None and (generator.memory_fraction > 0) == (devices.kind == "cuda")
     assert not settings.output.exists()
-    for wrong, said in (
+    for wrong, message in (
         (replace(settings, generator=GeneratorSettings(tp=16)), "16 ranks .*one generator replica"),
         (replace(settings, rollout=RolloutSettings(max_new_tokens=10**6)), "rollout.max-new-tokens"),
         (replace(settings, generator=GeneratorSettings(context_length=10**6)), "generator.context-length"),
         (replace(settings, model=str(tmp_path / "none")), "none"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             prepare_engine(wrong, CPUS)
 
 
@@ -101,12 +101,12 @@ def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
 
 @pytest.mark.parametrize("patience", [0.1, 1.0, 2.5, 1000.0])
 def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) -> None:
-    """Saved settings have the deadlines without it, also if they are resolved twice, as launch() and run.start() do."""
+    """Saved settings hold the deadlines without it, even when resolved twice, as launch() and run.start() do."""
     plain, saved = resolve(RunSettings(), GPUS), resolve(RunSettings(patience=patience), GPUS)
     assert resolve(saved, GPUS) == saved == replace(plain, patience=patience)
     once = saved.with_patience()
     assert once.with_patience() == once
-    for of in (
+    for deadline in (
         lambda s: s.generator.start_limit_s(True),
         lambda s: s.generator.drain_deadline_s,
         lambda s: s.rollout.generate_limit_s,
@@ -114,7 +114,7 @@ def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) ->
         lambda s: s.transfers.deadline_s,
         lambda s: s.update_limit_s,
     ):
-        assert of(once) == pytest.approx(patience * of(plain))
+        assert deadline(once) == pytest.approx(patience * deadline(plain))
     assert once.transfers.attempts == min(max(1, math.ceil(3 * patience)), 1000)
     for name in ("episode_deadline_s", "score_deadline_s"):
         assert getattr(once.rollout, name) == getattr(plain.rollout, name)
@@ -124,7 +124,7 @@ def test_patience_multiplies_each_deadline_once_and_no_other(patience: float) ->
 
 
 def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode() -> None:
-    """Nobody has to raise them for a large model or long answers; what a user sets is kept."""
+    """A user need not raise them for a large model or long answers; deadlines set by the user stay."""
     large = {"vocab_size": 150_000, "hidden_size": 8192, "intermediate_size": 25_000, "num_hidden_layers": 64}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
     config = qwen3(dtype="bfloat16", **large, **heads)

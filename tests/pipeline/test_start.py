@@ -19,10 +19,10 @@ from tests.model.configs import qwen3
 from tests.recipe.running import random_model
 
 
-def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned(
+def test_replicas_that_do_not_fit_memory_together_are_refused_before_any_is_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each for itself would find enough, because all ask before any has taken its own."""
+    """Each replica alone would find enough memory, because all look before any has allocated."""
     model = read_config(random_model(tmp_path / "model"))
     settings = GeneratorSettings(replicas=4, max_total_tokens=1000)
     free: list[int] = []
@@ -31,7 +31,7 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
     def spawn(*_: Any, **__: Any) -> None:
         raise InterruptedError("spawned")
 
-    def started(free_bytes: int, devices: Devices) -> str:
+    def start_error(free_bytes: int, devices: Devices) -> str:
         free.append(free_bytes)
         cluster = SimpleNamespace(devices=devices, num_hosts=devices.num_hosts, spawn=spawn, fork_server=ForkServer())
         with pytest.raises((RuntimeError, InterruptedError)) as ended:
@@ -39,15 +39,15 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
         return str(ended.value)
 
     host = Devices("cpu", 1, 8)
-    needed = next(nbytes for nbytes in range(0, 2**30, 2**18) if started(nbytes, host) == "spawned")
-    assert "an engine needs" in (said := started(needed // 2, host)) and "4 of them" in said
-    assert started(needed // 2, Devices("cpu", 2, 8)) == started(0, Devices("cuda", 1, 8)) == "spawned"
+    needed = next(nbytes for nbytes in range(0, 2**30, 2**18) if start_error(nbytes, host) == "spawned")
+    assert "an engine needs" in (message := start_error(needed // 2, host)) and "4 of them" in message
+    assert start_error(needed // 2, Devices("cpu", 2, 8)) == start_error(0, Devices("cuda", 1, 8)) == "spawned"
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_engines_that_share_devices_do_not_ask_whether_as_much_is_free_on_each(shared: bool, tmp_path: Path) -> None:
-    """SGLang would refuse to start several ranks, if a trainer rank has taken more on the device of one. They are
-    spawned when what they need is imported."""
+def test_engines_on_shared_devices_skip_sglangs_check_of_balanced_memory(shared: bool, tmp_path: Path) -> None:
+    """SGLang would refuse to start several ranks if trainer ranks use different amounts of memory on their devices.
+    Engines are spawned after their imports."""
     spawned, imported = list[Any](), list[str]()
 
     class Importing(ForkServer):
@@ -66,8 +66,8 @@ def test_engines_that_share_devices_do_not_ask_whether_as_much_is_free_on_each(s
     assert spawned == [ON_SHARED_DEVICES if shared else None]
 
 
-def test_sglang_still_reads_what_engines_on_shared_devices_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If not, either the check is gone or its name is another one."""
+def test_sglang_still_reads_the_variable_for_shared_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, SGLang has removed the check or renamed its variable."""
     from sglang.srt.environ import envs
 
     ((name, value),) = ON_SHARED_DEVICES.items()

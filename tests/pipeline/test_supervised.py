@@ -1,5 +1,5 @@
-"""Supervised steps among the versions of a run, and what rows are mixed in. Over simulated actors; what rows teach is
-in tests/trainer/test_policy.py, a real run in tests/recipe/test_recipe.py."""
+"""Supervised steps of a run, and rows mixed into batches; over simulated actors. The updates themselves are tested in
+tests/trainer/test_policy.py, a real run in tests/recipe/test_recipe.py."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.trainer.settings import TrainerSettings
-from tests.pipeline.test_checkpoints import SUPERVISED_S, begun, newest
+from tests.pipeline.test_checkpoints import SUPERVISED_S, newest, simulated_run
 
 ROWS = [{"prompt": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(10)]
 NONE = CheckpointSettings(every_minutes=0.0, grace_s=0.0)
 
 
 def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them(tmp_path: Path) -> None:
-    """With a lag of 1 at most, a group that was drawn by the model as it was could not be trained after 3 versions."""
+    """With a lag of at most 1, a group sampled by the initial model could not be trained after 3 versions."""
 
     async def warm() -> tuple[list[int], Counts]:
-        async with begun(tmp_path, NONE) as (run, trainer):
+        async with simulated_run(tmp_path, NONE) as (run, trainer):
             await run.supervised(ROWS, steps=3, rows_per_step=5, lr_factor=2.0)
             assert (await run.counts()).published in (0, 3) and trainer.plans[0].rows_per_step == 5
-            await run.supervised(ROWS, steps=3)  # of a recipe that was resumed
+            await run.supervised(ROWS, steps=3)  # as in a resumed recipe
             await run.mix(ROWS, share=0.2)
             steps = []
             async for step in run.steps(8):
@@ -51,26 +51,26 @@ def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them
 
 
 def test_a_warm_start_that_is_interrupted_is_saved(tmp_path: Path) -> None:
-    """With the step under way: it waits for nothing that could be missing."""
+    """The step in flight is included, because it waits for no other process."""
 
     async def ends() -> None:
-        async with begun(tmp_path, CheckpointSettings(every_steps=2, grace_s=1e6)) as (run, _):
-            seen.append(run)
+        async with simulated_run(tmp_path, CheckpointSettings(every_steps=2, grace_s=1e6)) as (run, _):
+            runs.append(run)
             warming = asyncio.ensure_future(run.supervised(ROWS, steps=100))
             await asyncio.sleep(2.5 * SUPERVISED_S)
             warming.cancel()
             raise KeyError("a mistake")
 
-    seen: list[Run] = []
+    runs: list[Run] = []
     with pytest.raises(KeyError, match="a mistake"):
         run_virtual(ends())
-    assert newest(tmp_path) == seen[0].version >= 3
+    assert newest(tmp_path) == runs[0].version >= 3
     assert 2 in complete(tmp_path / "checkpoints")
 
 
 def test_supervised_steps_come_before_groups(tmp_path: Path) -> None:
     async def late() -> None:
-        async with begun(tmp_path, NONE) as (run, _):
+        async with simulated_run(tmp_path, NONE) as (run, _):
             async for _step in run.steps(2):
                 await run.step()
                 with pytest.raises(RuntimeError, match=r"run\.steps.* run\.mix"):
@@ -93,7 +93,7 @@ def test_mixed_rows_are_their_share_of_the_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"share": 0.0}, "share 0 "),
         ({"share": 1.0}, "share 1 "),
@@ -101,13 +101,13 @@ def test_mixed_rows_are_their_share_of_the_sequences() -> None:
         ({"share": 0.5, "rows": []}, "no supervised rows"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"rows": ROWS, "s": settings()}
-    with pytest.raises(ValueError, match=said):
-        plan_mixed_rows(**given | arguments)
+def test_an_impossible_share_of_mixed_rows_is_refused(arguments: dict[str, Any], message: str) -> None:
+    defaults: dict[str, Any] = {"rows": ROWS, "s": settings()}
+    with pytest.raises(ValueError, match=message):
+        plan_mixed_rows(**defaults | arguments)
 
 
 @pytest.mark.parametrize("numbers", [{"rows_per_step": 0}, {"rows_per_step": 1, "lr_factor": 0.0}])
-def test_numbers_that_cannot_be_are_refused(numbers: dict[str, Any]) -> None:
+def test_invalid_numbers_of_rows_are_refused(numbers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{list(numbers)[-1]} must be"):
         plan_rows(ROWS, settings(), **numbers)

@@ -1,4 +1,4 @@
-"""Which losses a run survives with the processes that it has, and which of these stay: prepared handles, no processes.
+"""Warm restarts: which losses allow one, and which processes survive; prepared handles, no processes.
 
 Real processes are killed and stopped in tests/recipe/test_resume.py.
 """
@@ -33,80 +33,82 @@ LOST = RuntimeError("the process of trainer rank 1 has ended")
 
 
 class Stage:
-    """A run with a checkpoint of step 3, which has lost a trainer rank."""
+    """A run with a checkpoint of step 3 that has lost a trainer rank."""
 
     def __init__(self, output: Path, **checkpoint: Any) -> None:
         self.settings = RunSettings(output=output, checkpoint=CheckpointSettings(**checkpoint))
         self.folder = finished_step(self.settings)
-        self.did: list[str] = []
+        self.calls: list[str] = []
         self.interrupts = Interrupts()
-        self.lives = False
+        self.all_alive = False
         self.cluster: Any = SimpleNamespace(interrupts=self.interrupts, named=str, kill=self._kill)
         self.checkpoints: Any = SimpleNamespace(settled=self._settled, writing=False, limit_s=60.0)
         answers = SimpleNamespace(call=self._alive, call_one=self._alive)
         trainer, buffer = SimpleNamespace(ready=answers), SimpleNamespace(counts=answers)
         self.actors: Any = SimpleNamespace(trainer=trainer, buffer=buffer)
-        self.elsewhere = self.folder / "elsewhere"
-        self.refuses: list[str] = []
+        self.unfinished = self.folder / "unfinished"
+        self.unkillable: list[str] = []
 
     async def _kill(self, mesh: str) -> None:
-        self.did.append(f"kill {mesh}")
-        if mesh in self.refuses:
+        self.calls.append(f"kill {mesh}")
+        if mesh in self.unkillable:
             raise OSError(f"{mesh} cannot be killed")
 
     async def _alive(self) -> None:
-        if not self.lives:
+        if not self.all_alive:
             raise LOST
 
     async def _settled(self) -> None:
-        self.did.append("settle")
+        self.calls.append("settle")
         if self.checkpoints.writing:
-            self.elsewhere.rename(self.folder / "checkpoints" / "step-000003")
+            self.unfinished.rename(self.folder / "checkpoints" / "step-000003")
 
-    def keep(self, error: Exception = LOST, before: Resumed | None = None) -> Survivors | None:
-        async def kept() -> Survivors | None:
+    def find_survivors(self, error: Exception = LOST, previous: Resumed | None = None) -> Survivors | None:
+        async def find() -> Survivors | None:
             return await find_survivors(
-                error, self.actors, self.checkpoints, self.settings, self.cluster, self.folder, before
+                error, self.actors, self.checkpoints, self.settings, self.cluster, self.folder, previous
             )
 
-        return asyncio.run(kept())
+        return asyncio.run(find())
 
-    def go_on(self, kept: Survivors) -> None:
-        async def returned() -> None:
-            kept.note_returned()
+    def note_returned(self, survivors: Survivors) -> None:
+        async def note() -> None:
+            survivors.note_returned()
 
-        asyncio.run(returned())
+        asyncio.run(note())
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
-def test_a_run_without_a_trainer_rank_goes_on_from_its_checkpoint_once(
+def test_a_run_that_lost_a_trainer_rank_resumes_from_a_checkpoint_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that trains and buffers is killed before the checkpoint is read: it may still be writing one."""
+    """Trainer and buffer are killed before the checkpoint is read, because they may still be writing one."""
     stage = Stage(tmp_path)
-    kept = stage.keep()
-    assert kept is not None and kept.actors is stage.actors and kept.cause is LOST
-    assert stage.did == ["kill trainer", "kill buffer", "settle"]
-    assert (kept.resumed.version, kept.resumed.generation) == (3, 1)
+    survivors = stage.find_survivors()
+    assert survivors is not None and survivors.actors is stage.actors and survivors.cause is LOST
+    assert stage.calls == ["kill trainer", "kill buffer", "settle"]
+    assert (survivors.resumed.version, survivors.resumed.generation) == (3, 1)
     assert re.search("step-000003, .* kept: .*trainer rank 1 has ended", capsys.readouterr().out)
     assert [row["step"] for row in stage.rows("resumes.jsonl")] == [3]
-    kept.losses.close()
+    survivors.losses.close()
     (row,) = stage.rows("failures.jsonl")
     assert row["who"] == "trainer with its buffer" and row["cause"] == str(LOST)
-    assert stage.keep(before=kept.resumed) is None, "there is no newer checkpoint: all of it is started again"
+    assert stage.find_survivors(previous=survivors.resumed) is None, (
+        "there is no newer checkpoint: the whole run must be restarted"
+    )
     finished_step(stage.settings, version=5)
-    assert stage.keep(before=kept.resumed) is not None
+    assert stage.find_survivors(previous=survivors.resumed) is not None
 
 
-def test_what_a_lost_run_had_is_released_once_another_goes_on(tmp_path: Path) -> None:
-    """Although its error is kept until then: else a run that often goes on would have all runs before."""
-    had: list[weakref.ref[Stage]] = []
+def test_objects_of_a_lost_run_are_released_after_a_warm_restart(tmp_path: Path) -> None:
+    """Their error is held until then. Otherwise each warm restart would leak the objects of a run."""
+    lost: list[weakref.ref[Stage]] = []
 
     def end_a_run() -> None:
         run = Stage(tmp_path / "before")
-        had.append(weakref.ref(run))
+        lost.append(weakref.ref(run))
         raise RuntimeError("a rank is lost")
 
     def fail() -> None:
@@ -116,76 +118,76 @@ def test_what_a_lost_run_had_is_released_once_another_goes_on(tmp_path: Path) ->
             raise ExceptionGroup("several", [error]) from error
 
     stage = Stage(tmp_path)
-    with pytest.raises(ExceptionGroup) as told:
+    with pytest.raises(ExceptionGroup) as raised:
         fail()
-    error = told.value
-    del told
-    kept = stage.keep(error)
-    assert kept is not None and had[0]() is not None and error.__traceback__ is not None, "it may still have to be told"
-    stage.go_on(kept)
+    error = raised.value
+    del raised
+    survivors = stage.find_survivors(error)
+    assert survivors is not None and lost[0]() is not None and error.__traceback__ is not None, (
+        "it may still be reported"
+    )
+    stage.note_returned(survivors)
     gc.collect()
-    assert had[0]() is None
+    assert lost[0]() is None
 
 
-def test_a_checkpoint_that_is_being_written_counts(tmp_path: Path) -> None:
+def test_a_warm_restart_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.checkpoints.writing = True
-    (stage.folder / "checkpoints" / "step-000003").rename(stage.elsewhere)
-    kept = stage.keep()
-    assert kept is not None and kept.resumed.version == 3
+    (stage.folder / "checkpoints" / "step-000003").rename(stage.unfinished)
+    survivors = stage.find_survivors()
+    assert survivors is not None and survivors.resumed.version == 3
 
 
-def test_what_cannot_be_killed_does_not_hide_what_ended_the_run(
+def test_a_mesh_that_cannot_be_killed_does_not_hide_the_original_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = Stage(tmp_path)
-    stage.refuses = ["buffer"]
-    assert stage.keep() is None
+    stage.unkillable = ["buffer"]
+    assert stage.find_survivors() is None
     assert "buffer cannot be killed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "reason", ["all live", "a mistake", "interrupted", "a lost host", "not wanted", "no checkpoint"]
-)
-def test_what_a_run_does_not_go_on_after_in_place(tmp_path: Path, reason: str) -> None:
-    stage = Stage(tmp_path, restarts=0) if reason == "not wanted" else Stage(tmp_path)
-    stage.lives = reason == "all live"
+@pytest.mark.parametrize("reason", ["all alive", "an error", "interrupted", "a lost host", "disabled", "no checkpoint"])
+def test_some_endings_allow_no_warm_restart(tmp_path: Path, reason: str) -> None:
+    stage = Stage(tmp_path, restarts=0) if reason == "disabled" else Stage(tmp_path)
+    stage.all_alive = reason == "all alive"
     if reason == "interrupted":
         stage.interrupts.received = 15
     elif reason == "a lost host":
         stage.interrupts.reason = RuntimeError("the host is lost")
     elif reason == "no checkpoint":
-        (stage.folder / "checkpoints" / "step-000003").rename(stage.elsewhere)
-    assert stage.keep(KeyError("a mistake") if reason == "a mistake" else LOST) is None
-    assert not stage.did and not (stage.folder / "failures.jsonl").exists()
+        (stage.folder / "checkpoints" / "step-000003").rename(stage.unfinished)
+    assert stage.find_survivors(KeyError("a mistake") if reason == "an error" else LOST) is None
+    assert not stage.calls and not (stage.folder / "failures.jsonl").exists()
 
 
-def test_a_broken_checkpoint_leaves_the_run_to_who_started_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_checkpoint_prevents_a_warm_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(tmp_path)
     (open_run(stage.folder, stage.settings).checkpoint / "buffer.groups").write_bytes(b"")
-    assert stage.keep() is None
+    assert stage.find_survivors() is None
     assert "warm restart failed" in caplog.text
 
 
-def test_a_newer_checkpoint_that_is_broken_is_no_way_to_go_on_from_the_same_one_again(
+def test_a_broken_newer_checkpoint_allows_no_second_resume_from_the_same_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = Stage(tmp_path)
-    kept = stage.keep()
-    assert kept is not None
+    survivors = stage.find_survivors()
+    assert survivors is not None
     finished_step(stage.settings, version=5)
     (stage.folder / "checkpoints" / "step-000005" / "buffer.groups").write_bytes(b"")
-    assert stage.keep(before=kept.resumed) is None
+    assert stage.find_survivors(previous=survivors.resumed) is None
     assert "step-000003, from which the run has already resumed" in caplog.text
 
 
 class Pool:
-    """A pool of three processes that were started, and lost: process 1 does not answer, process 2 is not there."""
+    """A started pool of three processes, of which process 1 does not answer and process 2 is missing."""
 
     def __init__(self) -> None:
         self.killed: list[str] = []
         self.refused: set[int] = set()
-        """The indices at which no process starts."""
+        """Indices at which no process starts."""
         cluster: Any = SimpleNamespace(kill=self._kill, locate=self._nothing)
         started = itertools.count()
 
@@ -195,8 +197,8 @@ class Pool:
         factory = ActorFactory[str](cluster, spawn, self._set_up)
         self.pool = ActorPool[str]("generator", "generator", factory=factory)
 
-    async def started(self, refused: set[int]) -> ActorPool[str]:
-        """All of it, started once more."""
+    async def restarted(self, refused: set[int]) -> ActorPool[str]:
+        """Start the whole pool again and return it."""
         await self.pool.start_all(3)
         self.pool.handles.pop(2)
         self.refused = refused
@@ -218,34 +220,34 @@ class Pool:
         return
 
 
-def test_those_of_a_pool_that_can_join_stay_and_others_are_started_in_the_place_of_the_rest() -> None:
-    given = Pool()
-    pool = asyncio.run(given.started(set()))
+def test_actors_that_can_join_survive_and_the_rest_are_replaced() -> None:
+    harness = Pool()
+    pool = asyncio.run(harness.restarted(set()))
     assert list(pool.handles) == [0, 1, 2] and pool.handles == pool.latest and not pool.lost
     assert pool.handles[0] == "process 0" and {pool.handles[1], pool.handles[2]} == {"process 3", "process 4"}
-    assert sorted(given.killed) == ["mesh of 1", "mesh of 2"]
+    assert sorted(harness.killed) == ["mesh of 1", "mesh of 2"]
 
 
-def test_one_that_does_not_start_again_is_left_out_as_long_as_another_one_is_there(
+def test_an_actor_that_does_not_restart_is_left_out_while_another_one_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on a machine that is no more. At the start of a run all have to come up."""
-    given = Pool()
-    pool = asyncio.run(given.started({1, 2}))
+    """For example, its machine is gone. At the start of a run, all actors have to start."""
+    harness = Pool()
+    pool = asyncio.run(harness.restarted({1, 2}))
     assert pool.handles == {0: "process 0"} and pool.lost == [1, 2]
-    assert sorted(given.killed) == ["mesh of 1"] * 2 + ["mesh of 2"] * 2, "nothing is left of what did not start"
+    assert sorted(harness.killed) == ["mesh of 1"] * 2 + ["mesh of 2"] * 2, "nothing is left of failed starts"
     assert re.search("generator 2 .*: no machine for 2", caplog.text)
     with pytest.raises(AllActorsLost, match="generator"):
-        asyncio.run(loses_its_last(pool))
+        asyncio.run(lose_last_actor(pool))
     with pytest.raises(RuntimeError, match="no machine for 0"):
-        asyncio.run(Pool().started({0, 1, 2}))
+        asyncio.run(Pool().restarted({0, 1, 2}))
     fresh = Pool()
     fresh.refused = {2}
     with pytest.raises(RuntimeError, match="no machine for 2"):
         asyncio.run(fresh.pool.start_all(3))
 
 
-async def loses_its_last(pool: Any) -> None:
+async def lose_last_actor(pool: Any) -> None:
     none: ActorPool[Any] = ActorPool("rollout worker", "rollout")
     publisher: Any = SimpleNamespace(replicas=SimpleNamespace(on_lost=None, lost={}))
     recovery = Recovery(pool, none, publisher, publisher, RecoverySettings())
@@ -253,21 +255,21 @@ async def loses_its_last(pool: Any) -> None:
     recovery._remove(pool, 0, LOST)
 
 
-def test_workers_stay_only_for_what_they_were_given() -> None:
-    """A recipe that is called again may hand over another task, or other stages."""
+def test_workers_survive_only_if_their_inputs_are_unchanged() -> None:
+    """A recipe that is called again may pass another task or other stages."""
 
-    def kept(rows: list[str], *stages: str) -> tuple[bool, list[str]]:
-        async def keep() -> tuple[bool, list[str]]:
-            given = Pool()
+    def survive(rows: list[str], *stages: str) -> tuple[bool, list[str]]:
+        async def restart() -> tuple[bool, list[str]]:
+            harness = Pool()
             inputs: Any = ByValue(["a row"]), ByValue(("a stage",))
             now: Any = ByValue(rows), ByValue(stages)
-            await given.pool.start_all(2)
-            there: Any = given.pool
-            workers = await _reusable_workers(Actors(there, there, there, there, worker_inputs=inputs), now)
-            return workers is there, sorted(given.killed)
+            await harness.pool.start_all(2)
+            pool: Any = harness.pool
+            workers = await _reusable_workers(Actors(pool, pool, pool, pool, worker_inputs=inputs), now)
+            return workers is pool, sorted(harness.killed)
 
-        return asyncio.run(keep())
+        return asyncio.run(restart())
 
-    assert kept(["a row"], "a stage") == (True, [])
-    assert kept(["another"], "a stage") == (False, ["mesh of 0", "mesh of 1"])
-    assert kept(["a row"]) == (False, ["mesh of 0", "mesh of 1"])
+    assert survive(["a row"], "a stage") == (True, [])
+    assert survive(["another"], "a stage") == (False, ["mesh of 0", "mesh of 1"])
+    assert survive(["a row"]) == (False, ["mesh of 0", "mesh of 1"])

@@ -1,4 +1,4 @@
-"""Trainer and generators under the same weights, with real ones of both: parity, idempotence, bit-equality."""
+"""A real trainer and real generators with the same weights: parity, idempotence, bit-equality."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import transports_on
 from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.patience import until
-from tests.pipeline.held import held_by_all, same_bits
+from tests.pipeline.held import check_engine_weights, same_bits
 from tests.pipeline.system import LENGTHS, TRANSFER, VOCABULARY, InspectedGenerator, System, start_inspected
 
 GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
 
-async def alone(generators: list[InspectedGenerator]) -> list[Completion]:
+async def greedy_completions(generators: list[InspectedGenerator]) -> list[Completion]:
     """Greedy completions, one request at a time: a batch of several changes the last bits."""
     return [
         await Dispatcher([g], 60, max_losses=0).generate(prompt, GREEDY, 0)
@@ -47,10 +47,10 @@ def test_with_learning_rate_zero_five_syncs_change_nothing(
 ) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0)
-        before = await alone(generators), [await g.engine_checksums.call_one() for g in generators]
+        before = await greedy_completions(generators), [await g.engine_checksums.call_one() for g in generators]
         for seed in range(5):
             await system.step(seed)
-        after = await alone(generators), [await g.engine_checksums.call_one() for g in generators]
+        after = await greedy_completions(generators), [await g.engine_checksums.call_one() for g in generators]
         assert before[1] == after[1]
         for first, last in zip(before[0], after[0], strict=True):
             assert set(first.policy_versions) == {0}
@@ -62,13 +62,13 @@ def test_with_learning_rate_zero_five_syncs_change_nothing(
 
 
 UPDATES_IN_FLIGHT = 5
-"""Versions that must come while a sequence is being drawn."""
+"""Versions that must arrive while a sequence is generated."""
 ROUNDS = 10
-"""Times that updates are made until so many have: on a slow machine one may come between two sequences."""
+"""Most rounds of updates until enough versions arrived during a sequence; a slow machine may need several."""
 
 
-def came_in_flight(completions: list[Completion]) -> set[int]:
-    """The versions that came while one of these sequences was being drawn."""
+def versions_in_flight(completions: list[Completion]) -> set[int]:
+    """Return the versions that arrived while one of these sequences was generated."""
     versions: set[int] = set()
     for completion in completions:
         assert len(completion.token_ids) in LENGTHS
@@ -87,15 +87,15 @@ def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
         assert await system.mismatch(seed=1) < LOGPROB_BOUND
         crossed: set[int] = set()
         for _ in range(ROUNDS):
-            async with system.drawing() as completions:
+            async with system.generating() as completions:
                 for _ in range(UPDATES_IN_FLIGHT - len(crossed)):
                     await system.step(seed=system.version)
                     assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
-            crossed |= came_in_flight(completions)
+            crossed |= versions_in_flight(completions)
             if len(crossed) >= UPDATES_IN_FLIGHT:
                 break
         assert len(crossed) >= UPDATES_IN_FLIGHT, (
-            f"of the versions 11 to {system.version} only {sorted(crossed)} came while a sequence was being drawn"
+            f"of the versions 11 to {system.version} only {sorted(crossed)} arrived while a sequence was generated"
         )
 
     asyncio.run(go())
@@ -149,10 +149,10 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     trainer_ranks: int,
     replicas: str,
 ) -> None:
-    """2:1, 1:2 in two ways, and 2:2; two ranks and two replicas are in the other tests of this file.
+    """2:1, two cases of 1:2, and 2:2; other tests of this file cover two ranks and two replicas.
 
-    After every version, what engine ranks hold, written by SGLang and joined, equals the trainer's full tensors, all
-    of which have changed; and engine and trainer agree on log-probs.
+    After every version, the parameters of all engine ranks, written by SGLang and joined, equal the trainer's full
+    tensors, all of which have changed; and engine and trainer agree on log-probs.
     """
     if replicas == "one of two ranks":
         chosen = [request.getfixturevalue("wide")]
@@ -162,17 +162,17 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     async def go() -> None:
         served = max([(await g.stats.call_one())["version"] for g in chosen])
         system = await System.start(cluster, model, chosen, lr=3e-3, version=served + 1, ranks=trainer_ranks)
-        before = await held_by_all(system, tmp_path)
+        before = await check_engine_weights(system, tmp_path)
         for transport in transports_on(on_gpu=False):
-            await system.publish_by(replace(TRANSFER, transport=transport))
-            await held_by_all(system, tmp_path)
+            await system.use_transfer(replace(TRANSFER, transport=transport))
+            await check_engine_weights(system, tmp_path)
             await system.step(seed=served)
             assert await system.mismatch(seed=served) < LOGPROB_BOUND
             for replica in chosen:
                 stats = await replica.stats.call_one()
                 assert stats["last_commit"]["version"] == system.version
                 assert stats["last_commit"]["nbytes"] >= system.publisher.transfer_group.manifest.nbytes
-            after = await held_by_all(system, tmp_path)
+            after = await check_engine_weights(system, tmp_path)
             assert not [name for name in after if same_bits(before[name], after[name])]
             before = after
         await system.trainer.close.call()
@@ -184,22 +184,22 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
 def test_other_dense_models_are_served_bit_for_bit_and_agree(
     cluster: Cluster, tmp_path: Path, kind: str, tp: int
 ) -> None:
-    """A Qwen2 has biases, which an engine fuses and cuts among its ranks, and a tied head; by every transport."""
+    """By every transport. A Qwen2 has biases, which an engine fuses and splits among its ranks, and a tied head."""
     model = make_model(tmp_path / "model", kind)
 
     async def go() -> None:
         (generator,) = await start_inspected(cluster, model, 1, 6, kind, tp=tp)
         system = await System.start(cluster, model, [generator], lr=3e-3)
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
-        before = await held_by_all(system, tmp_path)
+        before = await check_engine_weights(system, tmp_path)
         for transfer in (
             *(replace(TRANSFER, transport=name) for name in transports_on(on_gpu=False)),
             replace(TRANSFER, delta=True),
         ):
-            await system.publish_by(transfer)
+            await system.use_transfer(transfer)
             await system.step(seed=system.version)
             assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
-            after = await held_by_all(system, tmp_path)
+            after = await check_engine_weights(system, tmp_path)
             assert not [name for name in after if same_bits(before[name], after[name])]
             before = after
         await system.trainer.close.call()
@@ -209,22 +209,22 @@ def test_other_dense_models_are_served_bit_for_bit_and_agree(
 
 
 async def received_shares(system: System[InspectedGenerator]) -> list[list[float]]:
-    """By replica: what came since the last call, each as a share of a version's bytes."""
+    """Return, per replica, the transfers since the last call, each as a share of a version's bytes."""
     received = [await generator.take_received.call_one() for generator in system.generators]
     whole = system.publisher.transfer_group.manifest.nbytes
     return [[nbytes / whole for nbytes in by_version] for by_version in received]
 
 
-def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
+def test_every_transport_sends_deltas_and_full_weights_to_a_restarted_replica(
     cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
-    """Only the changes go to replicas that have the version before; a replica that starts again is sent all of it."""
+    """Replicas that have the previous version get only the changes; a restarted replica gets the full weights."""
 
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0, version=70)
         before = [await g.engine_checksums.call_one() for g in generators]
         for transport in transports_on(on_gpu=False):
-            await system.publish_by(replace(TRANSFER, transport=transport, delta=True, attempts=1))
+            await system.use_transfer(replace(TRANSFER, transport=transport, delta=True, attempts=1))
             await received_shares(system)
             await system.step(seed=system.version)
             ((first,), (second,)) = await received_shares(system)
@@ -234,9 +234,9 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
             assert report.max_received_bytes / report.nbytes == max(first, second)
             await system.publisher.add(0, generators[0])
             await system.publisher.wait_until_served()
-            ((anew,), others) = await received_shares(system)
-            assert anew >= 1 and not others, f"{transport}: a replica that comes anew"
-            assert system.publisher.last is report, "the version's report is of its first way"
+            ((restarted,), others) = await received_shares(system)
+            assert restarted >= 1 and not others, f"{transport}: a restarted replica"
+            assert system.publisher.last is report, "the report belongs to the first publication of the version"
             assert [await g.engine_checksums.call_one() for g in generators] == before
             assert await system.mismatch(seed=0) < LOGPROB_BOUND
 
@@ -244,19 +244,17 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
 
 
 @pytest.mark.core
-def test_a_version_that_arrives_wrong_is_not_served(
-    cluster: Cluster, model: Path, generators: list[InspectedGenerator]
-) -> None:
+def test_a_corrupted_version_is_not_served(cluster: Cluster, model: Path, generators: list[InspectedGenerator]) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
-        await system.play(0)
+        await system.submit_batch(0)
         await update(system.trainer, system.buffer, 90, Patience(60.0))
         wrong = np.zeros(len(system.publisher.transfer_group.manifest.tensors), np.int64)
         await system.trainer.snapshot.call(91, 1)
         await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))
         with pytest.raises(Exception, match=rf"version 91 .*{len(wrong)} of {len(wrong)} tensors"):
             await generators[0].commit.call_one(91, 1, wrong)
-        answer = asyncio.ensure_future(system.draw([[3, 4]] * 2))
+        answer = asyncio.ensure_future(system.generate([[3, 4]] * 2))
 
         async def held() -> bool:
             return await generators[0].engine_waits.call_one() == ["a commit to end"]

@@ -1,6 +1,6 @@
 """recipes/grpo.py, whose trainer rank 1 blocks its loop once FOLDER/go is there: ``blocked.py FOLDER ARGUMENTS...``
 
-It writes FOLDER/blocked before.
+It writes FOLDER/blocked first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path(sys.argv[1])
 
 
 class BlockedTrainer(Trainer):
-    """Rank 1 sleeps in a way that nothing else on its event loop can go on."""
+    """A trainer whose rank 1 blocks its event loop."""
 
     @property
     def snapshots(self) -> Any:

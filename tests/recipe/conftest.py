@@ -1,4 +1,4 @@
-"""What tests of the recipe share: a model, commands that are started and ended, and runs with a sample of flags."""
+"""Fixtures of the recipe tests: a model, commands that are started and ended, and runs with sampled flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start commands; whatever a failed test leaves of them is killed."""
+    """Start commands; processes that a failed test leaves behind are killed."""
     keep_environment(monkeypatch)
     with launching(tmp_path) as begin:
         yield begin
@@ -32,7 +32,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 @pytest.fixture
 def defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], RunSettings]:
-    """Returns the defaults of a recipe, by its name, with a model that is there."""
+    """Returns a function from a recipe's name and a model folder to its default settings."""
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return lambda recipe, model: flags.defaults(recipe, model, tmp_path / "runs")
@@ -40,12 +40,12 @@ def defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 
 @pytest.fixture
 def run_sample(defaults: Callable[[str, Path], RunSettings], start: Start, tmp_path: Path) -> Callable[..., Launched]:
-    """Runs a recipe, by its name, to its good end with a sample of flags; see :func:`tests.recipe.flags.sample`."""
+    """Returns a function that runs a recipe to its end with sampled flags; see :func:`tests.recipe.flags.sample`."""
 
     def run(recipe: str, model: Path, **sampling: Any) -> Launched:
         settings, seed = defaults(recipe, model), flags.RECIPES.index(recipe)
         changed = flags.sample(settings, seed, **sampling)
-        print(f"sample of seed {seed}: {changed}")  # pytest shows it if the test fails, wherever it does
+        print(f"sample of seed {seed}: {changed}")  # pytest shows it if the test fails
         folders = [f"--{flag}={model}" for flag in ("model", "teacher") if hasattr(settings, flag)]
         script = str(ROOT / "recipes" / f"{recipe}.py")
         run = start([sys.executable, script, *folders, f"--output={settings.output}", *as_arguments(changed)])

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 import grpo  # noqa: E402
 from failing_reward import episode  # type: ignore[import-not-found]  # noqa: E402
 
-from monarch_rl.pipeline import run  # noqa: E402
+from monarch_rl.pipeline.run import launch  # noqa: E402
 from monarch_rl.settings.cli import cli  # noqa: E402
 from monarch_rl.tasks.task import Task  # noqa: E402
 
@@ -24,11 +24,11 @@ def failing(settings: grpo.Settings) -> Task:
 spelling, grpo.task = grpo.task, failing
 
 
-async def train(begun: Any, settings: grpo.Settings) -> None:
+async def train(run: Any, settings: grpo.Settings) -> None:
     if os.environ.get("HELD_OUT") == "0":
-        begun.evaluate = begun.counts
-    await grpo.train(begun, settings)
+        run.evaluate = run.counts
+    await grpo.train(run, settings)
 
 
 if __name__ == "__main__":
-    run.launch(train, cli(grpo.Settings), failing)
+    launch(train, cli(grpo.Settings), failing)

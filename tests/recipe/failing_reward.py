@@ -1,4 +1,4 @@
-"""A task whose reward has mistakes: the first answer crashes it, the second one prints much, and all raise."""
+"""A task with a broken reward: it crashes on the first answer, prints much on the second, and always raises."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def typo(text: str) -> float:
 
 
 async def episode(item: Item, policy: Policy) -> Outcome:
-    """The first ones that a worker plays are scored by these functions."""
-    played.append(item.index)
-    function = {1: crash, 2: print_much}.get(len(played), typo)
+    """The first two episodes of a worker are scored by other functions than the rest."""
+    items.append(item.index)
+    function = {1: crash, 2: print_much}.get(len(items), typo)
     reply = await policy.reply(item.prompt)
     return await policy.in_scorer(function, reply.text)
 
 
-played: list[int] = []
+items: list[int] = []

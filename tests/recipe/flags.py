@@ -1,4 +1,4 @@
-"""The flags of a recipe: what they may be, whether they are accepted, and samples of those that are."""
+"""The flags of a recipe: their types and ranges, whether values are accepted, and samples of accepted values."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ SMALL = {
     "generator.replicas": 1,
     "stones": 6,
 }
-"""A random model gets marks for parts; an engine costs half of a start."""
-KEPT = re.compile(
+"""Flags of a small run. A random model gets partial marks; each engine is half of the start-up cost."""
+FIXED = re.compile(
     r"model|teacher|frozen\..*|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-processes|.*\.(workers|replicas|tp)"
 )
-"""Flags that a sample does not change: they would make another task of it, give deadlines that a crowded machine cannot
-keep, or start more processes."""
+"""Flags that a sample does not change: they would change the task, give deadlines that a crowded machine misses, or
+start more processes."""
 CHANGED_SHARE = 0.4
-"""Of the flags that a sample may change."""
+"""Share of the changeable flags that a sample changes."""
 ZEROS = 4
-"""Flags of a sample that are 0, of those that are not by default."""
+"""Number of flags that a sample sets to 0 although their default is another value."""
 
 
 def defaults(recipe: str, model: Path, output: Path) -> RunSettings:
-    """The defaults of a recipe, with a model that is there; the folder of recipes must be among those of modules."""
-    settings = importlib.import_module(f"recipes.{recipe}").Settings()  # `tools` alone is a folder's name, too
-    made: RunSettings = replace(settings, model=str(model), output=output)
-    return with_flag(made, "teacher", made.model) if hasattr(made, "teacher") else made
+    """Return the defaults of a recipe with an existing model; ``sys.path`` must contain the folder of recipes."""
+    settings = importlib.import_module(f"recipes.{recipe}").Settings()  # `tools` alone would be the folder tools/
+    found: RunSettings = replace(settings, model=str(model), output=output)
+    return with_flag(found, "teacher", found.model) if hasattr(found, "teacher") else found
 
 
 def name_of(settings: RunSettings) -> str:
-    """Of the recipe that has these settings."""
+    """Return the name of the recipe with these settings."""
     return type(settings).__module__.removeprefix("recipes.")
 
 
 def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Each flag, the settings that hold it, and its name there; without what a recipe's command line leaves out."""
+    """Yield each flag on a recipe's command line, the settings object that holds it, and its field name there."""
     hints = typing.get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
@@ -76,14 +76,14 @@ def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
             continue
         if dataclasses.is_dataclass(value):
             yield from leaves(value, f"{name}.")
-        elif isinstance(settings, NamedSettings) and field.name == "name":  # it has the family's flag: `--objective`
+        elif isinstance(settings, NamedSettings) and field.name == "name":  # its flag is that of the family
             yield prefix.removesuffix("."), settings, field.name
         else:
             yield name, settings, field.name
 
 
 def flags(settings: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each flag with its value and its type."""
+    """Yield each flag with its value and its type."""
     for flag, part, name in leaves(settings):
         yield flag, getattr(part, name), typing.get_type_hints(type(part))[name]
 
@@ -99,7 +99,7 @@ def is_number(hint: Any) -> bool:
 
 
 def words_of(hint: Any) -> tuple[str, ...]:
-    """The words that a flag may have, if there is a list of them."""
+    """Return the words that a flag accepts, if it has a fixed list of them."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
     if str in members(hint):
         return ()
@@ -107,7 +107,7 @@ def words_of(hint: Any) -> tuple[str, ...]:
 
 
 def typed(hint: Any, wrong: str) -> Any:
-    """The value as a recipe's author may write it; NaN also where an integer is wanted."""
+    """Convert a word of the command line to a Python value; floats such as NaN also where an integer is expected."""
     kinds = members(hint)
     for kind in (int, float):
         if is_number(hint):
@@ -117,7 +117,7 @@ def typed(hint: Any, wrong: str) -> Any:
 
 
 def with_flag(settings: Any, flag: str, value: Any) -> Any:
-    """Settings with one of them changed."""
+    """Return the settings with one flag changed."""
     name, _, rest = flag.replace("-", "_").partition(".")
     inner = getattr(settings, name)
     if rest:
@@ -128,18 +128,24 @@ def with_flag(settings: Any, flag: str, value: Any) -> Any:
 
 
 class Spawning(Exception):
-    """Raised where a recipe's run would spawn its actors."""
+    """Raised in place of spawning the actors of a run."""
 
 
 def accept(settings: RunSettings) -> Path:
-    """What ``launch`` checks, and then the run, with what the recipe hands over, until actors would be spawned. Raises
-    ValueError."""
+    """Run the checks of ``launch`` and of the recipe's run up to the spawning of actors.
+
+    Returns:
+        The folder of the model.
+
+    Raises:
+        ValueError: if the settings are refused.
+    """
     recipes = [sys.modules[base.__module__] for base in type(settings).__mro__]
     recipe = next(vars(recipe) for recipe in recipes if "train" in vars(recipe))
     check(settings, OFFERED, recipe["task"](settings))
     cluster = cast(Cluster, types.SimpleNamespace(devices=OFFERED))
 
-    async def begun() -> None:
+    async def start() -> None:
         async with Run.open(settings, cluster) as run:
             await recipe["train"](run, settings)
 
@@ -150,18 +156,18 @@ def accept(settings: RunSettings) -> Path:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Spawning) as reached:
         patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
-        asyncio.run(begun())
+        asyncio.run(start())
     return cast(Path, reached.value.args[0])
 
 
 def ranges(settings: Any) -> Iterator[tuple[str, Range | None]]:
-    """Each flag with the range of its numbers."""
+    """Yield each flag with the range of its numbers."""
     for flag, part, name in leaves(settings):
         yield flag, limits(type(part))[name][0]
 
 
 def another(value: Any, hint: Any, allowed: Range | None, chance: random.Random) -> Any:
-    """Another value that a user might give: other words, numbers of about the size of the default."""
+    """Return another plausible value: another word, or a number of similar size."""
     if hint is bool:
         return not value
     if isinstance(value, tuple):
@@ -175,13 +181,12 @@ def another(value: Any, hint: Any, allowed: Range | None, chance: random.Random)
     return round(number) if int in members(hint) else round(number, 6)
 
 
-def zeros(settings: RunSettings, kept: re.Pattern[str]) -> dict[str, Any]:
-    """Flags that are not ``kept``, pass with 0 and have another value, with their zeros: among the wrong values, those
-    that may mean off or automatic."""
+def zeros(settings: RunSettings, fixed: re.Pattern[str]) -> dict[str, Any]:
+    """Return zeros (off, automatic) for the flags that accept 0, have another value and are not ``fixed``."""
     passed = {}
     for flag, value, hint in flags(settings):
         zero = (typed(hint, "0"),) * len(value) if isinstance(value, tuple) else typed(hint, "0")
-        if is_number(hint) and value != zero and not kept.fullmatch(flag):
+        if is_number(hint) and value != zero and not fixed.fullmatch(flag):
             with contextlib.suppress(ValueError):
                 accept(with_flag(settings, flag, zero))
                 passed[flag] = zero
@@ -192,40 +197,40 @@ def sample(
     settings: RunSettings,
     seed: int,
     given: Mapping[str, Any] = SMALL,
-    kept: str = "",
+    fixed: str = "",
     share: float = CHANGED_SHARE,
 ) -> dict[str, Any]:
-    """Random settings that pass: flags are changed one after the other, and what is refused is left as it was.
+    """Return random flags that are accepted together: one after the other is changed, and refused changes are undone.
 
     Args:
-        given: flags that the recipe may have, and their values.
-        kept: a pattern of flags that the sample leaves as they are, beside ``KEPT`` and those ``given``.
-        share: of the other flags that are changed.
+        given: values of flags; flags that the recipe does not have are ignored.
+        fixed: a pattern of flags that the sample does not change, in addition to ``FIXED`` and ``given``.
+        share: the share of the other flags that is changed.
     """
-    chance, made = random.Random(seed), settings
-    there = {flag for flag, _, _ in flags(settings)}
-    changed = {flag: value for flag, value in given.items() if flag in there}
+    chance, current = random.Random(seed), settings
+    known = {flag for flag, _, _ in flags(settings)}
+    changed = {flag: value for flag, value in given.items() if flag in known}
     for flag, value in changed.items():
-        made = with_flag(made, flag, value)
-    accept(made)
-    untouched = re.compile("|".join([KEPT.pattern, *map(re.escape, given), *([kept] if kept else [])]))
+        current = with_flag(current, flag, value)
+    accept(current)
+    untouched = re.compile("|".join([FIXED.pattern, *map(re.escape, given), *([fixed] if fixed else [])]))
     if not untouched.fullmatch("objective"):  # first, because it decides which other flags there are
         with contextlib.suppress(ValueError):
-            accept(candidate := with_flag(made, "objective", name := chance.choice(Objective.names())))
-            made, changed["objective"] = candidate, name
-    allowed, passed = dict(ranges(made)), zeros(made, untouched)
+            accept(candidate := with_flag(current, "objective", name := chance.choice(Objective.names())))
+            current, changed["objective"] = candidate, name
+    allowed, passed = dict(ranges(current)), zeros(current, untouched)
     for flag in chance.sample(sorted(passed), min(ZEROS, len(passed))):
         with contextlib.suppress(ValueError):
-            accept(candidate := with_flag(made, flag, passed[flag]))
-            made, changed[flag] = candidate, passed[flag]
+            accept(candidate := with_flag(current, flag, passed[flag]))
+            current, changed[flag] = candidate, passed[flag]
     assert any(changed[flag] == zero for flag, zero in passed.items() if flag in changed), passed
-    candidates = [(flag, value, hint) for flag, value, hint in flags(made) if flag not in changed]
+    candidates = [(flag, value, hint) for flag, value, hint in flags(current) if flag not in changed]
     for flag, value, hint in chance.sample(candidates, len(candidates)):
         new = another(value, hint, allowed[flag], chance)
         if untouched.fullmatch(flag) or new == value or chance.random() > share:
             continue
         with contextlib.suppress(ValueError):
-            accept(candidate := with_flag(made, flag, new))
-            made, changed[flag] = candidate, new
+            accept(candidate := with_flag(current, flag, new))
+            current, changed[flag] = candidate, new
     assert len(changed) > len(given) + 10, f"seed {seed}: {changed}"
     return changed

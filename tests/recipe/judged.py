@@ -1,4 +1,4 @@
-"""recipes/own_data.py with a judge and a teacher in every episode: one frozen model, the one that is trained."""
+"""recipes/own_data.py with one frozen model, the initial policy, as judge and teacher of every episode."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from monarch_rl.tasks.task import Policy  # noqa: E402
 
 IDS = [5, 6, 7, 8, 9, 10, 11, 12]
 LOADED_AFTER = 2
-"""Steps after which the judge becomes the policy of then."""
+"""Steps after which the judge loads the weights of the current policy."""
 
 
 @dataclass(frozen=True)
 class Settings(own_data.Settings):
-    """A small run."""
+    """Settings of a small run."""
 
     judge: FrozenSettings = field(default_factory=lambda: FrozenSettings(max_total_tokens=4096, max_new_tokens=4))
 
@@ -44,16 +44,16 @@ async def train(run: Run, s: Settings) -> None:
 
     task = own_data.task(s).with_episode(episode)
     await run.start(task, advantage=dr_grpo, objective=s.objective, stages=[reference(judge)])
-    held = first = await judge.logprobs(IDS)
+    expected = first = await judge.logprobs(IDS)
     async for step in run.steps(s.steps):
         await run.step()
         if step == LOADED_AFTER:
             await run.save()
             assert run.saved is not None
             await run.load_frozen(judge, run.saved)
-            held = await judge.logprobs(IDS)
-            assert np.abs(held - first).max() > 1e-3, "the policy has learned something"
-        assert np.abs(await judge.logprobs(IDS) - held).max() < 1e-4, "an engine that takes a lost one's place is alike"
+            expected = await judge.logprobs(IDS)
+            assert np.abs(expected - first).max() > 1e-3, "the policy did not change"
+        assert np.abs(await judge.logprobs(IDS) - expected).max() < 1e-4, "a restarted engine has other weights"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""recipes/grpo.py, whose loop makes a mistake in the second step after a resume: ``mistaken.py ARGUMENTS...``"""
+"""recipes/grpo.py, whose loop raises an error in the second step after a resume: ``mistaken.py ARGUMENTS...``"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe as a user runs it, on a model small enough for a test, and what a run must leave behind."""
+"""Helpers to run the recipe as a user does, on a tiny model, and to check the files of a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from tools.make_tiny_model import write_random_model
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "grpo.py"
 SLOW = Path(__file__).with_name("slow.py")
-"""The same for tests that wait for something else than steps."""
+"""The same recipe with slow episodes, for tests that do not wait for steps."""
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
-"""Comes before the script in a command whose engines only spell."""
+"""Goes before the script in a command that is to use stand-in engines."""
 RUN_S = 420.0
-"""The limit, by the clock of ``tests/patience.py``, of what takes a whole run of a few steps: some 20 s when nothing
-else runs."""
+"""Deadline of a whole run of a few steps by the clock of ``tests/patience.py``; about 20 s when nothing else runs."""
 POLL_S = 0.25
-"""Between two looks at the output of a run, whose cores the test shares."""
+"""Interval of polling a run's output; the test shares the cores with the run."""
 STEPS = 3
 SMALL_RUN: dict[str, Any] = {
     "held-out": 8,
@@ -44,7 +43,7 @@ SMALL_RUN: dict[str, Any] = {
     "checkpoint.restarts": 0,
     "steps": STEPS,
 }
-"""Flags of a small run: part marks count, or a random model would never see a reward; a run that fails is to end."""
+"""Flags of a small run: partial marks count, or a random model would never get a reward; a failed run ends."""
 ROW = {
     "step",
     "group",
@@ -70,17 +69,17 @@ ROW = {
 
 
 def recipe(model: Path, output: Path, *more: str, script: Path = RECIPE) -> list[str]:
-    """Script and arguments of a small run."""
+    """Return script and arguments of a small run."""
     return [str(script), f"--model={model}", f"--output={output}", *as_arguments(SMALL_RUN), *more]
 
 
 def as_arguments(changed: Mapping[str, Any]) -> list[str]:
-    """Settings as a user writes them on the command line."""
+    """Return settings as arguments of the command line."""
     arguments = []
     for flag, value in changed.items():
         if isinstance(value, bool):
-            room, _, name = flag.rpartition(".")
-            arguments.append(f"--{room}{'.' if room else ''}{'' if value else 'no-'}{name}")
+            prefix, _, name = flag.rpartition(".")
+            arguments.append(f"--{prefix}{'.' if prefix else ''}{'' if value else 'no-'}{name}")
         elif isinstance(value, tuple):
             arguments += [f"--{flag}", *map(str, value)]
         else:
@@ -89,12 +88,12 @@ def as_arguments(changed: Mapping[str, Any]) -> list[str]:
 
 
 def engines(run: Launched) -> int:
-    """Scheduler processes of SGLang that the run has now."""
+    """Return the number of SGLang scheduler processes that the run has now."""
     return sum("sglang::scheduler" in process for process in run.left())
 
 
 def process_named(run: Launched, name: str) -> psutil.Process:
-    """A process of the run by its title (``trainer-1``, ``sglang::scheduler``)."""
+    """Return the process of the run with this title (``trainer-1``, ``sglang::scheduler``)."""
     processes = run.processes()
     for process, command in processes.items():
         if command.removeprefix("monarch_rl::").split(" ")[0] == name:
@@ -103,24 +102,24 @@ def process_named(run: Launched, name: str) -> psutil.Process:
 
 
 def finished(run: Launched) -> None:
-    """Wait for the good end of a run of a few steps, of which nothing is left."""
+    """Wait until a run of a few steps ends with exit code 0 and leaves no process."""
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone()
 
 
 def wait_for_step(run: Launched) -> None:
-    """Wait until the run has said that it made its first step."""
+    """Wait until the run has printed its first step."""
     wait_for_line(run, r"^step 1/")
 
 
 def random_model(folder: Path, kind: Literal["dense", "moe"] = "dense", recipe: Path | None = None) -> Path:
-    """A tiny random Qwen3 that spells in characters, in ``folder``; with a chat template if it is for a ``recipe``."""
+    """Write a tiny random Qwen3 with a character tokenizer to ``folder``; with a chat template if for a ``recipe``."""
     write_random_model(folder, TinyModel(hidden_size=64, layers=2, kind=kind, recipe=recipe))
     return folder
 
 
 def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's processes change their title, which by default destroys the environment that we find them by."""
+    """Keep the environment of SGLang's processes, by which tests find them, when they change their title."""
     monkeypatch.setenv("SPT_NOENV", "1")
 
 
@@ -130,33 +129,33 @@ def wait_for_line(run: Launched, pattern: str, after: re.Match[str] | None = Non
 
     def look() -> re.Match[str] | None:
         nonlocal searched
-        code = run.process.poll()  # before its output is read, whose last lines count
+        code = run.process.poll()  # before reading the output, to see its last lines
         output = run.output()
         found = searching.search(output, searched)
         assert found or code is None, f"ended early with {code}, without {pattern}\n{output}"
-        searched = max(searched, output.rfind("\n"))  # a line that is not complete is searched again
+        searched = max(searched, output.rfind("\n"))  # an incomplete line is searched again
         return found
 
     return patience.wait_until(look, lambda: f"{pattern}\n{run.output()}", RUN_S, POLL_S)
 
 
 def send(run: Launched, process: str, number: signal.Signals) -> None:
-    """Send a signal to a process of a run that is under way, as soon as a step was shown."""
+    """Send a signal to a process of the run, as soon as it has printed a step."""
     wait_for_step(run)
-    victim = process_named(run, process)  # looking takes time in which a step may end
-    shown = wait_for_line(run, r"^step 1/")
-    wait_for_line(run, r"^step \d+/", after=shown)
+    victim = process_named(run, process)  # the search takes time in which a step may end
+    first = wait_for_line(run, r"^step 1/")
+    wait_for_line(run, r"^step \d+/", after=first)
     victim.send_signal(number)
 
 
-def goes_on(run: Launched, after: re.Match[str]) -> None:
-    """Wait until a run of 500 steps makes five more steps, later than ``after``."""
+def wait_for_more_steps(run: Launched, after: re.Match[str]) -> None:
+    """Wait until a run makes five more steps, later than ``after``."""
     step = int(wait_for_line(run, r"^step (\d+)/\d+", after=after)[1])
     wait_for_line(run, rf"^step {step + 5}/\d+", after=after)
 
 
-def ends_by(run: Launched, number: signal.Signals, code: int, to_group: bool = False) -> None:
-    """A signal to the recipe's process, or to its whole group, ends the run with ``code`` and leaves nothing."""
+def end_by_signal(run: Launched, number: signal.Signals, code: int, to_group: bool = False) -> None:
+    """Check that a signal to the recipe's process, or to its group, ends the run with ``code`` and no process."""
     before = len(run.output())
     (os.killpg if to_group else os.kill)(run.process.pid, number)
     assert run.wait() == code, run.output()
@@ -165,7 +164,7 @@ def ends_by(run: Launched, number: signal.Signals, code: int, to_group: bool = F
 
 
 def steps_logged(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the steps in the metrics of the only run in ``folder``, which begin with an evaluation."""
+    """Return the rows of steps in the metrics of the only run in ``folder``, which evaluates before its first step."""
     (file,) = folder.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["step"] for row in rows][:2] == [0, 1]
@@ -173,17 +172,17 @@ def steps_logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_no_traceback(output: str) -> None:
-    """The recipe shows none. torchrun does as it ends, and Monarch when it has too little time to."""
+    """Check that the recipe printed no traceback; torchrun, or a hurried shutdown of Monarch, may print one."""
     assert f'File "{RECIPE}"' not in output, output
 
 
 def window_of(max_policy_lag: int) -> int:
-    """The default window of a run with 8 groups a step."""
+    """Return the default window of a run with 8 groups per step."""
     return BufferSettings(max_policy_lag).window_for(8) or 0
 
 
 def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
-    """Check all that a finished run printed and wrote."""
+    """Check everything that a finished run printed and wrote."""
     assert_no_traceback(output)
     found = re.search(r"Run folder: (\S+)$", output, re.MULTILINE)
     assert found, output
@@ -199,7 +198,7 @@ def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
 
 
 def check_metrics(folder: Path, max_policy_lag: int) -> None:
-    """All steps are in ``metrics.jsonl`` and in TensorBoard's file, within the lag, between two evaluations."""
+    """Check that ``metrics.jsonl`` and TensorBoard have all steps, within the lag, between two evaluations."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "held_out/accuracy" in line]
     steps = [line for line in lines if "held_out/accuracy" not in line]
@@ -211,8 +210,9 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
         assert 0 <= line["lag/mean"] <= line["lag/max"] <= max_policy_lag, line
         assert line["buffer/trained"] == 8 * line["step"], line
         assert not [name for name in line if name.startswith("dropped/")], line
-    assert max(line["tokens_per_second"] for line in steps) > 0  # a step whose batch was there may see none drawn
-    assert max(line["reward/std"] for line in steps) > 0, "no reward differs from another: there was nothing to learn"
+    # A step samples no tokens if its batch is ready.
+    assert max(line["tokens_per_second"] for line in steps) > 0
+    assert max(line["reward/std"] for line in steps) > 0, "all rewards were equal: there was nothing to learn"
 
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
@@ -221,7 +221,7 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
 
 
 def check_rollouts(folder: Path, max_policy_lag: int) -> None:
-    """One group of each step's batch is told, with all columns, what was said, and the versions that drew it."""
+    """Check that one group per step is logged, with all columns, messages, and the versions that sampled it."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     groups = {(row["step"], row["group"]) for row in rows}
     assert sorted(step for step, _ in groups) == list(range(1, 1 + max(row["step"] for row in rows)))
@@ -230,7 +230,7 @@ def check_rollouts(folder: Path, max_policy_lag: int) -> None:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert row["messages"][0]["content"] in row["prompt"] and row["turns"][0]["read"] == row["prompt"]
         assert row["prompt"].endswith(" -> ") and row["tokens"] <= 8
-        # A group is trained at the step of its place in the order, or later if some of the window overtake it.
+        # A group is trained at the step of its place in the order, or later if groups of the window overtake it.
         step, latest = row["group"] // 8, (row["group"] + window_of(max_policy_lag)) // 8
         assert step <= row["step"] - 1 <= latest, row
         first, last = row["versions"][0][0], row["versions"][-1][0]
@@ -239,7 +239,7 @@ def check_rollouts(folder: Path, max_policy_lag: int) -> None:
 
 
 def check_model(saved: Path, start: Path) -> None:
-    """The saved model loads with transformers alone, generates, and is another than the one at the start."""
+    """Check that the saved model loads with transformers alone, generates, and differs from the initial model."""
     script = Path(__file__).with_name("load_saved.py")
     done = run_forked("transformers", [script, start, saved], RUN_S)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
-"""recipes/grpo.py, whose episodes take seconds and no core, as those with slow tools do: ``slow.py ARGUMENTS...``
+"""recipes/grpo.py with episodes that sleep for seconds, as if they used slow tools: ``slow.py ARGUMENTS...``
 
-For tests that wait for something else than steps: a run at full speed would take their cores from other tests.
+For tests that do not wait for steps: a run at full speed would take the cores from other tests.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from monarch_rl.tasks.reasoning_gym import ReasoningGym  # noqa: E402
 from monarch_rl.tasks.task import EpisodeCode, Policy, Task  # noqa: E402
 
 TOOL_S = 3.0
-"""Seconds that an episode waits before it asks the policy: some 20 groups are played at once, so a step takes one."""
+"""Seconds that an episode sleeps before it asks the policy; with some 20 concurrent groups, a step takes about 1 s."""
 
 
-async def unhurried(play: EpisodeCode, item: Any, policy: Policy) -> Any:
+async def slow_episode(episode: EpisodeCode, item: Any, policy: Policy) -> Any:
     await asyncio.sleep(TOOL_S)
-    return await play(item, policy)
+    return await episode(item, policy)
 
 
 def task(s: grpo.Settings) -> Task:
-    made = ReasoningGym(s.task)
-    return made.with_episode(functools.partial(unhurried, made.episode))
+    reasoning_gym = ReasoningGym(s.task)
+    return reasoning_gym.with_episode(functools.partial(slow_episode, reasoning_gym.episode))
 
 
 if __name__ == "__main__":

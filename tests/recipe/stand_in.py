@@ -1,8 +1,8 @@
-"""Runs a recipe with engines that only spell: ``stand_in.py SCRIPT ARGUMENTS...``, as ``python SCRIPT ARGUMENTS...``.
+"""Runs a recipe with stand-in engines: ``stand_in.py SCRIPT ARGUMENTS...`` instead of ``python SCRIPT ARGUMENTS...``.
 
-For tests of the controller, the watch and the workers. Generators are real actors, to which versions really travel; in
-the place of SGLang they have an engine that answers at once with letters of its prompt. SGLang's import, its start and
-its decoding are a third of what a small run costs.
+For tests of the controller, the watch and the workers. Generators are real actors and really receive versions; instead
+of SGLang they have an engine that immediately answers with letters of its prompt. SGLang's import, start and decoding
+are a third of the cost of a small run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from monarch_rl.weights.manifest import Manifest
 
 
 class SpellingRequests:
-    """Has the part of :class:`~monarch_rl.generator.requests.Requests` that a generator asks for."""
+    """Implements the part of :class:`~monarch_rl.generator.requests.Requests` that a generator uses."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -43,11 +43,11 @@ class SpellingRequests:
         return []
 
     def reset_versions(self) -> None:
-        """Nothing of the versions before is kept."""
+        """It stores nothing of previous versions."""
 
 
 class SpellingEngine:
-    """Has the part of an :class:`~monarch_rl.generator.engine.Engine` that a generator asks for."""
+    """Implements the part of :class:`~monarch_rl.generator.engine.Engine` that a generator uses."""
 
     def __init__(self, seed: int) -> None:
         self.requests = SpellingRequests()
@@ -56,18 +56,18 @@ class SpellingEngine:
         self._random = random.Random(seed)
 
     def check(self) -> None:
-        """It lives as long as its process."""
+        """It cannot end before its process."""
 
     async def ended(self) -> str:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
-        drawn = self._random.choices(prompt_ids, k=self._random.randint(1, sampling.max_new_tokens))
-        self.requests.generated_tokens += len(drawn)
+        sampled = self._random.choices(prompt_ids, k=self._random.randint(1, sampling.max_new_tokens))
+        self.requests.generated_tokens += len(sampled)
         self.requests.finished_requests += 1
-        versions = np.full(len(drawn), self.requests.version, np.int32)
-        return Completion(np.asarray(drawn, np.int32), np.full(len(drawn), -2.0, np.float32), versions, "length")
+        versions = np.full(len(sampled), self.requests.version, np.int32)
+        return Completion(np.asarray(sampled, np.int32), np.full(len(sampled), -2.0, np.float32), versions, "length")
 
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         self.requests.version = version
@@ -81,18 +81,18 @@ class SpellingEngine:
 
 
 class SpellingGenerator(Generator):
-    """A generator with such an engine."""
+    """A generator with a :class:`SpellingEngine`."""
 
     async def _start(self, name: str, model_path: str, settings: GeneratorSettings, index: int, **engine: Any) -> float:
         self._name, self._devices = name, settings.tp
-        made: Any = SpellingEngine(index)
-        self._engine = made
-        wait_registry.register(name, made.requests.waits)
+        engine_stand_in: Any = SpellingEngine(index)
+        self._engine = engine_stand_in
+        wait_registry.register(name, engine_stand_in.requests.waits)
         return 0.0
 
 
 def replace_engines() -> None:
-    """Let the run of this process start such generators, and import nothing of SGLang."""
+    """Make the run of this process start these generators and import nothing of SGLang."""
     start.Generator = SpellingGenerator  # type: ignore[misc]
     run.PRELOADS = tuple(
         replace(preload, modules=("monarch_rl.generator.engine",)) if preload.name == ENGINE_PRELOAD else preload
@@ -101,7 +101,7 @@ def replace_engines() -> None:
 
 
 if __name__ == "__main__":
-    import stand_in  # type: ignore[import-not-found]  # what is pickled by name must not be of __main__
+    import stand_in  # type: ignore[import-not-found]  # pickling by name does not work for __main__
 
     stand_in.replace_engines()
     del sys.argv[0]

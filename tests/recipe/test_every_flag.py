@@ -1,6 +1,6 @@
-"""Every flag of every recipe at wrong values: refused by its name before anything is spawned, or accepted.
+"""Every flag of every recipe with wrong values: refused by its name before anything is spawned, or accepted.
 
-Flags are read from the settings, recipes from their folder: a new one is tested as it comes.
+Flags are read from the settings, recipes from their folder: new ones are tested automatically.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.runtime.launched import Launched
 
 NOT_FINITE = ("nan", "inf", "-inf")
 WRONG = ("0", "-1", "1" + "0" * 20, *NOT_FINITE, "nonsense", "")
-READ = ("-1", "nan", "nonsense")
-"""Those that the command line is tried with: a flag of each type with one of them."""
+BY_COMMAND_LINE = ("-1", "nan", "nonsense")
+"""Values that are also passed on the command line: one of them for a flag of each type."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny random model, and by recipe one with experts and one with a chat template."""
+    """A tiny random model for all recipes (""), one with experts, and one with a chat template."""
     folder = tmp_path_factory.mktemp("models")
     chat = random_model(folder / "chat", recipe=ROOT / "recipes" / "tools.py")
     return {"": random_model(folder / "dense"), "grpo_moe": random_model(folder / "moe", "moe"), "tools": chat}
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def settings(
     request: pytest.FixtureRequest, models: dict[str, Path], defaults: Callable[[str, Path], RunSettings]
 ) -> RunSettings:
-    """The defaults of the recipe that the test is for."""
+    """Defaults of the recipe that is the test's parameter."""
     return defaults(request.param, models.get(request.param, models[""]))
 
 
@@ -64,35 +64,35 @@ def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSe
 
 @functools.cache
 def read_flags(kind: type[RunSettings]) -> frozenset[str]:
-    """The flags that are given on a command line: one of each type, which are read alike, of the first recipe."""
+    """Return the flags to pass on a command line: one of each type, since types are parsed alike; first recipe only."""
     if name_of(settings := kind()) != RECIPES[0]:
         return frozenset()
     return frozenset({str(hint): flag for flag, _, hint in flags(settings)}.values())
 
 
 def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
-    """What is said to a wrong value; None if it is accepted. Any other exception than ValueError is the test's.
+    """Return the message that refuses a wrong value, or None; any exception but ValueError fails the test.
 
-    One of the values that the command line reads otherwise than Python is given there, if the flag stands for its
-    type, as reading takes a fifth of a CPU-second; the others as in Python.
+    Most values are set in Python, because parsing takes a fifth of a CPU-second. The command line is used for one
+    flag of each type and one of the values that it parses differently.
     """
     count = max(1, len(value)) if isinstance(value, tuple) else 1
     try:
-        if wrong == READ[sum(map(ord, flag)) % len(READ)] and flag in read_flags(type(settings)):  # type: ignore[arg-type]
-            made = by_command_line(settings, flag, [wrong] * count)
+        if wrong == BY_COMMAND_LINE[sum(map(ord, flag)) % len(BY_COMMAND_LINE)] and flag in read_flags(type(settings)):  # type: ignore[arg-type]
+            changed = by_command_line(settings, flag, [wrong] * count)
         else:
             one = typed(hint, wrong)
-            made = with_flag(settings, flag, (one,) * count if isinstance(value, tuple) else one)
-        accept(made)
+            changed = with_flag(settings, flag, (one,) * count if isinstance(value, tuple) else one)
+        accept(changed)
     except ValueError as error:
         return str(error)
     return None
 
 
 def names(words: str, flag: str) -> bool:
-    """Whether a message names a flag as a whole: ``steps`` is not in ``lr-warmup-steps``, ``model`` not in `model's`.
+    """Return whether a message names a whole flag: ``steps`` is not in ``lr-warmup-steps``, ``model`` not in `model's`.
 
-    A flag of one word is any sentence's: such a message begins with it, or has its dashes.
+    A flag of one word could occur in any sentence: the message must begin with it or write it with dashes.
     """
     before = r"(?<![\w.-])" if re.search("[.-]", flag) else r"^(?:.*Error parsing \w+: )?(?:no such |frozen model )?"
     return re.search(rf"(?:{before}|(?<![\w-])--){re.escape(flag)}(?![\w-]|'s|\.\w)", words) is not None
@@ -108,13 +108,13 @@ def test_a_flag_is_named_as_a_whole() -> None:
 
 @pytest.mark.parametrize("settings", RECIPES, indirect=True)
 def test_the_defaults_are_accepted(settings: RunSettings) -> None:
-    """Or the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     assert accept(settings) == Path(settings.model)
 
 
 @pytest.fixture
 def first(models: dict[str, Path], defaults: Callable[[str, Path], RunSettings]) -> dict[str, Any]:
-    """The flags of the first recipe, and their defaults."""
+    """Flags and defaults of the first recipe."""
     return {flag: value for flag, value, _ in flags(defaults(RECIPES[0], models[""]))}
 
 
@@ -126,10 +126,10 @@ def tries(recipe: str, flag: str, value: Any, wrong: str, first: Mapping[str, An
     return WRONG.index(wrong) == (list(first).index(flag) + RECIPES.index(recipe)) % len(WRONG)
 
 
-def test_flags_that_have_a_list_of_words_are_known(
+def test_flags_with_a_list_of_words_are_found(
     models: dict[str, Path], defaults: Callable[[str, Path], RunSettings]
 ) -> None:
-    """Or the test below would show nothing of them."""
+    """Otherwise the test below would prove nothing about them."""
     assert len([flag for flag, _, hint in flags(defaults(RECIPES[0], models[""])) if words_of(hint)]) >= 10
 
 
@@ -138,7 +138,7 @@ def test_flags_that_have_a_list_of_words_are_known(
 def test_a_wrong_value_is_refused_by_the_flags_name(
     settings: RunSettings, first: Mapping[str, Any], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flags that all recipes have alike are tried with each value in one of them, and with one in each other."""
+    """Flags that all recipes share get every wrong value in one recipe, and one wrong value in each other recipe."""
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.chdir(tmp_path)  # `output` may be any word
     recipe = name_of(settings)
@@ -148,15 +148,15 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
         for flag, value, hint in chosen
         if hint is not bool and (wrong or is_number(hint) or words_of(hint))
     }
-    said = {flag: words for flag, words in refused.items() if words is not None}
-    assert {flag: words for flag, words in said.items() if not names(words, flag)} == {}
+    messages = {flag: words for flag, words in refused.items() if words is not None}
+    assert {flag: words for flag, words in messages.items() if not names(words, flag)} == {}
     numbers, allowed = {flag for flag, _, hint in chosen if is_number(hint)}, dict(ranges(settings))
     passed = {
-        flag for flag in numbers - set(said) if wrong != "0" or (given := allowed[flag]) is None or 0 not in given
+        flag for flag in numbers - set(messages) if wrong != "0" or (given := allowed[flag]) is None or 0 not in given
     }
-    assert passed == set(), "numbers that pass, and zeros that are in no range"
+    assert passed == set(), "numbers that are accepted, and zeros outside the range"
     fixed = {flag for flag, _, hint in chosen if words_of(hint)}
-    assert wrong == "0" or fixed - set(said) == set(), "words that pass although there is a list of them"
+    assert wrong == "0" or fixed - set(messages) == set(), "words outside the list that are accepted"
 
 
 @pytest.mark.parametrize(
@@ -190,24 +190,24 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
     ],
 )
 @pytest.mark.parametrize("settings", ["grpo"], indirect=True)
-def test_what_cannot_work_is_refused_by_name(settings: RunSettings, flag: str, wrong: str) -> None:
+def test_values_that_cannot_work_are_refused_by_the_flags_name(settings: RunSettings, flag: str, wrong: str) -> None:
     value, hint = next((value, hint) for name, value, hint in flags(settings) if name == flag)
-    said = refusal(settings, flag, value, hint, wrong)
-    assert said is not None and names(said, flag), said
+    message = refusal(settings, flag, value, hint, wrong)
+    assert message is not None and names(message, flag), message
 
 
 @pytest.mark.parametrize("settings", ["grpo"], indirect=True)
 def test_a_step_of_too_many_episodes_is_refused(settings: RunSettings) -> None:
     for changes in (("groups-per-step", 1_000_000), ("rollout.group-size", 1_000_000)), (("groups-per-step", 200_000),):
-        made = settings
+        changed = settings
         for flag, value in changes:
-            made = with_flag(made, flag, value)
+            changed = with_flag(changed, flag, value)
         with pytest.raises(ValueError, match=r"^groups-per-step [\d,]+ x rollout\.group-size [\d,]+ = "):
-            accept(made)
+            accept(changed)
 
 
 def test_every_number_has_a_range() -> None:
-    """Or a new one would be the next that cannot work at 1e20."""
+    """Otherwise a new number could be accepted at 1e20."""
     without = []
     kinds: list[type] = [RunSettings, *(type(part) for part in nested(RunSettings()))]
     kinds += [Objective.of_name(name) for name in Objective.names()]
@@ -229,12 +229,12 @@ def nested(settings: Any) -> Iterator[Any]:
 
 
 def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
-    """In strings of the package, `room.some-flag` is advice to set it."""
+    """In strings of the package, `group.some-flag` is advice to set it."""
     of_objectives = [RunSettings(objective=Objective.defaults_of(name)) for name in Objective.names()]
     known = {flag for settings in of_objectives for flag, _, _ in flags(settings)}
     known |= {CriticSettings.flag(field.name) for field in dataclasses.fields(CriticSettings)}
-    rooms = {flag.split(".")[0] for flag in known if "." in flag}
-    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(rooms))})(?:\.[a-z]+(?:-[a-z]+)*)+(?<!\.md)(?![\w/(:*])")
+    prefixes = {flag.split(".")[0] for flag in known if "." in flag}
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(prefixes))})(?:\.[a-z]+(?:-[a-z]+)*)+(?<!\.md)(?![\w/(:*])")
     wrong = [
         (path.name, name)
         for path in (ROOT / "src").rglob("*.py")
@@ -247,22 +247,22 @@ def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """All strings but docstrings."""
+    """Yield all strings except docstrings."""
     documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
             yield node.value
 
 
-# -- a sample of what passes is started ------------------------------------------------------------------------------
+# -- samples of accepted flags are started --------------------------------------------------------------------------
 
 SAMPLED_IN_TEST_RECIPE = {"distill", "game", "grpo_lora", "grpo_moe", "ppo"}
-"""Their runs in test_recipe.py have a sample of flags, too."""
+"""Recipes whose runs in test_recipe.py use a sample of flags already."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in SAMPLED_IN_TEST_RECIPE])
-def test_a_sample_of_what_passes_starts_and_makes_steps(
+def test_a_sample_of_accepted_flags_starts_and_makes_steps(
     recipe: str, models: dict[str, Path], run_sample: Callable[..., Launched]
 ) -> None:
     run_sample(recipe, models.get(recipe, models[""]))

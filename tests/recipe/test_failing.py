@@ -1,4 +1,4 @@
-"""A task that fails, in a run as a user starts it: it ends at once, and says to its author why and where."""
+"""A task that fails, in a run as a user starts it: the run ends at once and reports why and where."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_a_reward_with_a_typo_ends_the_run_at_once_with_its_traceback(
 
     typo = f'  File "{REWARD}", line {line_of("rewrad")}, in typo\n'
     traceback = r"(Traceback \(most recent call last\):\n(?: .*\n)*KeyError: 'rewrad')"
-    said = re.search(rf"^error: (.*)\n{traceback}$", output, re.MULTILINE)
-    assert said, output
-    what = r"all of the first \d+ groups" if held_out == "0" else r"\d of 8 held-out items"
-    assert re.match(rf"score raised KeyError: {what} ", said[1]), said[1]
-    assert typo in said[2]
+    error = re.search(rf"^error: (.*)\n{traceback}$", output, re.MULTILINE)
+    assert error, output
+    failed = r"all of the first \d+ groups" if held_out == "0" else r"\d of 8 held-out items"
+    assert re.match(rf"score raised KeyError: {failed} ", error[1]), error[1]
+    assert typo in error[2]
     assert len(re.findall("^an episode failed, .*: score raised KeyError$", output, re.MULTILINE)) == 1
 
-    if held_out == "0":  # it ended before the crash was known: that score is computed again, after the others
+    if held_out == "0":  # it ends before the crash is known, because that score is retried after the others
         return
     crash = output.split("score ended its process by SIGSEGV\n")[1]
     assert f'  File "{REWARD}", line {line_of("string_at")} in crash\n' in crash.split("an episode failed")[0]

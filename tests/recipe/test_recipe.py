@@ -1,4 +1,4 @@
-"""The recipe end to end: under python, torchrun and two torchrun agents; and with bad settings."""
+"""The recipe end to end: under Python, torchrun and two torchrun agents; and with bad settings."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ from tests.runtime.launched import TORCHRUN, Launched, Start, launching
 
 @pytest.fixture(scope="module")
 def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """A run of the recipe with python that has ended well, with checkpoints and a journal; its folder is in ``runs``
-    beside its log."""
+    """A successful run of the recipe under Python, with checkpoints and a journal; its folder is in ``runs``, next
+    to its log."""
     scratch = tmp_path_factory.mktemp("python")
-    kept = ["--journal.mib=8", "--checkpoint.every-steps=2", "--checkpoint.keep=2"]
+    files = ["--journal.mib=8", "--checkpoint.every-steps=2", "--checkpoint.keep=2"]
     with pytest.MonkeyPatch.context() as patch, launching(scratch) as start:
         keep_environment(patch)
-        run = start([sys.executable, *recipe(model, scratch / "runs", *kept)])
+        run = start([sys.executable, *recipe(model, scratch / "runs", *files)])
         finished(run)
         yield run
 
 
 @pytest.fixture
 def run_folder(ended: Launched) -> Path:
-    """That of the run."""
+    """The folder of the run."""
     found = re.search(r"Run folder: (\S+)$", ended.output(), re.MULTILINE)
     assert found, ended.output()
     return Path(found[1])
@@ -79,7 +79,7 @@ def run_folder(ended: Launched) -> Path:
 def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) -> None:
     check_run(ended.output(), model, max_policy_lag=2)
     refused = re.findall(r"started without the fork server: .* differ", ended.output())
-    assert not refused, "each process of a run would be started as slowly as before"
+    assert not refused, "processes were not forked by the fork server"
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
@@ -92,7 +92,7 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
 def test_a_run_is_exported_in_bfloat16_and_replayed_in_part_and_with_another_objective(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    """transformers loads what is exported; under another objective the updates are others."""
+    """transformers loads the exported model; another objective makes other updates."""
     half, loads = tmp_path / "half", tmp_path / "loads.py"
     program("export.py", run_folder / "checkpoints" / "latest", str(half), "--dtype=bfloat16")
     loads.write_text(LOADS)
@@ -117,7 +117,7 @@ print(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto
 
 
 def check_exported(folder: Path, exported: Path) -> None:
-    """What tools/export.py writes of the last checkpoint is what the run has saved at its end, in several files with an
+    """tools/export.py writes the last checkpoint as the model that the run saved at its end, in several files with an
     index."""
     program("export.py", folder / "checkpoints" / "latest", str(exported), "--file-mib=0.1")
     saved, index = load_file(folder / "model" / "model.safetensors"), exported / "model.safetensors.index.json"
@@ -129,54 +129,53 @@ def check_exported(folder: Path, exported: Path) -> None:
 
 
 def check_evaluated_again(folder: Path) -> None:
-    """tools/evaluate.py of the run gives what the run's last evaluation gave, by the version that gave it. No flag of
-    the run is given again."""
-    *_, said, figures = program("evaluate.py", folder, f"--task={RECIPE}").splitlines()
-    assert f"version {STEPS}: held-out accuracy" in said
-    again = json.loads(figures)
+    """tools/evaluate.py repeats the last evaluation of the run with the same result; it needs no flags of the run."""
+    *_, summary, metrics = program("evaluate.py", folder, f"--task={RECIPE}").splitlines()
+    assert f"version {STEPS}: held-out accuracy" in summary
+    again = json.loads(metrics)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "held_out/accuracy" in row][-1]
     assert [last["held_out/oldest_version"], last["held_out/newest_version"]] == [last["step"]] * 2
-    of_run = {name: value for name, value in last.items() if name.startswith("held_out/")}
-    assert len(of_run) >= 7 and of_run == {name: again[name] for name in of_run}
+    expected = {name: value for name, value in last.items() if name.startswith("held_out/")}
+    assert len(expected) >= 7 and expected == {name: again[name] for name in expected}
 
 
 def check_replayed(folder: Path) -> None:
-    """tools/replay.py makes the updates of the run again, bit for bit."""
-    again = program("replay.py", folder)
-    assert re.search(f"{STEPS} of {STEPS} steps .*bit for bit", again)
+    """tools/replay.py replays the updates of the run, bit for bit."""
+    output = program("replay.py", folder)
+    assert re.search(f"{STEPS} of {STEPS} steps .*bit for bit", output)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [f"{row['trainer/loss']:.5g}" for row in rows if "trainer/loss" in row]
     assert all(row["journal/lost"] == 0 for row in rows if "trainer/loss" in row)
-    table = [line.split() for line in again.splitlines() if " equal " in line]
+    table = [line.split() for line in output.splitlines() if " equal " in line]
     assert [int(line[0]) for line in table] == list(range(1, STEPS + 1))
     assert [line[2] for line in table] == [line[3] for line in table] == losses
     assert (folder / "checkpoints" / "step-000002").is_dir()
 
 
 def program(name: str, folder: Path, *flags: str) -> str:
-    """What a program of tools/ prints of a run."""
+    """Run a program of tools/ on a run's folder and return its output."""
     preload = ENGINE_PRELOAD if name == "evaluate.py" else "trainer"
     done = run_forked(preload, [f"tools/{name}", folder, *flags], RUN_S, folder=RECIPE.parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-# -- runs with a sample of flags, of which none touches what is checked ------------------------------------------------
+# -- runs with sampled flags that do not affect the checks ----------------------------------------------------------
 
 ONE_REPLICA = {"generator.replicas": 1}
-"""An engine costs half of a start."""
-CHECKED = (
+"""Each engine is half of the start-up cost."""
+FIXED = (
     r"trainer\.(compile|weight-decay|epochs|minibatches|compute-dtype|max-grad-norm|lr.*|lora\.(rank|alpha))"
     r"|buffer\..*|evaluate-every|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
 )
-"""Flags that change which groups, evaluations and rollouts are told, and how much a weight changes; and those that make
-a run of a sample costly: a compiled trainer, and an engine that draws few sequences at once."""
+"""Flags that are not sampled: they change which groups, evaluations and rollouts are logged, or how much a weight
+changes; or they make a run costly (a compiled trainer, an engine that generates few sequences at once)."""
 
 
 def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """The model is saved merged, and the adapter beside it belongs to the model that the run started from."""
-    run = run_sample("grpo_lora", model, given=SMALL_RUN | ONE_REPLICA, kept=CHECKED, share=0.8)
+    """The model is saved merged; the adapter next to it belongs to the model that the run started from."""
+    run = run_sample("grpo_lora", model, given=SMALL_RUN | ONE_REPLICA, fixed=FIXED, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
     config = json.loads(adapter.read_text())
@@ -188,11 +187,11 @@ def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Pa
 
 
 def test_self_play(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """Two seats of one policy train; held-out games are against a frozen engine of the model as it was."""
+    """Both seats of a game train one policy; held-out games are played against a frozen engine of the initial model."""
     small = {"steps": 2, "groups-per-step": 8, "stones": 6, "held-out": 12, "checkpoint.restarts": 0}
-    told = r"trainer\.(compile|loss\.overlong-.*)|buffer\.(reject.*|late|partial)|evaluate-every"
-    told += r"|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
-    run = run_sample("game", model, given=small | ONE_REPLICA, kept=told, share=0.8)
+    fixed = r"trainer\.(compile|loss\.overlong-.*)|buffer\.(reject.*|late|partial)|evaluate-every"
+    fixed += r"|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
+    run = run_sample("game", model, given=small | ONE_REPLICA, fixed=fixed, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
@@ -206,12 +205,12 @@ def test_self_play(run_sample: Callable[..., Launched], model: Path, tmp_path: P
     assert [line["step"] for line in evaluations] == [0, 2]
     assert all(-1 <= line[f"held_out/seat/{seat}"] <= 1 for line in evaluations for seat in ("first", "second"))
     steps = [line for line in lines if "lag/max" in line]
-    assert steps and all(line["reward/mean"] == 0 for line in steps)  # what one wins the other loses
+    assert steps and all(line["reward/mean"] == 0 for line in steps)  # a zero-sum game
 
 
 def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """The teacher begins as the student, so of the first batch it says what the student's engine and trainer say; of
-    the next one it does not. Then it takes over the student's weights."""
+    """The teacher starts with the student's weights, so that both agree on the first batch and differ on the next one.
+    Then the teacher loads the student's new weights."""
     small: dict[str, Any] = {
         "steps": 2,
         "snapshot-every": 2,
@@ -221,10 +220,8 @@ def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path
     }
     small |= {"buffer.max-policy-lag": 0, "trainer.lr": 1e-2, "trainer.lr-warmup-steps": 0, "trainer.ranks": 1}
     small |= {"checkpoint.restarts": 0, "objective.top": 4}
-    compared = (
-        rf"{CHECKED}|objective.*|trainer\.(loss|lora)\..*|generator\.dtype|rollout\.(temperature|top-.|min-p|keep-.*)"
-    )
-    run = run_sample("distill", model, given=small | ONE_REPLICA, kept=compared, share=0.8)
+    fixed = rf"{FIXED}|objective.*|trainer\.(loss|lora)\..*|generator\.dtype|rollout\.(temperature|top-.|min-p|keep-.*)"
+    run = run_sample("distill", model, given=small | ONE_REPLICA, fixed=fixed, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -240,9 +237,9 @@ def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path
 
 
 def test_a_critic(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """Of recipes/ppo.py, in every step: it is asked before the policy's update, and trained after it."""
-    kept = rf"{CHECKED}|trainer\.(critic|loss)\..*"
-    run = run_sample("ppo", model, given=SMALL_RUN | ONE_REPLICA, kept=kept, share=0.8)
+    """The critic of recipes/ppo.py predicts values before each policy update and is trained after it."""
+    fixed = rf"{FIXED}|trainer\.(critic|loss)\..*"
+    run = run_sample("ppo", model, given=SMALL_RUN | ONE_REPLICA, fixed=fixed, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (folder,) = (tmp_path / "runs").iterdir()
     trainer = json.loads((folder / "settings.json").read_text())["trainer"]
@@ -253,14 +250,15 @@ def test_a_critic(run_sample: Callable[..., Launched], model: Path, tmp_path: Pa
 
 
 def test_experts(run_sample: Callable[..., Launched], tmp_path: Path) -> None:
-    """Divided among the trainer ranks, with the engine's routes replayed and its kept sets.
+    """Experts are divided among the trainer ranks; the trainer uses the engine's routes and sampling masks.
 
-    Keys and values of older weights, which the engine goes on with by default, would have it and the trainer differ."""
+    By default the engine continues with keys and values of older weights, which would make its log-probs differ from
+    the trainer's."""
     model = random_model(tmp_path / "model", kind="moe")
     small = SMALL_RUN | ONE_REPLICA | {"generator.in-flight": "recompute"}
-    compared = rf"{CHECKED}|trainer\.(expert-parallel|router-replay)|generator\.dtype"
-    compared += r"|rollout\.(temperature|top-.|min-p|keep-.*)"
-    run = run_sample("grpo_moe", model, given=small, kept=compared, share=0.8)
+    fixed = rf"{FIXED}|trainer\.(expert-parallel|router-replay)|generator\.dtype"
+    fixed += r"|rollout\.(temperature|top-.|min-p|keep-.*)"
+    run = run_sample("grpo_moe", model, given=small, fixed=fixed, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     steps = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
@@ -290,23 +288,23 @@ SHIFT = 5.0
 def shifted(group):
     return torch.full_like(group.rewards, SHIFT)
 
-async def beside(item, group):
+async def offset(item, group):
     for episode in group.episodes:
-        episode.fill_column("beside", episode.logprobs + 1)
+        episode.fill_column("offset", episode.logprobs + 1)
 
-@needs("beside")
+@needs("offset")
 def halved(token_logprobs, batch):
     assert bool((batch.advantages == SHIFT).all()), "not the recipe's advantage"
-    assert torch.equal(batch.columns["beside"], batch.behaviour_logprobs + 1), "not the stage's column"
+    assert torch.equal(batch.columns["offset"], batch.behaviour_logprobs + 1), "not the stage's column"
     assert torch.are_deterministic_algorithms_enabled() and torch._C._get_cudnn_deterministic()
     assert not torch._C._get_deterministic_fill_uninitialized_memory() and not torch._C._get_cudnn_benchmark()
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
     loss, sums = loss_function(PPOClip(), LossSettings(lag_discount=0.5))(token_logprobs, batch)
-    return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
+    return loss / 2, sums | {{"own_metric": 7 * sums["tokens"]}}
 
 async def train(run, s):
-    assert os.environ["NCCL_ALGO"] == "Ring" and os.environ["NCCL_PROTO"] == "Simple", "what all meshes are handed"
-    stages = [Stage(beside, fills=("beside",), concurrency=4)]
+    assert os.environ["NCCL_ALGO"] == "Ring" and os.environ["NCCL_PROTO"] == "Simple", "the environment of all meshes"
+    stages = [Stage(offset, fills=("offset",), concurrency=4)]
     await run.start(grpo.task(s), advantage=shifted, objective=halved, stages=stages)
     await run.evaluate()
     answers = {{"abc -> ": "cba", "xyz -> ": "zyx", "hello -> ": "olleh"}}
@@ -314,23 +312,23 @@ async def train(run, s):
     await run.supervised(rows, steps=1, rows_per_step=10)
     await run.mix(rows, share=0.25)
     async for step in run.steps(s.steps):
-        figures = await run.update()
+        metrics = await run.update()
         await run.publish()
-        await run.log(figures)
+        await run.log(metrics)
         await run.evaluate_after(step)
 
 launch(train, cli(grpo.Settings))
 """
 
 
-def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_rejects(
+def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and_rejects(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """Advantage, objective and a stage, which fills a column that the objective reads, are functions of the recipe's
-    file; held-out items are played while training goes on. The first step is supervised, and rows are mixed into the
-    others; all of them can be made again from the journal, also by a run that goes on from a checkpoint. In the run and
-    in the replay trainer ranks have the switches of ``--trainer.deterministic``.
-    Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
+    """Advantage, objective and a stage (which fills a column that the objective reads) are functions of the recipe's
+    file. Held-out items are evaluated during training. The first step is supervised, and rows are mixed into the
+    others; all steps can be replayed from the journal, also by a run that resumes from a checkpoint. Trainer ranks are
+    deterministic (``--trainer.deterministic``) in the run and in the replay. Without a lag bound the buffer still
+    filters groups by its rules, counts them, and fills the batches."""
     (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
     rules += ["--evaluate-every=2", "--trainer.deterministic"]
@@ -342,9 +340,9 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     (file,) = (tmp_path / "runs").glob("own-*/metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [row for row in rows if "lag/max" in row]
-    assert [row["trainer/own_figure"] for row in steps] == [7.0] * len(steps) and steps
-    assert all(0 < row["stage/beside/seconds"] <= row["seconds"] for row in steps)
-    assert all(row["stage/beside/waited_s"] >= 0 for row in steps)
+    assert [row["trainer/own_metric"] for row in steps] == [7.0] * len(steps) and steps
+    assert all(0 < row["stage/offset/seconds"] <= row["seconds"] for row in steps)
+    assert all(row["stage/offset/waited_s"] >= 0 for row in steps)
     assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
     assert re.search(r"step 2, versions? [0-9 to]+: held-out", run.output())
 
@@ -357,7 +355,7 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     assert last["wasted/tokens"] >= sum(dropped.values()) and last["wasted/seconds"] > 0
     check_supervised(file.parent, rows)
 
-    shutil.rmtree(file.parent / "checkpoints" / "step-000004")  # as of a run that was lost before it
+    shutil.rmtree(file.parent / "checkpoints" / "step-000004")  # as if the run had been lost before it
     again = start([sys.executable, str(own), *arguments, f"--resume={file.parent}", "--steps=5"])
     finished(again)
     assert re.search(r"^step 4 .*journal.*bit for bit, after all 1", again.output(), re.MULTILINE), again.output()
@@ -367,7 +365,7 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
 
 
 def check_supervised(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Step 1 is of 10 rows alone; each of the others has rows as a quarter of its sequences."""
+    """Step 1 has only 10 rows; in all other steps a quarter of the sequences are rows."""
     losses = {row["step"]: row["trainer/supervised_loss"] for row in rows if "trainer/supervised_loss" in row}
     assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
     first, *others = (row for row in rows if "trainer/tokens" in row)
@@ -377,12 +375,12 @@ def check_supervised(folder: Path, rows: list[dict[str, Any]]) -> None:
     for step in (3, 4):
         assert rows_taken(folder, step) == 10 + (step - 1) * mixed
     for arguments, steps in (([], 4), (["--from=4"], 1)):
-        again = program("replay.py", folder, *arguments)
-        assert re.search(f"{steps} of {steps} steps .*bit for bit", again)
+        output = program("replay.py", folder, *arguments)
+        assert re.search(f"{steps} of {steps} steps .*bit for bit", output)
 
 
 def rows_taken(folder: Path, step: int) -> int:
-    """Supervised rows that a checkpoint says were trained."""
+    """Return how many supervised rows were trained according to a checkpoint."""
     path = folder / "checkpoints" / f"step-{step:06d}" / "trainer" / "functions.1.pt"
     return int(torch.load(path, weights_only=False)["supervised rows"])
 
@@ -390,8 +388,8 @@ def rows_taken(folder: Path, step: int) -> int:
 def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """AdamW takes lr x weight decay of a weight off it: each is multiplied by 1 - 100. The embedding of a character
-    that no word has is large, and overflows at the first step; all else stays finite."""
+    """AdamW multiplies each weight by 1 - lr x weight decay = -99. The embedding of a character that occurs in no word
+    is large and overflows at the first step; all other weights stay finite."""
     name = "model.embed_tokens.weight"
     shutil.copytree(model, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -405,15 +403,15 @@ def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
     run = start([sys.executable, *recipe(tmp_path / "model", tmp_path / "runs", *wild)])
     assert run.wait(RUN_S) == 1, run.output()
     run.assert_gone()
-    said = rf"version 1, .*step 1\b.*: {re.escape(name)} .*\[{row}, 3\]"
-    assert re.search(rf"^\S*PublishError: {said}", run.output(), re.MULTILINE), run.output()
+    message = rf"version 1, .*step 1\b.*: {re.escape(name)} .*\[{row}, 3\]"
+    assert re.search(rf"^\S*PublishError: {message}", run.output(), re.MULTILINE), run.output()
     assert "is lost" not in run.output() and "retrying" not in run.output(), run.output()
 
 
 @pytest.mark.core
 def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Path, tmp_path: Path) -> None:
-    """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here. Both sides
-    are tensor parallel."""
+    """Trained in float32 and served in bfloat16, as on a GPU, over the fastest transport of this machine. Trainer and
+    engine are tensor parallel."""
     settings = ["--buffer.max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
     settings += ["--generator.replicas=1", "--generator.tp=2", "--trainer.tp=2"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
@@ -428,8 +426,8 @@ def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Pat
 
 @pytest.mark.slow
 def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, tmp_path: Path) -> None:
-    """They share the only one that the launch has, and its memory: versions travel by it. The rank has its blocks
-    compiled when it starts."""
+    """They share the only device of the launch; versions are sent through its memory. The rank compiles its blocks when
+    it starts."""
     arguments = recipe(model, tmp_path / "runs", "--trainer.ranks=1", "--generator.replicas=1")
     run = start([*TORCHRUN, "--nproc-per-node=1", *arguments])
     assert run.wait(RUN_S) != 0 and re.search("2 ranks .*--colocate", run.output())
@@ -444,13 +442,13 @@ def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, 
 @pytest.mark.core
 @pytest.mark.timeout(1800)
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
-    """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA. The
-    advantage is of a module beside the recipe, where no process of theirs would look for it."""
+    """Two agents simulate two machines: the first has the trainer ranks, the second the generators; transport is RDMA.
+    The advantage is a function of a module next to the recipe, which is not on ``sys.path`` of other processes."""
     (folder := tmp_path / "recipe").mkdir()
-    (folder / "beside.py").write_text("def centred(group):\n    return group.rewards - group.rewards.mean()\n")
-    own = RECIPE.read_text().replace("from monarch_rl import (\n", "import beside\n\nfrom monarch_rl import (\n")
-    (folder / RECIPE.name).write_text(own.replace("advantage=s.trainer.loss.advantage", "advantage=beside.centred"))
-    assert "beside.centred" in (folder / RECIPE.name).read_text()
+    (folder / "sibling.py").write_text("def centred(group):\n    return group.rewards - group.rewards.mean()\n")
+    own = RECIPE.read_text().replace("from monarch_rl import (\n", "import sibling\n\nfrom monarch_rl import (\n")
+    (folder / RECIPE.name).write_text(own.replace("advantage=s.trainer.loss.advantage", "advantage=sibling.centred"))
+    assert "sibling.centred" in (folder / RECIPE.name).read_text()
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(folder / RECIPE.name)]
     job += recipe(model, tmp_path / "runs", "--buffer.max-policy-lag=1")[1:]
@@ -459,7 +457,7 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     for machine in machines:
         machine.mkdir()
     agents = [start(["env", "-C", str(machine), *TORCHRUN, *job]) for machine in machines]
-    # Either agent may have become the first machine; that is where the controller is, which prints.
+    # Either agent may become the first machine, where the controller runs and prints.
     first = wait_for_the_controller(agents)
     (second,) = (agent for agent in agents if agent is not first)
     assert (engines(first), engines(second)) == (0, 2)
@@ -469,14 +467,14 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
 
 
 def wait_for_the_controller(agents: Sequence[Launched]) -> Launched:
-    """Wait until one of the agents has shown the first step of their run, and return it."""
+    """Wait until one of the agents has printed the first step of the run, and return it."""
 
-    def shows() -> Launched | None:
+    def printing() -> Launched | None:
         assert all(agent.process.poll() is None for agent in agents), [agent.output() for agent in agents]
         return next((agent for agent in agents if re.search(r"^step 1/", agent.output(), re.MULTILINE)), None)
 
     what = "a step of a run on two machines"
-    return patience.wait_until(shows, lambda: f"{what}: {[agent.output() for agent in agents]}", RUN_S, POLL_S)
+    return patience.wait_until(printing, lambda: f"{what}: {[agent.output() for agent in agents]}", RUN_S, POLL_S)
 
 
 # -- bad settings -------------------------------------------------------------------------------------------------
@@ -495,7 +493,7 @@ def grpo() -> Any:
 
 @pytest.fixture
 def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs the recipe with changed settings and returns its error, after making sure that nothing was spawned."""
+    """Returns a function that runs the recipe with changed settings and returns its error; nothing may be spawned."""
 
     def refuse(**changes: Any) -> str:
         refused_late = "bad settings were not refused before the launch"
@@ -511,7 +509,7 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> None:
-    """Or the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     assert check(grpo.Settings(model=str(model), output=tmp_path / "runs"), devices()).folder == model
 
 
@@ -520,7 +518,7 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "parts"),
     [
         (
             {"trainer": TrainerSettings(router_replay="replay")},
@@ -559,22 +557,22 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ),
     ],
 )
-def test_bad_settings_are_refused(refusal: Callable[..., str], changes: dict[str, Any], said: list[str]) -> None:
+def test_bad_settings_are_refused(refusal: Callable[..., str], changes: dict[str, Any], parts: list[str]) -> None:
     message = refusal(**changes)
-    assert [part for part in said if part not in message] == [], message
+    assert [part for part in parts if part not in message] == [], message
 
 
 def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """3 trainer ranks on two machines of 2: the second machine would be shared with a generator."""
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("monarch_rl.runtime.devices.visible_devices", lambda: [])  # on a GPU machine, too
+    monkeypatch.setattr("monarch_rl.runtime.devices.visible_devices", lambda: [])  # also on a GPU machine
     message = refusal(groups_per_step=3, trainer=TrainerSettings(ranks=3), generator=GeneratorSettings(replicas=1))
     assert re.search("trainer.ranks 3 .* 2", message)
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("break_it", "parts"),
     [
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}'),
@@ -586,7 +584,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], m
     ids=["architecture", "config.json", "weights"],
 )
 def test_a_folder_that_cannot_be_trained_is_refused(
-    refusal: Callable[..., str], model: Path, tmp_path: Path, break_it: Callable[[Path], object], said: list[str]
+    refusal: Callable[..., str], model: Path, tmp_path: Path, break_it: Callable[[Path], object], parts: list[str]
 ) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
@@ -594,7 +592,7 @@ def test_a_folder_that_cannot_be_trained_is_refused(
         (folder / file.name).write_bytes(file.read_bytes())
     break_it(folder)
     message = refusal(model=str(folder))
-    assert [part for part in (*said, str(folder)) if part not in message] == [], message
+    assert [part for part in (*parts, str(folder)) if part not in message] == [], message
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -608,7 +606,7 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "parts"),
     [
         (["--model=no-such/model"], 1, ["error: ", "no-such/model"]),
         (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag", "-1"]),
@@ -618,15 +616,15 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
         (["--step=3"], 2, ["--step", "--steps"]),
     ],
 )
-def test_bad_settings_on_the_command_line(arguments: list[str], code: int, said: list[str]) -> None:
+def test_bad_settings_on_the_command_line(arguments: list[str], code: int, parts: list[str]) -> None:
     done = on_command_line(RECIPE, *arguments)
     assert done.returncode == code
-    assert [part for part in said if part not in done.stderr] == [], done.stderr
+    assert [part for part in parts if part not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
 
 
 def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: Path) -> None:
-    """Also a ValueError, which ends with one line where this package raised it."""
+    """Even a ValueError, which is printed as one line if this package raises it."""
     script = tmp_path / "mine.py"
     lines = [f"import sys; sys.path.insert(0, {str(RECIPE.parent)!r})", "import grpo", "def task(s):"]
     lines += ["    return int('no number')", "grpo.launch(grpo.train, grpo.Settings(), task)"]
@@ -643,9 +641,9 @@ def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypat
     command = [*TORCHRUN, "--nproc-per-node=2", *recipe(model, tmp_path / "runs")]
     done = patience.run(command, seconds=RUN_S)
     assert done.returncode == 1
-    said = r"error: 4 ranks .*2 trainer ranks \+ 2 generator replicas.* 2\D.*--nproc-per-node=4"
-    assert re.search(said, done.stderr), done.stderr
-    assert done.stderr.count("Traceback") == 1 and "ChildFailedError" in done.stderr, "none but torchrun's own"
+    message = r"error: 4 ranks .*2 trainer ranks \+ 2 generator replicas.* 2\D.*--nproc-per-node=4"
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.count("Traceback") == 1 and "ChildFailedError" in done.stderr, "only torchrun's own traceback"
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,4 +1,4 @@
-"""What moving code must leave as it is (``tools/references.py``), and a run that version 0.1 has made."""
+"""References that a refactoring must not change (``tools/references.py``), and a run of version 0.1."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_flags_and_their_defaults() -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", RECIPES)
 def test_weights_metrics_and_files(tmp_path: Path, kind: str) -> None:
-    """Weights only on the same kind of processor with the same torch."""
+    """Weights are compared only on the same kind of processor with the same torch."""
     assert differences(reference(kind), described(trained(ROOT, kind, tmp_path))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_of_version_0_1_is_resumed_and_exported_and_its_replay_refused(start: Start, tmp_path: Path) -> None:
-    """Its plan is a pickle, which names modules of that version."""
+    """Its plan is a pickle that names modules of that version."""
     folder, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(REFERENCES / "run", folder, symlinks=True)
     done = patience.run([sys.executable, "tools/export.py", str(folder), str(out)], seconds=RUN_S, cwd=ROOT)

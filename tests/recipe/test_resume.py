@@ -1,4 +1,4 @@
-"""A run that loses what it cannot do without goes on by itself, and is the run that it would have been."""
+"""A run that loses a trainer rank, the buffer or the controller resumes automatically with an unchanged result."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monarch_rl.checkpoint.folders import complete, verify
 from monarch_rl.runtime.network import free_port
-from tests.recipe.running import RECIPE, RUN_S, SLOW, STAND_IN, ends_by, process_named, recipe, wait_for_line
+from tests.recipe.running import RECIPE, RUN_S, SLOW, STAND_IN, end_by_signal, process_named, recipe, wait_for_line
 from tests.runtime.launched import TORCHRUN, Launched, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
 
-KEPT = r"^resuming \S+ from step-0000\d\d, .* kept: \S"
-AGAIN = r"^steps? [\d to]+ .*journal.*bit for bit, after all [1-9]"
-LIVING = ["generator0-0", "rollout0-0"]
-"""Processes that a run keeps when it loses a trainer rank or the buffer, beside its engine."""
+WARM_RESTART = r"^resuming \S+ from step-0000\d\d, .* kept: \S"
+REPLAYED = r"^steps? [\d to]+ .*journal.*bit for bit, after all [1-9]"
+SURVIVORS = ["generator0-0", "rollout0-0"]
+"""Processes, besides the engine, that survive the loss of a trainer rank or the buffer."""
 LOSSES = [("trainer-1", signal.SIGKILL), ("buffer-0", signal.SIGKILL), ("trainer-0", signal.SIGSTOP)]
-"""One after the other, of processes without which a run cannot go on."""
+"""Successive losses, each of a process without which a run cannot continue."""
 SUPERVISED = [sys.executable, "-m", "monarch_rl.runtime.supervisor"]
 
 
 def controller(folder: Path) -> psutil.Process:
-    """The recipe's own process."""
+    """Return the process of the recipe."""
     return psutil.Process(json.loads((folder / "run.json").read_text())["pid"])
 
 
-def imports_what_trains(process: psutil.Process) -> bool:
-    """Whether it has torchtitan, which loads Triton: 80 MiB, and seconds in which nothing else happens."""
+def has_imported_torchtitan(process: psutil.Process) -> bool:
+    """Return whether torchtitan is imported, which loads Triton (80 MiB, and blocks for seconds)."""
     return any("libtriton" in mapped.path for mapped in process.memory_maps())
 
 
-def two_steps_more(run: Launched, after: re.Match[str]) -> None:
-    """Wait until the run has shown them, so that the journal has what the first one made."""
+def wait_for_two_steps(run: Launched, after: re.Match[str]) -> None:
+    """Wait until the run has printed two more steps, so that the journal has the first of them."""
     wait_for_line(run, r"^step \d+/", after=wait_for_line(run, r"^step \d+/", after=after))
 
 
@@ -50,7 +50,7 @@ def folder_of(output: Path) -> Path:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of the steps; evaluations are left out."""
+    """Return the metrics of all steps, without evaluations."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "lag/max" in row]
 
@@ -62,7 +62,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         pytest.param(True, 40, 10, LOSSES, id="SGLang"),
     ],
 )
-def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journal_has(
+def test_a_lost_trainer_rank_buffer_or_controller_costs_no_journaled_batch(
     start: Start,
     model: Path,
     tmp_path: Path,
@@ -71,33 +71,35 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     every: int,
     losses: list[tuple[str, signal.Signals]],
 ) -> None:
-    """Steps after the checkpoint are made again, bit for bit. Each group is trained once, each step is logged once, and
-    nothing is above the bound. Engines and workers stay, unless it is the controller that is lost."""
+    """Steps after the checkpoint are replayed, bit for bit. Each group is trained once, each step is logged once, and
+    no lag exceeds the bound. Engines and workers survive unless the controller is lost."""
     output = tmp_path / "runs"
     often = [f"--checkpoint.every-steps={every}", f"--steps={steps}", "--generator.replicas=1", "--stall-s=8"]
-    often += ["--rollout.logged-groups=8"]  # all of a step: a group that is trained twice is among them
+    often += ["--rollout.logged-groups=8"]  # all groups of a step, to find one that is trained twice
     often += ["--journal.mib=8", "--checkpoint.restarts=2"]
-    living = [*LIVING, "sglang::scheduler"] if sglang else LIVING
+    survivors = [*SURVIVORS, "sglang::scheduler"] if sglang else SURVIVORS
     command = recipe(model, output, *often, script=RECIPE if sglang else SLOW)
     run = start([*SUPERVISED, *command] if sglang else [*SUPERVISED, STAND_IN, *command])
-    said = wait_for_line(run, rf"^checkpoint of step {every} ")
-    kept = {name: process_named(run, name).pid for name in living}
+    match = wait_for_line(run, rf"^checkpoint of step {every} ")
+    before = {name: process_named(run, name).pid for name in survivors}
     for victim, number in losses:
-        two_steps_more(run, said)
+        wait_for_two_steps(run, match)
         process_named(run, victim).send_signal(number)
-        said = wait_for_line(run, AGAIN, after=wait_for_line(run, KEPT, after=said))
-        said = wait_for_line(run, r"^checkpoint of step ", after=said)
-    assert {name: process_named(run, name).pid for name in living} == kept
-    two_steps_more(run, said)
-    assert imports_what_trains(process_named(run, "trainer-0"))
-    assert not imports_what_trains(controller(folder_of(output))), "what trainer ranks answered made it import that"
+        match = wait_for_line(run, REPLAYED, after=wait_for_line(run, WARM_RESTART, after=match))
+        match = wait_for_line(run, r"^checkpoint of step ", after=match)
+    assert {name: process_named(run, name).pid for name in survivors} == before
+    wait_for_two_steps(run, match)
+    assert has_imported_torchtitan(process_named(run, "trainer-0"))
+    assert not has_imported_torchtitan(controller(folder_of(output))), (
+        "an answer of trainer ranks made it import torchtitan"
+    )
     controller(folder_of(output)).kill()
-    said = wait_for_line(run, r"^resuming .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=said)
-    said = wait_for_line(run, AGAIN, after=said)
-    said = wait_for_line(run, r"^step \d+/", after=said)
-    if sglang:  # it is not the controller of before that goes on
+    match = wait_for_line(run, r"^resuming .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=match)
+    match = wait_for_line(run, REPLAYED, after=match)
+    match = wait_for_line(run, r"^step \d+/", after=match)
+    if sglang:  # the new controller can do a warm restart, too
         process_named(run, "buffer-0").kill()
-        wait_for_line(run, KEPT, after=said)
+        wait_for_line(run, WARM_RESTART, after=match)
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone()
 
@@ -120,24 +122,24 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
     assert [row["generation"] for row in resumes] == list(range(1, len(losses) + 2 + sglang))
     rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
-    assert {row["who"] for row in rows} == {"trainer with its buffer"}, "no engine or worker was taken for lost"
+    assert {row["who"] for row in rows} == {"trainer with its buffer"}, "an engine or worker was considered lost"
     assert not any(row["differences"] for row in resumes)
     for checkpoint in complete(folder / "checkpoints").values():
         verify(checkpoint)
 
 
-def test_torchrun_goes_on_with_a_run_that_has_lost_its_controller_but_not_after_a_mistake(
+def test_torchrun_resumes_a_run_that_lost_its_controller_but_not_after_an_error_of_the_recipe(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """The second attempt goes on, and makes a mistake; the third would make it again."""
+    """The second attempt resumes and raises an error; the third would raise it again."""
     output = tmp_path / "runs"
     settings = ["--steps=500", "--checkpoint.every-steps=2", "--generator.replicas=1"]
     job = [*TORCHRUN, "--nproc-per-node=3", "--max-restarts=2"]
     run = start([*job, *recipe(model, output, *settings, script=Path(__file__).with_name("mistaken.py"))])
-    said = wait_for_line(run, r"^checkpoint of step \d+ ")
+    checkpoint = wait_for_line(run, r"^checkpoint of step \d+ ")
     folder = folder_of(output)
     controller(folder).kill()
-    wait_for_line(run, r"^Resumed after step \d+ \(resume 1 of this run\)", after=said)
+    wait_for_line(run, r"^Resumed after step \d+ \(resume 1 of this run\)", after=checkpoint)
     assert run.wait(RUN_S) == 1, run.output()
     run.assert_gone()
     refused = rf"^error: torchrun .*{folder} .*ValueError: a mistake"
@@ -147,15 +149,15 @@ def test_torchrun_goes_on_with_a_run_that_has_lost_its_controller_but_not_after_
     assert steps[-1] > resumed["step"] and steps == list(range(1, len(steps) + 1))
 
 
-def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_refused(
+def test_sigusr1_saves_and_prints_how_to_resume_and_other_settings_are_listed_or_refused(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """It goes on with other numbers of trainer ranks, replicas and machines."""
+    """The run resumes with other numbers of trainer ranks, replicas and machines."""
     output = tmp_path / "runs"
     command = [sys.executable, *recipe(model, output, "--steps=500", "--generator.replicas=1")]
     run = start(command)
     wait_for_line(run, r"^step 2/")
-    ends_by(run, signal.SIGUSR1, 138)
+    end_by_signal(run, signal.SIGUSR1, 138)
     folder = folder_of(output)
     assert re.search(rf"^interrupted: .*138.*--resume {folder}", run.output(), re.MULTILINE)
     (version,) = complete(folder / "checkpoints")
@@ -169,12 +171,12 @@ def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_re
     others = ["--resume=auto", f"--steps={version + 2}", "--held-out=4", "--trainer.ranks=1", "--generator.replicas=2"]
     job = [*TORCHRUN, *machines, f"--rdzv-endpoint=127.0.0.1:{free_port()}", *command[1:], *others]
     agents = [start(job), start(job)]
-    said = ""
+    output_of_agents = ""
     for agent in agents:
         assert agent.wait(RUN_S) == 0, agent.output()
         agent.assert_gone()
-        said += agent.output()
+        output_of_agents += agent.output()
     assert [row["step"] for row in rows_of(folder)] == list(range(1, version + 3))
     for differs in ("trainer.ranks 2 -> 1", "held_out 8 -> 4", "generator.replicas 1 -> 2"):
-        assert differs in said
+        assert differs in output_of_agents
     assert json.loads((folder / "run.json").read_text())["state"] == "finished"

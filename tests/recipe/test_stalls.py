@@ -1,6 +1,6 @@
-"""Real processes stopped, or blocked, in a real run: it ends by itself and says who held it up, along the waits.
+"""Real processes are stopped or blocked in a real run: it ends and names the culprit along the chain of waits.
 
-Recipes are run as a user runs them. Engines are few: one run a fault.
+Recipes run as a user runs them, one run per fault.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.recipe.running import (
     RUN_S,
     SLOW,
     STAND_IN,
-    ends_by,
-    goes_on,
+    end_by_signal,
     recipe,
     send,
     steps_logged,
     wait_for_line,
+    wait_for_more_steps,
     wait_for_step,
 )
 from tests.runtime.launched import Launched, Start
@@ -33,7 +33,7 @@ BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has
 
 
 def ends_with(run: Launched, chain: str, folder: Path) -> str:
-    """Wait for the end; the message, and the report in the run's folder, tell ``chain``. Returns the report."""
+    """Wait for the end of the run, check that message and report contain ``chain``, and return the report."""
     assert run.wait(RUN_S) == 1, run.output()
     run.assert_gone()
     (path,) = folder.glob("*/stall-*.txt")
@@ -44,24 +44,24 @@ def ends_with(run: Launched, chain: str, folder: Path) -> str:
     return report
 
 
-# Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
-TWO_WORKERS = ["--rollout.workers=2", "--rollout.concurrent-groups=4"]  # of 8 a step: either holds its half
+# Without lag, and with answers that take seconds to generate, the trainer waits for its batch after a step is printed.
+TWO_WORKERS = ["--rollout.workers=2", "--rollout.concurrent-groups=4"]  # each has half of the 8 groups of a step
 WAITING = ["--steps=5000", "--buffer.max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
-ALONE = ["--recovery.restarts=0"]  # what is stopped is not replaced
+ALONE = ["--recovery.restarts=0"]  # a stopped process is not replaced
 
 
-def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced_and_sigterm_leaves_no_process(
+def test_a_stopped_rollout_worker_is_named_and_replaced_and_sigterm_leaves_no_process(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     run = start([sys.executable, STAND_IN, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS, script=SLOW)])
     send(run, "rollout1-0", signal.SIGSTOP)
-    # On a crowded machine the signal may come when the step's version goes out, before the groups of the next one are
-    # begun, or when the step after it is summed up.
-    held = rf"{BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)"
-    begun = rf"{BATCH}workers to start groups \(\d of 8 groups of the batch are in\)"
-    asked = r"controller has waited \d+ s for rollout worker 1 to [^;]+"
+    # On a crowded machine the signal may arrive while the step's version is published, before the next groups have
+    # started, or while the next step is logged.
+    generating = rf"{BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)"
+    starting = rf"{BATCH}workers to start groups \(\d of 8 groups of the batch are in\)"
+    calling = r"controller has waited \d+ s for rollout worker 1 to [^;]+"
     chain = (
-        rf"({held}|{begun}|{asked}|{BATCH}version \d+ to be served, [^;]*; {asked}); "
+        rf"({generating}|{starting}|{calling}|{BATCH}version \d+ to be served, [^;]*; {calling}); "
         r"rollout worker 1 stopped answering \d+ s ago; its process \d+ is stopped"
     )
     back = wait_for_line(run, r"^rollout worker 1 is back after \d+")
@@ -72,27 +72,27 @@ def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced_and_sigt
     assert "--- rollout worker 1\nProcess" in report, "no stacks by py-spy"
     assert re.search(r"--- (trainer rank \d|controller)\nthread ", report), "no stacks by the process itself"
     assert re.search(r"^rollout worker 0 \(process \d+\): answers", report, re.MULTILINE), "not every process is listed"
-    goes_on(run, back)
+    wait_for_more_steps(run, back)
     assert len(run.left()) >= 8, "controller, host, 2 trainers, buffer, 2 workers, generator"
-    ends_by(run, signal.SIGTERM, 143)
+    end_by_signal(run, signal.SIGTERM, 143)
     assert steps_logged(tmp_path / "runs")
 
 
 def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *ALONE)])
     send(run, "sglang::scheduler", signal.SIGSTOP)
-    drawing = (
+    generating = (
         r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
         r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group (?P=group) .*; "
         r"generator 0 has waited \d+ s for new tokens after \d+ prompt tokens"
     )
-    committing = (  # the step's own version, if the signal comes before it is served
+    committing = (  # the step's version, if the signal arrives before it is served
         r"version (?P<version>\d+) to be served, .*; "
         r"controller has waited \d+ s for generator 0 to commit version (?P=version); "
         r"generator 0 has waited \d+ s for version (?P=version) to be loaded"
     )
     stopped = r"the engine of generator 0 has been stopped for \d+ s \(process \d+\)"
-    chain = rf"{BATCH}({drawing}|{committing}); {stopped}"
+    chain = rf"{BATCH}({generating}|{committing}); {stopped}"
     report = ends_with(run, chain, tmp_path / "runs")
     assert "--- the engine of generator 0\nProcess" in report, "no stacks by py-spy"
 
@@ -100,7 +100,7 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
 def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """Its event loop sleeps in a call of Python; the process is there and answers."""
+    """Its event loop sleeps in a Python call, while the process exists and answers."""
     _, *arguments = recipe(model, tmp_path / "runs", "--steps=5000", "--generator.replicas=1")
     run = start([sys.executable, STAND_IN, str(BLOCKED), str(tmp_path), *arguments])
     wait_for_step(run)

@@ -1,8 +1,8 @@
-"""A run that is stopped as a whole, or gets nearly no core, goes on; one that loses its host ends at once, and says so.
+"""A run that is stopped as a whole, or gets almost no CPU time, continues; one that loses its host ends at once.
 
-All tests share a run, under torchrun on one machine; the last one ends it.
+All tests share a run under torchrun on one machine; the last one ends it.
 
-By hand, 100 steps beside more hogs:
+By hand, 100 steps with more hogs:
 
     STARVED_STEPS=100 STARVED_HOGS=4 python -m pytest tests/recipe/test_starved.py
 """
@@ -39,20 +39,20 @@ from tests.runtime.launched import TORCHRUN, Launched, launching
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 STEPS = int(os.environ.get("STARVED_STEPS", "2"))
-"""Steps that the run makes without cores."""
+"""Steps that the run makes while hogs take the cores."""
 HOGS = int(os.environ.get("STARVED_HOGS", "2"))
-"""Processes for each core that compute all the time, at the test's own priority."""
+"""Busy processes per core, with the test's own priority."""
 SESSION_NICE = 12
-"""Of each session of the run, of which there are two: 7 % of a core beside one session at nice 0. The run's monitors
-alone take 3 %. Where the kernel shares cores between sessions first (``sched_autogroup_enabled``), the nice value of a
-process counts within its session only: beside hogs in another session, the run would have a fair share of the cores
-at nice 19, too. So its sessions, which have a nice value of their own, get this one."""
+"""Nice value of each of the two sessions of the run, which leaves it 7 % of a core beside one session at nice 0; the
+run's monitors alone take 3 %. With ``sched_autogroup_enabled`` the kernel first divides cores among sessions, and a
+process's nice value counts only within its session: at nice 19 the run would still get a fair share beside hogs of
+another session. Therefore its sessions get a nice value, too."""
 STALL_S = 5.0
-"""A third of the default: so the run is stopped for a third of a minute."""
+"""A third of the default, so that stopping the run for a third of a minute suffices."""
 STOPPED_S = 4 * STALL_S
 STARVED_STEP_S = 600.0
-"""The limit of a step, by the clock of ``tests/patience.py``. It takes some 60 s: a CPU-second, where a run at nice 19
-gets 1.4 % of two cores beside two hogs on each."""
+"""Deadline of a step by the clock of ``tests/patience.py``. A step takes a CPU-second, which is about 60 s for a run at
+nice 19, which gets 1.4 % of two cores beside two hogs on each."""
 
 
 def latest_step(run: Launched) -> int:
@@ -60,14 +60,14 @@ def latest_step(run: Launched) -> int:
 
 
 def wait_for_steps(run: Launched, more: int) -> None:
-    """Wait for so many steps more than the run has shown now, however long it takes a machine that has no cores."""
+    """Wait until the run has printed ``more`` steps, with a deadline for a machine without free cores."""
     step = latest_step(run) + more
 
-    def shown() -> bool:
+    def printed() -> bool:
         assert run.process.poll() is None, f"ended with {run.process.poll()}\n{run.output()}"
         return latest_step(run) >= step
 
-    patience.wait_until(shown, lambda: f"step {step}\n{run.output()}", more * STARVED_STEP_S, POLL_S)
+    patience.wait_until(printed, lambda: f"step {step}\n{run.output()}", more * STARVED_STEP_S, POLL_S)
 
 
 def pids(run: Launched) -> list[int]:
@@ -81,8 +81,7 @@ def signal_all(run: Launched, number: signal.Signals) -> None:
 
 
 def give_way(run: Launched) -> None:
-    """Set every thread of a run to nice 19. Where the kernel shares cores between sessions first, its sessions give
-    way to that of the test, too."""
+    """Set every thread of a run to nice 19, and its sessions to ``SESSION_NICE`` if the kernel has autogroups."""
     for pid in pids(run):
         with suppress(OSError):
             Path(f"/proc/{pid}/autogroup").write_text(str(SESSION_NICE))
@@ -99,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Launched]:
-    """Of the deadlines that a machine could make it miss, those of the watch are the nearest. Nothing is replaced."""
+    """A run without replacements. Of all its deadlines, a slow machine would miss those of the watch first."""
     model = random_model(folder / "tiny")
     settings = ["--steps=50000", f"--stall-s={STALL_S}", "--recovery.restarts=0", "--generator.replicas=1"]
     settings += ["--weights.transport=collective", "--groups-per-step=2"]
@@ -111,22 +110,24 @@ def run(folder: Path) -> Iterator[Launched]:
 
 
 def host_of(run: Launched) -> psutil.Process:
-    """The host process of the only machine."""
+    """Return the host process of the only machine."""
     (host,) = [process for process, command in run.processes().items() if "-m monarch_rl.runtime.host " in command]
     return host
 
 
-def goes_on_undisturbed(run: Launched, folder: Path, steps: int) -> None:
-    """It makes these steps, and neither the watch nor anybody else has seen a fault."""
+def check_undisturbed(run: Launched, folder: Path, steps: int) -> None:
+    """Check that the run makes these steps, and that neither the watch nor another process reports a fault."""
     wait_for_steps(run, steps)
-    said = run.output()
-    assert not list(folder.glob("runs/*/stall-*.txt")), said
-    assert not re.search(r"warm restart failed|the run cannot continue|is not restarted|mesh \S+ failed", said), said
+    output = run.output()
+    assert not list(folder.glob("runs/*/stall-*.txt")), output
+    assert not re.search(r"warm restart failed|the run cannot continue|is not restarted|mesh \S+ failed", output), (
+        output
+    )
     assert steps_logged(folder / "runs")[-1].get("recovery/lost", 0) == 0
 
 
 def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
-    """But for torchrun itself, whose store is not ours."""
+    """Except for torchrun, whose store is not part of this project."""
     open_to_all = []
     for process, command in run.processes().items():
         try:
@@ -140,8 +141,8 @@ def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
     assert not open_to_all
 
 
-def test_processes_are_forked_with_their_imports_behind_them(run: Launched) -> None:
-    """Or each start would take ten CPU-seconds more; also where the imports take longer than a process may wait."""
+def test_processes_are_forked_with_their_imports_done(run: Launched) -> None:
+    """Otherwise each start would take ten more CPU-seconds. A process waits even for imports that take long."""
     stages = {"buffer-0": "torch", "trainer-0": "trainer", "generator0-0": "engine", "rollout0-0": "rollout"}
     stages["sglang::scheduler"] = "engine"
     parents = {name: process_named(run, name).parent() for name in stages}
@@ -150,7 +151,7 @@ def test_processes_are_forked_with_their_imports_behind_them(run: Launched) -> N
 
 
 def test_no_process_has_a_named_file_of_sglang_in_shared_memory(run: Launched) -> None:
-    """It would be left behind by a kill, and every engine ends by one."""
+    """A killed process would leave it behind, and every engine ends by a kill."""
     mapped: dict[int, str] = {}
     for pid in pids(run):
         with suppress(OSError):  # it has ended meanwhile
@@ -160,25 +161,25 @@ def test_no_process_has_a_named_file_of_sglang_in_shared_memory(run: Launched) -
     assert all(deleted for found in names for _, deleted in found), names
 
 
-def test_it_goes_on_after_a_stop_of_all_its_processes(run: Launched, folder: Path) -> None:
+def test_a_run_continues_after_all_its_processes_were_stopped(run: Launched, folder: Path) -> None:
     signal_all(run, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     signal_all(run, signal.SIGCONT)
-    goes_on_undisturbed(run, folder, 5)
+    check_undisturbed(run, folder, 5)
 
 
-def test_it_goes_on_beside_hogs(run: Launched, folder: Path) -> None:
+def test_a_run_continues_while_hogs_take_the_cores(run: Launched, folder: Path) -> None:
     give_way(run)
     with hogs(HOGS * (os.cpu_count() or 1)):
         before = look(pids(run))
-        goes_on_undisturbed(run, folder, STEPS)
+        check_undisturbed(run, folder, STEPS)
         after = look(before.processes)
-    # Threads that have ended take their times with them, and their processes what they had.
+    # Times of ended threads and processes are lost.
     pairs = [(before.processes[pid], after.processes[pid]) for pid in before.processes]
     ran_s = sum(max(0.0, now.ran_s - then.ran_s) for then, now in pairs)
     queued_s = sum(max(0.0, now.queued_s - then.queued_s) for then, now in pairs)
     assert queued_s > ran_s, (
-        f"it was not starved: it ran for {ran_s:.1f} s, and wanted a core for {queued_s:.1f} s more"
+        f"the run was not starved: it ran for {ran_s:.1f} s and waited for a core for {queued_s:.1f} s"
     )
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/algorithms.py: that it runs everything that has a name, and what it makes of finished runs."""
+"""benchmarks/algorithms.py: it runs everything that has a name, and summarises finished runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def imported(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # where the benchmark finds its parts
+        patch.syspath_prepend(str(BENCHMARKS))  # the benchmark imports its own modules
         return importlib.import_module(name)
 
 
@@ -35,29 +35,27 @@ def algorithms() -> Any:
     return imported("algorithms")
 
 
-def test_every_name_of_the_registry_is_run_or_said_to_need_more(cases: Any) -> None:
-    flags = [case.flags for case in cases.plan((0, 1, 2, 3, 4))]
-    named = {word for of_case in flags for word in of_case}
-    known = named | set(cases.NEEDS_MORE)
-    assert not {*ADVANTAGES, *Objective.names(), *Correction.names()} - known
+def test_every_registered_name_is_run_or_listed_as_needing_more(cases: Any) -> None:
+    run = {word for case in cases.plan((0, 1, 2, 3, 4)) for word in case.flags}
+    assert not {*ADVANTAGES, *Objective.names(), *Correction.names()} - run - set(cases.NEEDS_MORE)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The settings that the cases differ in."""
+    """Settings in which the cases differ."""
 
     objective: Objective = field(default_factory=PPOClip)
     loss: LossSettings = field(default_factory=LossSettings)
 
 
 def test_the_flags_of_every_case_are_settings(cases: Any) -> None:
-    """What a loss refuses would be found after hours."""
+    """Otherwise a loss might refuse them after hours of other runs."""
     prefix = "--trainer.loss."
     for flags in cases.FLAGS.values():
-        words, of_loss = list[str](), False
+        words, is_loss = list[str](), False
         for word in flags:
-            of_loss = word.startswith((prefix, "--objective")) if word.startswith("--") else of_loss
-            words += [word.replace(prefix, "--loss.")] if of_loss else []
+            is_loss = word.startswith((prefix, "--objective")) if word.startswith("--") else is_loss
+            words += [word.replace(prefix, "--loss.")] if is_loss else []
         found = cli(Loss, args=words)
         check_objective(found.objective, found.loss)
         assert found.objective.name in flags or "--objective" not in flags
@@ -75,10 +73,10 @@ def finished(algorithms: Any, cases: Any, name: str, lag: int, seed: int, end: f
     rows[-2]["wasted/tokens"] = 100.0
     case = cases.Case(name, lag, seed)
     arguments = algorithms.arguments_of(case, 10)
-    return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.figures(rows)
+    return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.summarise(rows)
 
 
-def test_what_is_there_is_shown_and_what_is_not_is_said(
+def test_finished_runs_are_shown_and_missing_runs_are_listed(
     algorithms: Any, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = [("dapo", 0, 0, 0.8), ("dapo", 0, 1, 0.6), ("dapo", 8, 0, 0.5), ("dapo", 8, 1, 0.4), ("rows", 2, 0, 0.3)]
@@ -87,20 +85,20 @@ def test_what_is_there_is_shown_and_what_is_not_is_said(
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     algorithms.main(algorithms.Settings(show=True, results=results, steps=10, seeds=(0, 1)))
-    said = capsys.readouterr().out
-    assert "| dapo | 0 | 2 | 20.0% | 70.0% | 0.0% to 100.0% | 0.25 to 0.25 |" in said
-    assert "dapo: lag 8 ends -25.0% beside lag 0 (95 %: -88.5% to +38.5%; 2 seeds)." in said
-    assert "decoupled, opsm: lag 8 ends +30.0% beside decoupled at lag 8, of one seed." in said
-    assert "runs of one seed lie up to 10.0% apart (standard deviation 7.1%, of 2 x 2 runs)" in said
-    assert "10.0%" in said  # 100 tokens of 1000 are wasted
+    output = capsys.readouterr().out
+    assert "| dapo | 0 | 2 | 20.0% | 70.0% | 0.0% to 100.0% | 0.25 to 0.25 |" in output
+    assert "dapo: lag 8 ends -25.0% beside lag 0 (95 %: -88.5% to +38.5%; 2 seeds)." in output
+    assert "decoupled, opsm: lag 8 ends +30.0% beside decoupled at lag 8, of one seed." in output
+    assert "runs of one seed lie up to 10.0% apart (standard deviation 7.1%, of 2 x 2 runs)" in output
+    assert "10.0%" in output  # 100 tokens of 1000 are wasted
     assert (
-        "gspo (lag 8, seed 1)" in said
-        and "decoupled, opsm (lag 8, seed 1)" in said
-        and "decoupled, opsm (lag 2" not in said
-        and "dapo (lag 8, seed 1)" not in said
-        and "advantage gae (lag 2, seed 0)" in said
+        "gspo (lag 8, seed 1)" in output
+        and "decoupled, opsm (lag 8, seed 1)" in output
+        and "decoupled, opsm (lag 2" not in output
+        and "dapo (lag 8, seed 1)" not in output
+        and "advantage gae (lag 2, seed 0)" in output
     )
-    assert json.loads(said.splitlines()[-1])["runs"] == 8
+    assert json.loads(output.splitlines()[-1])["runs"] == 8
 
 
 def test_the_interval_is_students(algorithms: Any) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/async_gain.py: its bound holds for any schedule, and injected latencies are what they say."""
+"""benchmarks/async_gain.py: its bound holds for any schedule, and injected latencies have the requested length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def async_gain() -> Any:
-    """The benchmark, which finds its parts where it lies."""
+    """The benchmark, imported with its folder on ``sys.path``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("async_gain")
@@ -37,9 +37,9 @@ def simulate(s: Any, lag: int) -> RunMetrics:
     return predict(replace(s.plan, buffer=BufferSettings(lag)), costs, s.steps, s.warm_up, grain=1)
 
 
-def test_the_demand_is_that_of_the_tokens_drawn(async_gain: Any) -> None:
+def test_the_demand_of_the_generator_is_that_of_its_sampled_tokens(async_gain: Any) -> None:
     s = async_gain.Settings()
-    found = simulate(s, lag=0)  # all that is drawn in a step is trained in it
+    found = simulate(s, lag=0)  # all tokens sampled in a step are trained in it
     seconds = found.tokens_per_s * found.step_s * s.token_s / (s.places * s.replicas)
     assert async_gain.generator_demand(s) == pytest.approx(seconds, rel=1e-6)
 
@@ -71,7 +71,7 @@ def test_the_bound_is_the_idle_share_of_the_busier_side(async_gain: Any) -> None
 
 
 class _Engine:
-    """Answers at once."""
+    """An engine that answers immediately."""
 
     def __init__(self) -> None:
         self.requests = SimpleNamespace(clock=BusyClock())
@@ -80,18 +80,18 @@ class _Engine:
         return prompt_ids
 
 
-def test_answers_wait_for_a_place_and_then_take_their_time(async_gain: Any) -> None:
+def test_answers_wait_for_a_slot_and_then_for_their_latency(async_gain: Any) -> None:
     recipe = sys.modules["async_gain_recipe"]
     length, token_s = Distribution(10), 0.01
 
-    async def draw(places: int, seeds: list[int | None]) -> float:
+    async def seconds_for(places: int, seeds: list[int | None]) -> float:
         generator, engine = recipe.SlowGenerator.__new__(recipe.SlowGenerator), _Engine()
         generator.latencies = recipe.Latencies(length, token_s, places, 0.0)
         generator._slow_down(engine)
-        drawn = [engine.generate([index], Sampling(8, 1.0, (), seed)) for index, seed in enumerate(seeds)]
-        assert await asyncio.gather(*drawn) == [[index] for index in range(len(seeds))]
+        requests = [engine.generate([index], Sampling(8, 1.0, (), seed)) for index, seed in enumerate(seeds)]
+        assert await asyncio.gather(*requests) == [[index] for index in range(len(seeds))]
         return asyncio.get_running_loop().time()
 
-    assert run_virtual(draw(4, [1, 2])) == pytest.approx(10 * token_s)
-    assert run_virtual(draw(1, [1, 2, 3, 4, 5])) == pytest.approx(5 * 10 * token_s)
-    assert run_virtual(draw(1, [None] * 50)) == 0, "held-out items are neither in turn nor slowed down"
+    assert run_virtual(seconds_for(4, [1, 2])) == pytest.approx(10 * token_s)
+    assert run_virtual(seconds_for(1, [1, 2, 3, 4, 5])) == pytest.approx(5 * 10 * token_s)
+    assert run_virtual(seconds_for(1, [None] * 50)) == 0, "held-out items neither wait nor are slowed down"

@@ -22,7 +22,7 @@ def test_each_template_gets_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"| yes | yes | {refused}" in folded
 
 
-def test_one_that_cannot_hold_a_conversation_is_the_exit_code(
+def test_a_template_that_cannot_hold_a_conversation_sets_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "loses.jinja").write_text(LOSES)

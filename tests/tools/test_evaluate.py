@@ -1,4 +1,4 @@
-"""Which model tools/evaluate.py takes: nothing is played. tests/recipe/test_recipe.py plays a run's held-out items."""
+"""Which model tools/evaluate.py uses. No episode runs here: tests/recipe/test_recipe.py evaluates held-out items."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = Devices("cpu", 1, 8)
 
 
 def settings_of(folder: Path) -> RunSettings:
-    """Of a run that trains a model there."""
+    """Return settings of a run in ``folder``, with a base model there."""
     base = folder / "base"
     base.mkdir(exist_ok=True)
     (base / "config.json").write_text(json.dumps(qwen3().raw))
@@ -46,11 +46,12 @@ def source_in(place: Path, trained: bool = False) -> Source:
         return source
 
 
-def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
+def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint can be named; its weights are exported in the dtype that is served, as the version that they are.
-    LoRA by itself is in checkpoints alone. Of the last step a checkpoint has more than a model saved in half precision.
+    """A checkpoint can be named; its weights are exported in the dtype that is served, with their version. A LoRA
+    adapter alone is only in checkpoints. A checkpoint of the last step has higher precision than a model saved in half
+    precision.
     """
     run = finished_step(settings_of(tmp_path))
     exported: list[Source] = []
@@ -76,11 +77,11 @@ def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     assert folders.measure(run / "checkpoints", Measurement("held_out/accuracy", 0.5, 3), best=True)
     assert source_in(run) == Source(run / "model"), "an evaluation makes no checkpoint newer"
     assert source_in(run, trained=True).checkpoint is not None
-    for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
+    for name, expected in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         with evaluate.model_of(Evaluated.of(name), GeneratorSettings(), CPU) as (model, version):
-            assert (model, version) == (taken, 0) and not exported
+            assert (model, version) == (expected, 0) and not exported
     (run / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
-    assert source_in(run).checkpoint is not None, "the model was saved of the same weights"
+    assert source_in(run).checkpoint is not None, "the saved model has the weights of the checkpoint"
 
 
 READ = "import sys; print(open(sys.argv[1]).read())"
@@ -103,10 +104,10 @@ def test_a_checkpoint_that_its_run_removes_can_still_be_read(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("named", [".", "checkpoints/best", "checkpoints/step-000003"])
-def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
+def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    """But the one that its name has then."""
+    """The checkpoint to which the name points afterwards is used."""
     settings = settings_of(tmp_path)
     run = finished_step(settings)
     checkpoints, held = run / "checkpoints", export.held
@@ -127,29 +128,29 @@ def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
         assert source_in(run / named).checkpoint == (checkpoints / "step-000006").resolve()
 
 
-def test_of_a_run_whose_newest_checkpoint_is_broken_an_earlier_one_is_taken(
+def test_an_earlier_checkpoint_is_used_if_the_newest_is_broken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As by a resume. One that was named is refused."""
+    """As in a resume. A broken checkpoint that was named explicitly is refused."""
     settings = settings_of(tmp_path)
     run = finished_step(settings)
     finished_step(settings, version=6)
     broken, whole = (run / "checkpoints" / name / folders.GROUPS for name in ("step-000006", "step-000003"))
     broken.write_bytes(b"gr0ups")
-    said = f"{broken.resolve()} .*checksum"
+    message = f"{broken.resolve()} .*checksum"
     assert source_in(run).checkpoint == whole.parent.resolve()
-    assert re.search(said, caplog.text)
-    with pytest.raises(folders.BrokenCheckpoint, match=said):
+    assert re.search(message, caplog.text)
+    with pytest.raises(folders.BrokenCheckpoint, match=message):
         source_in(broken.parent)
     whole.write_bytes(b"")
-    with pytest.raises(folders.BrokenCheckpoint, match=f"{said}.*{whole.parent.name}.* 0 bytes"):
+    with pytest.raises(folders.BrokenCheckpoint, match=f"{message}.*{whole.parent.name}.* 0 bytes"):
         source_in(run)
 
 
-def test_to_the_recipe_the_model_is_what_the_run_began_with(tmp_path: Path) -> None:
+def test_the_recipe_gets_the_model_that_the_run_started_from(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "Qwen/Qwen3-0.6B"}')
-    assert Evaluated.of(str(tmp_path)).begun_with == "Qwen/Qwen3-0.6B"
-    assert Evaluated.of("Qwen/Qwen3-4B").begun_with == "Qwen/Qwen3-4B"
+    assert Evaluated.of(str(tmp_path)).initial_model == "Qwen/Qwen3-0.6B"
+    assert Evaluated.of("Qwen/Qwen3-4B").initial_model == "Qwen/Qwen3-4B"
 
 
 CHANGED = ["--held-out=7", "--evaluation.samples=3", "--evaluation.temperature=0.7", "--evaluation.pass-at", "2", "3"]
@@ -167,13 +168,13 @@ def test_saved_settings_are_the_defaults_of_their_recipe(path: Path, tmp_path: P
         assert to_plain(load_recipe(path, [], settings).settings) == settings
 
 
-def test_parameters_that_no_flag_can_give_are_those_of_the_run() -> None:
+def test_parameters_without_a_flag_come_from_the_run() -> None:
     recipe = ROOT / "recipes" / "grpo.py"
     run = load_recipe(recipe, []).settings
     loss = LossSettings(corrections=(IcePop(low=0.1), SequenceMask(high=2.0)))
     run = replace(run, objective=CISPO(clip_high=7.0), trainer=replace(run.trainer, loss=loss))
-    taken = load_recipe(recipe, ["--objective.clip-low=0.5"], to_plain(run)).settings
-    assert taken.objective == CISPO(clip_high=7.0, clip_low=0.5) and taken.trainer == run.trainer
+    loaded = load_recipe(recipe, ["--objective.clip-low=0.5"], to_plain(run)).settings
+    assert loaded.objective == CISPO(clip_high=7.0, clip_low=0.5) and loaded.trainer == run.trainer
     assert load_recipe(recipe, ["--objective=gspo"], to_plain(run)).settings.objective == GSPO()
 
 
@@ -194,23 +195,25 @@ def test_a_run_whose_settings_the_recipe_does_not_have_is_refused_with_its_versi
         load_recipe(own, [], {"held_out": 7})
 
 
-def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
-    """Of a checkpoint those that its manifest has. Where the run was is not taken; nor is anything where another recipe
-    is played."""
+def test_flags_override_the_settings_of_a_run(tmp_path: Path) -> None:
+    """Settings of a checkpoint come from its manifest. The paths of the run are not used; nor is anything for another
+    recipe."""
     path = ROOT / "recipes" / "grpo.py"
-    of_run = replace(load_recipe(path, [*CHANGED, "--trainer.ranks=6", "--rollout.workers=9"]).settings, model="begun")
+    run_settings = replace(
+        load_recipe(path, [*CHANGED, "--trainer.ranks=6", "--rollout.workers=9"]).settings, model="begun"
+    )
     run = tmp_path / "grpo-1"
     run.mkdir()
-    (run / "settings.json").write_text(json.dumps(to_plain(of_run)))
+    (run / "settings.json").write_text(json.dumps(to_plain(run_settings)))
     evaluated = Evaluated.of(str(run))
-    taken = load_recipe(path, ["--held-out=8"], evaluated.settings_for(path)).settings
-    there, here = to_plain(of_run), to_plain(taken)
-    assert here["held_out"] == 8 and all(here[room] == there[room] for room in ("evaluation", "task"))
-    assert here["rollout"] == there["rollout"] and here["trainer"] == there["trainer"]
+    loaded = load_recipe(path, ["--held-out=8"], evaluated.settings_for(path)).settings
+    saved, found = to_plain(run_settings), to_plain(loaded)
+    assert found["held_out"] == 8
+    assert all(found[group] == saved[group] for group in ("evaluation", "task", "rollout", "trainer"))
     assert evaluated.settings_for(ROOT / "recipes" / "game.py") == {}
-    of_run = replace(of_run, output=tmp_path)
-    checkpoint = finished_step(of_run) / "checkpoints" / "step-000003"
-    assert Evaluated.of(str(checkpoint)).settings == to_plain(of_run)
+    run_settings = replace(run_settings, output=tmp_path)
+    checkpoint = finished_step(run_settings) / "checkpoints" / "step-000003"
+    assert Evaluated.of(str(checkpoint)).settings == to_plain(run_settings)
 
 
 def test_a_run_that_has_saved_nothing_is_refused(tmp_path: Path) -> None:

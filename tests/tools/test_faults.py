@@ -1,4 +1,4 @@
-"""The faults that show what tests catch can still be put into the sources, and the tests named for them exist."""
+"""The faults of tools/faults.toml can still be planted in the sources, and the tests that must catch them exist."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ FAULTS = read_faults()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
-def test_each_can_be_tried(fault: Fault) -> None:
-    """In one place of the sources, which it leaves importable; and a test is named that is there."""
+def test_each_fault_can_be_planted(fault: Fault) -> None:
+    """It fits one place of the sources, which stay importable, and its tests exist."""
     assert not list(problems(fault, ROOT))
     assert fault.caught_by and fault.after != fault.before
 
 
-def test_each_has_its_own_name() -> None:
+def test_each_fault_has_its_own_name() -> None:
     assert len({fault.id for fault in FAULTS}) == len(FAULTS) >= 30
 
 
-def test_what_has_gone_is_named() -> None:
-    """A fault that no longer fits would otherwise be one that nothing catches."""
+def test_a_fault_that_no_longer_fits_is_named() -> None:
+    """Otherwise it would look like a fault that no test catches."""
     fault = FAULTS[0]
     gone = replace(fault, before="what nobody wrote", caught_by=("buffer/test_core.py::test_gone",))
     text, test = problems(gone, ROOT)

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py on a CPU: the parts that need no SGLang pass, and what goes wrong in a part is its verdict."""
+"""tools/gpu_check.py on a CPU: the parts that need no SGLang pass, and problems of a part are its verdict."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tools.gpu_parts.common import Bench, Findings, Skipped, expert_shape, model
 
 ROOT = Path(__file__).parents[2]
 ENGINES_S = 3100.0
-"""Seconds, more than two parts may take, which end what they have started."""
+"""Deadline in seconds, longer than that of two parts, so that parts can end their processes."""
 PART_S = 900.0
-"""Seconds for a part on shared cores: some 30 when nothing else runs."""
+"""Deadline of a part in seconds on shared cores; about 30 s when nothing else runs."""
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_the_parts_without_an_engine_pass_on_a_cpu_without_sglang(tmp_path: Path
 
 
 def passed_on_a_cpu(*parts: str) -> list[dict[str, Any]]:
-    """The figures of parts that need SGLang, as on a GPU, none of which found a problem."""
+    """Run parts that need SGLang, as on a GPU, check that none found a problem, and return their measurements."""
     done = patience.run(
         [sys.executable, "tools/gpu_check.py", "--parts", ",".join(parts), "--device", "cpu"],
         cwd=ROOT,
@@ -71,8 +71,8 @@ def passed_on_a_cpu(*parts: str) -> list[dict[str, Any]]:
 @pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
-def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
-    """The real engine, and commits under load."""
+def test_engines_sample_and_tokens_have_their_versions_on_a_cpu() -> None:
+    """With the real engine, and commits under load."""
     engine, under_load = passed_on_a_cpu("engine", "commits")
     assert engine["sequences"] == 16 and engine["start_s"] > 0
     assert under_load["commits"] == 12 and under_load["versions"] > 2
@@ -83,7 +83,7 @@ def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
 def test_parity_and_the_main_job_pass_on_a_cpu() -> None:
-    """With a mixture of experts, and with LoRA, too."""
+    """Also with a mixture of experts, and with LoRA."""
     parity, job = passed_on_a_cpu("parity", "train")
     assert parity["tokens"] == parity["experts_tokens"] == 8 * 32
     assert 0 <= parity["routes_differ"] < 0.002
@@ -95,7 +95,7 @@ def test_parity_and_the_main_job_pass_on_a_cpu() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
 def test_speed_is_measured_on_a_cpu() -> None:
-    """What it is there says nothing."""
+    """The value itself means nothing on a CPU."""
     (speed,) = passed_on_a_cpu("speed")
     assert min(speed["generator_ratio"], speed["trainer_ratio"], speed["tokens_per_s"]) > 0
 
@@ -104,10 +104,10 @@ def test_speed_is_measured_on_a_cpu() -> None:
     "device, gpus, layouts",
     [("cuda", 1, ["colocated_", "lora_"]), ("cuda", 8, ["", "colocated_", "lora_"]), ("cpu", 0, ["", "lora_"])],
 )
-def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
+def test_the_main_job_is_colocated_on_one_gpu_and_runs_both_ways_on_several(
     device: str, gpus: int, layouts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is run there is a real run elsewhere (tests/recipe/test_recipe.py)."""
+    """The runs are faked here; tests/recipe/test_recipe.py has a real colocated run."""
     runs: list[tuple[str, ...]] = []
 
     def python(program: str, *arguments: object, **_: float) -> None:
@@ -135,7 +135,7 @@ def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_models_can_be_trained_and_served_where_they_are_for(device: str, tmp_path: Path) -> None:
+def test_the_models_can_be_trained_and_served_on_their_device(device: str, tmp_path: Path) -> None:
     bench = Bench(torch.device(device), tmp_path)
     dense, sparse = parse_config(model_shape(bench)), parse_config(expert_shape(bench))
     for config in (dense, sparse):
@@ -145,7 +145,7 @@ def test_models_can_be_trained_and_served_where_they_are_for(device: str, tmp_pa
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a process says of a part that does ``work``."""
+    """Return the verdict of a process on a part that runs ``work``."""
     part: Any = ModuleType("tools.gpu_parts.made_up")
     part.run = work
     monkeypatch.setitem(sys.modules, "tools.gpu_parts.made_up", part)
@@ -157,9 +157,9 @@ def test_an_exception_is_a_failed_verdict_with_its_traceback(tmp_path: Path, mon
         found.note(before=1.23456)
         raise ZeroDivisionError("so it is")
 
-    said = verdict_of(work, tmp_path, monkeypatch)
-    assert said["verdict"] == "failed" and said["figures"] == {"before": 1.235} and said["versions"]["python"]
-    assert "ZeroDivisionError: so it is" in said["problems"][0] and "in work" in said["problems"][0]
+    verdict = verdict_of(work, tmp_path, monkeypatch)
+    assert verdict["verdict"] == "failed" and verdict["figures"] == {"before": 1.235} and verdict["versions"]["python"]
+    assert "ZeroDivisionError: so it is" in verdict["problems"][0] and "in work" in verdict["problems"][0]
 
 
 def test_a_problem_fails_and_a_reason_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +170,10 @@ def test_a_problem_fails_and_a_reason_skips(tmp_path: Path, monkeypatch: pytest.
     def skips(*_: Any) -> None:
         raise Skipped("there is no second GPU")
 
-    said = verdict_of(fails, tmp_path, monkeypatch)
-    assert (said["verdict"], said["problems"]) == ("failed", ["it is wrong"])
-    said = verdict_of(skips, tmp_path, monkeypatch)
-    assert (said["verdict"], said["problems"]) == ("skipped", ["there is no second GPU"])
+    verdict = verdict_of(fails, tmp_path, monkeypatch)
+    assert (verdict["verdict"], verdict["problems"]) == ("failed", ["it is wrong"])
+    verdict = verdict_of(skips, tmp_path, monkeypatch)
+    assert (verdict["verdict"], verdict["problems"]) == ("skipped", ["there is no second GPU"])
 
 
 def test_members_need_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +190,13 @@ def test_a_part_that_does_not_end_is_killed_and_the_next_one_runs(capsys: pytest
     assert all(line["verdict"] == "failed" and "0.01 s" in line["problems"][-1] for line in lines)
 
 
-def test_a_part_that_there_is_not_is_refused() -> None:
+def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(ValueError, match="wieghts.*weights"):
         gpu_check.Settings(parts="trainer,wieghts")
 
 
 def test_an_old_torch_gets_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments that torch 2.11's varlen_attn does not know have no effect there, and are left out."""
+    """Arguments that varlen_attn of torch 2.11 does not have would change nothing there, and are left out."""
     import torch.distributed.fsdp as fsdp
     import torch.nn.attention.varlen as varlen
 
@@ -224,7 +224,7 @@ def test_a_torch_of_today_is_left_as_it_is() -> None:
 
 
 def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> Completion:
-    """Tokens that carry ``versions``; where ``flat``, drawn with equal probabilities."""
+    """Return a completion whose tokens have these versions, and where ``flat`` the log-prob of uniform sampling."""
     logprobs = np.where(flat, -np.log(vocabulary), -1.5).astype(np.float32)
     return Completion(np.zeros(len(flat), np.int32), logprobs, np.asarray(versions, np.int32), "length")
 
@@ -239,8 +239,8 @@ def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> 
         ([0, 2, 9], "9 tokens sampled with equal probabilities are labelled with the other version"),
     ],
 )
-def test_a_token_with_anothers_version_is_found(flat: list[int], problem: str | None) -> None:
-    """Odd versions draw with equal probabilities: here 2 tokens of version 1, between 20,000 and 9 of the model's."""
+def test_a_token_labelled_with_another_version_is_found(flat: list[int], problem: str | None) -> None:
+    """Odd versions sample uniformly: here 2 tokens of version 1, between 20,000 and 9 tokens of the model."""
     findings, sizes = Findings(), [20_000, 2, 9]
     equal = [i < many for many, size in zip(flat, sizes, strict=True) for i in range(size)]
     commits.judge(findings, [completion(np.repeat([0, 1, 2], sizes).tolist(), equal)], 500)
@@ -260,10 +260,10 @@ def test_a_request_that_failed_is_the_error_of_the_part() -> None:
         return completion([0], [False])
 
     async def run(error: Exception | None) -> None:
-        drawing = [asyncio.ensure_future(fails(None)), asyncio.ensure_future(fails(error))]
-        commits.raise_failed(drawing)  # none has ended
-        await asyncio.wait(drawing)
-        commits.raise_failed(drawing)
+        requests = [asyncio.ensure_future(fails(None)), asyncio.ensure_future(fails(error))]
+        commits.raise_failed(requests)  # none has ended
+        await asyncio.wait(requests)
+        commits.raise_failed(requests)
 
     asyncio.run(run(None))
     with pytest.raises(ConnectionError, match="the engine is gone"):
@@ -278,7 +278,7 @@ def test_a_part_with_engines_has_the_time_of_a_first_start() -> None:
     }
 
 
-def test_completions_that_are_none_are_found() -> None:
+def test_incomplete_completions_are_found() -> None:
     findings = Findings()
     engines.check_completions(findings, [completion([0] * 4, [False] * 4)], 4, 500)
     assert findings.problems == []

@@ -1,4 +1,4 @@
-"""The lint of clocks: what it must find in tests, and what it must leave alone."""
+"""The clock lint: code that it must report in tests, and code that it must accept."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wall_clock_is_found_once(snippet: str) -> None:
 
 
 @pytest.mark.parametrize("snippet", GOOD.values(), ids=GOOD.keys())
-def test_what_does_not_depend_on_the_machine_is_left_alone(snippet: str) -> None:
+def test_code_that_does_not_depend_on_the_machine_is_left_alone(snippet: str) -> None:
     assert lint({"tests/a.py": snippet}) == []
 
 
@@ -95,16 +95,16 @@ def test_what_does_not_depend_on_the_machine_is_left_alone(snippet: str) -> None
         "from tests import b\ndef f(p):\n    p.wait(b.GONE_S)",
     ],
 )
-def test_constants_are_known_across_files(snippet: str) -> None:
+def test_constants_are_resolved_across_files(snippet: str) -> None:
     for seconds, found in ((12, 1), (120, 0)):
         assert len(lint({"tests/a.py": snippet, "tests/b.py": f"GONE_S = {seconds}"})) == found
 
 
-def test_only_the_module_of_patience_may_look_at_the_clock() -> None:
+def test_only_the_patience_module_may_read_the_clock() -> None:
     assert lint({"tests/patience.py": BAD["a deadline"]}) == []
 
 
-def test_the_exit_code_says_whether_there_is_one(tmp_path: Path) -> None:
+def test_the_exit_code_reports_findings(tmp_path: Path) -> None:
     command = [sys.executable, Path(__file__).parents[2] / "tools" / "lint_clocks.py", tmp_path]
     (tmp_path / "test_it.py").write_text(GOOD["a tick"])
     assert patience.run(command).returncode == 0

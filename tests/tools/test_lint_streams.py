@@ -1,4 +1,4 @@
-"""The lint of streams: what it must find, and what it must leave alone."""
+"""The stream lint: code that it must report, and code that it must accept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("snippet", BAD.values(), ids=BAD.keys())
-def test_work_on_a_stream_of_others_is_found_once(snippet: str) -> None:
+def test_work_on_a_foreign_stream_is_found_once(snippet: str) -> None:
     (finding,) = lint("a.py", snippet)
     assert finding.path == "a.py" and 1 <= finding.line <= len(snippet.splitlines())
 
@@ -45,7 +45,7 @@ def test_work_on_an_own_stream_is_left_alone(snippet: str) -> None:
     assert lint("a.py", snippet) == []
 
 
-def test_the_exit_code_says_whether_there_is_one(tmp_path: Path) -> None:
+def test_the_exit_code_reports_findings(tmp_path: Path) -> None:
     command = [sys.executable, Path(__file__).parents[2] / "tools" / "lint_streams.py", file := tmp_path / "bare.py"]
     file.write_text(GOOD["a reason"])
     assert patience.run(command).returncode == 0

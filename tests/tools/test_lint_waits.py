@@ -1,4 +1,4 @@
-"""The lint that finds bare waits: what it must find, and what it must leave alone."""
+"""The lint of bare waits: code that it must report, and code that it must accept."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def test_a_bounded_wait_is_left_alone(snippet: str) -> None:
     assert lint({"a.py": HEAD + snippet}) == []
 
 
-def test_coroutines_are_known_across_files() -> None:
+def test_coroutines_are_resolved_across_files() -> None:
     files = {"a.py": "async def f(a):\n    await a.helped()", "b.py": "class B:\n    async def helped(self): ..."}
     assert lint(files) == []
     assert len(lint({"a.py": files["a.py"]})) == 1
 
 
-def test_the_exit_code_says_whether_there_is_one(tmp_path: Path) -> None:
+def test_the_exit_code_reports_findings(tmp_path: Path) -> None:
     command = [sys.executable, Path(__file__).parents[2] / "tools" / "lint_waits.py", file := tmp_path / "bare.py"]
     file.write_text(GOOD["a reason"])
     assert patience.run(command).returncode == 0

@@ -1,5 +1,5 @@
-"""The locks hold what pyproject.toml asks for, `lock.py --check` says so where they do not, and pyproject.toml asks for
-all that src/ imports."""
+"""The locks satisfy pyproject.toml, `lock.py --check` reports violations, and pyproject.toml declares all imports of
+src/."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_lock_for_cpus_holds_no_cuda_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lock", "found"),
+    ("lock", "expected"),
     [
         ("alpha==1.5\nbeta-gamma==2", []),
         ("# a comment\nalpha==1.5\nBeta_Gamma==2\nother==1", []),
@@ -42,9 +42,10 @@ def test_the_lock_for_cpus_holds_no_cuda_package() -> None:
         ("alpha==1.5\nbeta-gamma==2\nother @ https://example.org/other.whl", ["`other @ "]),
     ],
 )
-def test_each_fault_is_named(lock: str, found: list[str]) -> None:
-    said = list(faults(["alpha<2", "Beta.Gamma>=3", "cuda"], lock, ["beta-gamma==2"], ["cuda"]))
-    assert len(said) == len(found) and all(text.startswith(start) for text, start in zip(said, found, strict=True))
+def test_each_fault_is_named(lock: str, expected: list[str]) -> None:
+    found_faults = list(faults(["alpha<2", "Beta.Gamma>=3", "cuda"], lock, ["beta-gamma==2"], ["cuda"]))
+    assert len(found_faults) == len(expected)
+    assert all(text.startswith(start) for text, start in zip(found_faults, expected, strict=True))
 
 
 def test_whatever_the_package_imports_is_declared() -> None:
@@ -66,7 +67,7 @@ def test_whatever_the_package_imports_is_declared() -> None:
 
 
 def _imported(path: Path) -> set[str]:
-    """The top names of what a file imports, anywhere in it."""
+    """Return the top-level packages that a file imports, anywhere in it."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]

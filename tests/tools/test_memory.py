@@ -1,4 +1,4 @@
-"""What tools/memory.py prints."""
+"""Output of tools/memory.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BILLIONS = {
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235,
 }
-"""As the models' cards on the Hugging Face Hub give them."""
+"""Billions of parameters according to the model cards on the Hugging Face Hub."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,7 +34,9 @@ def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
 
 
 def test_the_table_of_the_docs_is_the_one_that_is_printed() -> None:
-    assert table(Options().sides) in (ROOT / "docs" / "memory.md").read_text(), "print it anew: tools/memory.py"
+    assert table(Options().sides) in (ROOT / "docs" / "memory.md").read_text(), (
+        "update it with the output of tools/memory.py"
+    )
 
 
 def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +44,8 @@ def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "| optimiser states | 12.8" in printed and "KV cache then has" in printed
     assert main(Options(model="Qwen3-8B", colocate=True)) == 1
-    printed, said = capsys.readouterr()
-    assert "| optimiser states | 61." in printed and said == "it does not fit\n"
+    printed, error = capsys.readouterr()
+    assert "| optimiser states | 61." in printed and error == "it does not fit\n"
 
 
 @pytest.mark.parametrize(
@@ -62,22 +64,22 @@ def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
         (Options(colocate=True), "model"),
     ],
 )
-def test_what_a_run_refuses_is_not_planned(options: Options, message: str) -> None:
+def test_settings_that_a_run_refuses_are_not_planned(options: Options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(options)
 
 
-def test_a_mistake_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["memory.py", "--model", "Qwen3-9B"])
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # a program adds to it
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # the program extends it
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / "memory.py"), run_name="__main__")
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "error: model Qwen3-9B" in said and "Traceback" not in said
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "error: model Qwen3-9B" in error and "Traceback" not in error
 
 
-def test_the_table_leaves_out_what_a_run_refuses() -> None:
-    """Tensor-parallel trainer ranks of a mixture of experts, and fewer ranks than there are parts."""
+def test_the_table_leaves_out_settings_that_a_run_refuses() -> None:
+    """It refuses tensor-parallel trainer ranks for a mixture of experts, and fewer ranks than tensor-parallel parts."""
     experts, dense = (
         fewest(MODELS[name], Options(trainer=Trainer(ranks=2, tp=2)).sides, device_bytes(141))
         for name in ("Qwen3-30B-A3B", "Qwen3-0.6B")

@@ -1,4 +1,4 @@
-"""tools/parity.py on tiny random models: what agrees passes, what does not fails and is named, bad input is refused."""
+"""tools/parity.py on tiny random models: equal models pass, differences fail by name, and bad input is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools import parity
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 300.0
-"""Seconds for a run on shared cores, by the clock of tests/patience.py: some 30 when nothing else runs."""
+"""Deadline of a run on shared cores by the clock of tests/patience.py; about 30 s when nothing else runs."""
 FLAGS = (
     "--prompts random --sequences 8 --rollout.max-new-tokens 48 --generator.max-total-tokens 4096 --rollout.top-k 20"
 )
@@ -46,7 +46,7 @@ def run(model: Path, *flags: str) -> Run:
     command = [sys.executable, "tools/parity.py", str(model), *FLAGS.split(), *flags]
     done = patience.run(command, cwd=ROOT, seconds=RUN_S)
     assert done.returncode in (0, 1), done.stderr[-4000:]
-    assert "without the fork server" not in done.stderr, "each process has its imports before it"
+    assert "without the fork server" not in done.stderr, "processes were not forked by the fork server"
     *_, verdict, last = done.stdout.splitlines()
     return Run(done.returncode, verdict, json.loads(last))
 
@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
-    """What the processes of all runs are forked from: an engine, its scheduler, and a trainer rank each."""
+    """A fork server for the engine, scheduler and trainer processes of all runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}")
         with forking([preload for preload in PRELOADS if preload.name != SCORING_PRELOAD]) as (name, _):
@@ -96,7 +96,9 @@ def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) 
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("fork_server")
-def test_other_weights_fail_and_replay_mends_only_what_is_the_routers(models: dict[str, Path], tmp_path: Path) -> None:
+def test_other_weights_fail_and_replay_fixes_only_differences_of_routing(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     other, weights = tmp_path / "other", weights_in(models["moe"])
     shutil.copytree(models["moe"], other)
     router = weights["model.layers.1.mlp.gate.weight"]
@@ -151,7 +153,7 @@ def test_each_limit_counts_and_replay_is_judged_where_there_is_one() -> None:
         ({"generator": GeneratorSettings(tp=3)}, "generator.tp 3"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_starts(
+def test_models_that_cannot_be_compared_are_refused_before_anything_starts(
     changes: dict[str, Any], message: str, models: dict[str, Path]
 ) -> None:
     if changes.get("trainer_model"):

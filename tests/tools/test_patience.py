@@ -1,4 +1,4 @@
-"""A wait of a test counts time in which the waiter ran, and none in which the machine stood still."""
+"""Waits of tests count only time in which the waiting process ran, not time in which the machine stood still."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_standstill_of_the_waiter_does_not_count(monkeypatch: pytest.MonkeyPat
         waited.tick()
 
 
-def test_what_never_comes_is_named() -> None:
+def test_a_missed_deadline_names_the_wait() -> None:
     with pytest.raises(Impatient, match="a train"):
         wait_until(lambda: False, "a train", seconds=0.1)
     with pytest.raises(Impatient, match="a train"):
@@ -46,7 +46,7 @@ def test_an_awaitable_that_is_not_done_in_time_is_cancelled() -> None:
     asyncio.run(test())
 
 
-def test_results_errors_and_exit_codes_come_through() -> None:
+def test_results_errors_and_exit_codes_are_passed_on() -> None:
     async def failing() -> None:
         raise TimeoutError("its own")
 

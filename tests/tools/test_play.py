@@ -1,4 +1,4 @@
-"""Episodes of the recipes, played by tools/play.py in one engine."""
+"""Episodes of the recipes, run by tools/play.py in one engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_file_that_launches_nothing_is_refused(tmp_path: Path) -> None:
 
 
 class Silent:
-    """An engine that ends each turn at once."""
+    """An engine that ends each turn immediately."""
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         return Completion(np.array([1]), np.full(1, -0.5, np.float32), np.zeros(1, np.int64), "stop")
@@ -75,13 +75,13 @@ def test_an_episode_has_its_share_of_the_groups_bound(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "qwen3"))
     task = Task(lambda cursor: cursor, forking)
 
-    async def played(most: int) -> list[Any]:
-        settings = RolloutSettings(group_size=2, max_sequences=most)
+    async def run_episodes(max_sequences: int) -> list[Any]:
+        settings = RolloutSettings(group_size=2, max_sequences=max_sequences)
         opened = Table(Silent(), template, settings, task, 64)  # type: ignore[arg-type]
         return [await opened.train_episode(0), await opened.play(task, 0, 0, Sampling(6, 0.0), -1)]
 
-    assert [len(play) for play in asyncio.run(played(6))] == [3, 3]
-    for failed in asyncio.run(played(4)):
+    assert [len(sequences) for sequences in asyncio.run(run_episodes(6))] == [3, 3]
+    for failed in asyncio.run(run_episodes(4)):
         assert isinstance(failed, EpisodeFailed) and "GroupFull" in failed.reason
 
 
@@ -108,7 +108,7 @@ def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) ->
         assert cluster is None
 
 
-def test_roles_have_colours_and_text_is_as_it_is() -> None:
+def test_roles_have_colours_and_text_is_unchanged() -> None:
     text = io.StringIO()
     console = Console(file=text, width=20, force_terminal=True, color_system="standard")
     for role in COLOURS:
@@ -118,8 +118,8 @@ def test_roles_have_colours_and_text_is_as_it_is() -> None:
         assert f"\x1b[1;{colour}m{role:>9}  \x1b[0m\x1b[{colour}m[bold]{role}[/bold] says more than a line" in printed
 
 
-class Showing:
-    """An engine that draws the next turn of a conversation, if it is given all that stands before it."""
+class Scripted:
+    """An engine that generates the next turn of a given conversation; the prompt must be everything before it."""
 
     def __init__(self, ids: list[int], learned: list[bool]) -> None:
         self._ids, self._learned = ids, learned
@@ -127,13 +127,13 @@ class Showing:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         start = len(prompt_ids)
         assert prompt_ids == self._ids[:start]
-        drawn = self._ids[start : start + [*self._learned[start:], False].index(False)]
-        assert 0 < len(drawn) <= sampling.max_new_tokens
-        return Completion(np.array(drawn), np.full(len(drawn), -0.5, np.float32), np.zeros(len(drawn), int), "stop")
+        turn = self._ids[start : start + [*self._learned[start:], False].index(False)]
+        assert 0 < len(turn) <= sampling.max_new_tokens
+        return Completion(np.array(turn), np.full(len(turn), -0.5, np.float32), np.zeros(len(turn), int), "stop")
 
 
-def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path: Path) -> None:
-    """The tiny model learns it from the first to the last token; the tools that are called give the right answers."""
+def test_the_examples_of_the_tools_recipe_are_the_tokens_of_its_episodes(tmp_path: Path) -> None:
+    """The tiny model is trained on exactly these tokens; the tools that they call give the right answers."""
     path = RECIPES / "tools.py"
     model, shown = random_model(tmp_path / "tiny", recipe=path), runpy.run_path(str(path))
     recipe = load_recipe(path, [f"--model={model}"])
@@ -143,10 +143,10 @@ def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path
 
     async def rounds(index: int) -> float:
         ids, learned = example(index)
-        opened = Table(Showing(ids, learned), template, recipe.settings.rollout, task, 256)  # type: ignore[arg-type]
-        played = await opened.train_episode(index)
-        assert not isinstance(played, EpisodeFailed), played
-        (episode,) = played
+        opened = Table(Scripted(ids, learned), template, recipe.settings.rollout, task, 256)  # type: ignore[arg-type]
+        sequences = await opened.train_episode(index)
+        assert not isinstance(sequences, EpisodeFailed), sequences
+        (episode,) = sequences
         end = len(ids) - learned[::-1].index(True)
         assert np.concatenate([turn.token_ids for turn in episode.turns]).tolist() == ids[:end]
         assert np.concatenate([turn.trainable for turn in episode.turns]).tolist() == learned[:end]
@@ -157,8 +157,8 @@ def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path
 
 
 @pytest.mark.heavy
-def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
-    """Also against a frozen model, whose engine is in a process of its own; and with fewer devices than a run needs."""
+def test_episodes_of_the_recipes_are_run_and_printed(tmp_path: Path) -> None:
+    """Also against a frozen model, whose engine has its own process, and with fewer devices than a run needs."""
     model = random_model(tmp_path / "tiny", recipe=RECIPES / "tools.py")
     flags = [f"--model={model}"]
     recipes = {name: load_recipe(RECIPES / f"{name}.py", flags) for name in ("grpo", "own_data", "tools")}

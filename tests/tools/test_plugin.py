@@ -1,4 +1,4 @@
-"""What pytest's plugin of these tests counts, marks and refuses."""
+"""The pytest plugin of these tests: the CPU time it counts, the tests it marks, and the engines it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SPIN = "import time\nwhile time.process_time() < 1: pass"
 """Uses a CPU-second, with the start of the interpreter."""
 STARTED = "import subprocess, sys, time; started_s = time.process_time()"
-"""CPU-seconds of that start, which another process needs besides."""
+"""Records the CPU-seconds of starting the interpreter, which a process needs in addition."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_child_that_has_ended_is_counted(tree: ProcessTree) -> None:
 
 
 def test_an_orphan_is_counted_also_when_it_has_ended(tree: ProcessTree, tmp_path: Path) -> None:
-    """A grandchild that outlives its parent, so that nobody here waits for it."""
+    """A grandchild outlives its parent, so that this process does not wait for it."""
     seen = tmp_path / "seen"
     orphan = f"{STARTED}\n{SPIN}\nimport os, pathlib\nprint(os.getpid(), started_s, flush=True)\n"
     orphan += f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.1)"
@@ -49,7 +49,7 @@ def test_an_orphan_is_counted_also_when_it_has_ended(tree: ProcessTree, tmp_path
     with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         pid, started_s = process.stdout.readline().split()
-        tree.cpu_s()  # from now on it is known
+        tree.cpu_s()  # from now on the tree contains the orphan
         process.stdin.close()
         process.wait()
         for _ in range(2):
@@ -72,9 +72,9 @@ else:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_chain_of_processes_that_ends_between_two_looks_is_counted_once(killed: bool) -> None:
-    """Root, stage and worker: the root waits, so that all is among what this process has waited for; or it was killed
-    before, and nobody here waits for the other two."""
-    tree = ProcessTree()  # looks only when it is asked
+    """Root, stage and worker. If the root waits for them, their CPU time counts as waited for; if the root was killed,
+    this process does not wait for the other two."""
+    tree = ProcessTree()  # looks only when asked
     before, own = tree.cpu_s(), time.process_time()
     command = [sys.executable, "-S", "-c", CHAIN, CHAIN, "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as root:
@@ -93,7 +93,7 @@ def test_a_chain_of_processes_that_ends_between_two_looks_is_counted_once(killed
 
 
 def this_host() -> None:
-    """Named like Monarch's."""
+    """Has the name of a function of Monarch."""
 
 
 class Starting:
@@ -135,7 +135,7 @@ def turns_in_a_circle(again: bool) -> None:
     ("code", "expected"),
     [(Starting, True), (starts, True), (starts_by_others, True), (uses_an_object, True), (turns_in_a_circle, False)],
 )
-def test_what_a_test_uses_shows_whether_it_is_heavy(code: object, expected: bool) -> None:
+def test_a_test_is_heavy_if_its_code_starts_a_mesh(code: object, expected: bool) -> None:
     assert uses(code, {}) is expected
 
 
@@ -174,8 +174,8 @@ def test_after_it(): start()
 """
 
 
-@pytest.mark.heavy  # what it starts has the name of an engine
-def test_a_quick_test_that_starts_an_engine_fails_and_says_why(tmp_path: Path) -> None:
+@pytest.mark.heavy  # it starts a process with the name of an engine
+def test_a_quick_test_that_starts_an_engine_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(LIKE_AN_ENGINE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = heavy: starts one\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", f"--plan={tmp_path}", str(tmp_path)]
@@ -188,7 +188,7 @@ def test_a_quick_test_that_starts_an_engine_fails_and_says_why(tmp_path: Path) -
     assert "3 failed, 2 passed, 1 deselected" in quick, quick
     assert "has started an engine of SGLang, but is not marked as heavy" in quick
     assert "FAILED test_it.py::test_that_starts_one" in quick and "::test_whose_fixture_starts_one" in quick
-    assert "2 failed, 4 passed" in run(), "after a heavy test an engine may be anybody's"
+    assert "2 failed, 4 passed" in run(), "after a heavy test, any test may have left the engine"
     assert len(json.loads((tmp_path / "costs-alone.json").read_text())) == 6
     tiers = json.loads((tmp_path / "tiers-alone.json").read_text())
     assert tiers["test_it.py::test_that_may"] == "rest" and list(tiers.values()).count("quick") == 5

@@ -1,4 +1,4 @@
-"""benchmarks/processes.py: what the processes of a run are called and have, and that those that have ended count."""
+"""benchmarks/processes.py: names and resources of the processes of a run, including ended processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.patience import wait_until
 @pytest.fixture(scope="module")
 def processes() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))  # where benchmarks find it
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))  # as for benchmarks
         return importlib.import_module("processes")
 
 
@@ -46,12 +46,14 @@ def processes() -> Any:
         ("python", ["python", "else"], "", "other"),
     ],
 )
-def test_processes_are_told_apart(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
+def test_processes_are_named_by_their_role(
+    processes: Any, title: str, command: list[str], mesh: str, name: str
+) -> None:
     environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
     assert processes.name_of(title, command, environment) == name
 
 
-def test_the_controller_is_who_the_runs_folder_says(processes: Any, tmp_path: Path) -> None:
+def test_the_controller_is_the_process_named_in_the_run_folder(processes: Any, tmp_path: Path) -> None:
     here, runs = psutil.Process(), tmp_path / "runs"
     assert processes.named_in(runs, [here]) == [(here, "other")], "there is no folder yet"
     (runs / "grpo-1").mkdir(parents=True)
@@ -68,10 +70,10 @@ subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch
 print("started", flush=True)
 sys.stdin.readline()
 """
-"""A process whose child goes on when it has ended."""
+"""A process whose child outlives it."""
 
 
-def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) -> None:
+def test_ended_processes_count_and_orphans_are_still_followed(processes: Any) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdin is not None and parent.stdout is not None
     tree = processes.ProcessTree(parent.pid)
@@ -87,7 +89,7 @@ def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) ->
     tree.look()
     assert [found for found, _ in tree.running()] == [scorer[0]]
     assert tree.cpu_s()["controller"] >= used
-    parent.stdin.close()  # the child's, too, ends with it
+    parent.stdin.close()  # the child shares its standard input and ends with it
     wait_until(lambda: not scorer[0].is_running() or scorer[0].status() == psutil.STATUS_ZOMBIE, "the child's end")
     tree.look()
     assert list(tree.running()) == []
@@ -97,10 +99,10 @@ def test_roles_add_up(processes: Any) -> None:
     assert processes.by_role({"trainer 1": 1.0, "host": 0.5, "trainer 10": 2.0}) == {"trainer": 3.0, "host": 0.5}
 
 
-def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
+def test_shared_memory_files_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
     processes: Any,
 ) -> None:
-    """Another program's file there is not counted, however new it is."""
+    """Files of other programs do not count, even new ones."""
     shared = processes.SHARED_MEMORY
     with tempfile.NamedTemporaryFile(dir=shared) as own, tempfile.NamedTemporaryFile(dir=shared) as foreign:
         own.truncate(4096)
@@ -117,7 +119,7 @@ def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope
     assert processes.growth(looks) == pytest.approx(2.0)
 
 
-def test_sockets_that_listen_are_told_from_others_and_gone_when_closed(processes: Any) -> None:
+def test_listening_sockets_are_distinguished_and_gone_when_closed(processes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listens, socket.socket() as silent:
         own = processes.sockets_of(os.getpid())
         inodes = {os.fstat(listens.fileno()).st_ino, os.fstat(silent.fileno()).st_ino}

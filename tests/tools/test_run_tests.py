@@ -1,4 +1,4 @@
-"""Which failures count, and what the processes that run tests are given: a small project with all kinds of tests."""
+"""Which failures count, and which tests worker processes get; uses a small project with all kinds of tests."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def results(*failed: str, log: str = "assert 1 == 2") -> Results:
         ("worker 'gw1' crashed", {QUICK, CORE, REST}),
     ],
 )
-def test_real_processes_are_repeated_and_all_others_only_where_the_machine_was_at_fault(
-    log: str, repeated: set[str]
-) -> None:
+def test_failures_are_repeated_if_they_are_of_real_processes_or_of_the_machine(log: str, repeated: set[str]) -> None:
     assert repeatable(results(QUICK, CORE, REST, log=log)) == repeated
 
 
@@ -56,7 +54,7 @@ def test_real_processes_are_repeated_and_all_others_only_where_the_machine_was_a
         ((REST,), (), (REST,), True, {"flaky": [CORE], "failed": [QUICK, REST]}),
     ],
 )
-def test_a_failure_counts_if_it_comes_again_and_of_the_rest_if_its_package_has_changed(
+def test_a_failure_counts_if_it_repeats_and_in_the_rest_if_its_package_has_changed(
     monkeypatch: pytest.MonkeyPatch,
     again: tuple[str, ...],
     changed: tuple[str, ...],
@@ -69,7 +67,7 @@ def test_a_failure_counts_if_it_comes_again_and_of_the_rest_if_its_package_has_c
     assert {name: tests for name, tests in vars(found).items() if tests} == expected
 
 
-def test_what_a_repeat_did_not_come_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_the_repeat_did_not_reach_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_tests, "pytest", lambda _: Results(-9, {}, {}, {}, {}))
     assert judged(results(CORE), {CORE}, (), (), everything=False).failed == [CORE]
 
@@ -122,7 +120,7 @@ def test_a_repeat_tries_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> No
 def run_project(
     folder: Path, modules: dict[str, str], *options: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run modules of tests in two processes; pytest's output, and what it wrote into ``folder / "plan"``."""
+    """Run test modules in two processes; returns pytest's output and the outcomes in ``folder / "plan"``."""
     plan = folder / "plan"
     plan.mkdir()
     for name, text in modules.items():
@@ -165,7 +163,7 @@ def test_rest(): note("rest"); assert False, "of the rest"
         pytest.param("all", {"quick": 6, "core": 2, "rest": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_run_each_test_of_the_tiers_that_are_asked_for_once(
+def test_two_processes_run_each_test_of_the_requested_tiers_once(
     tmp_path: Path, rest: str, expected: dict[str, int]
 ) -> None:
     log, plan = tmp_path / "log", tmp_path / "plan"
@@ -173,7 +171,7 @@ def test_two_processes_run_each_test_of_the_tiers_that_are_asked_for_once(
     done, written = run_project(tmp_path, {"test_x.py": text, "test_y.py": text}, f"--rest={rest}")
     lines = log.read_text().splitlines()
     assert {name: lines.count(name) for name in lines} == expected, done.stdout
-    assert len(written["outcomes"]) == sum(expected.values()) + 2, done.stdout  # and what is skipped
+    assert len(written["outcomes"]) == sum(expected.values()) + 2, done.stdout  # including the skipped tests
     failed = {test.rpartition("::")[2] for test, outcome in written["outcomes"].items() if outcome == "failed"}
     assert failed == ({"test_rest"} if "rest" in expected else set())
     assert all("of the rest" in text for text in written["logs"].values())
@@ -221,7 +219,7 @@ def test_a_crashed_worker_and_a_module_that_cannot_be_imported_fail_and_all_othe
     assert "there_is_none" in written["logs"]["test_y.py"]
 
 
-def test_what_is_owed_stays_in_the_summary_until_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owed_test_stays_in_the_summary_until_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tmp_path / "test_all.txt"
     monkeypatch.setattr(run_tests, "SUMMARY", summary)
     monkeypatch.setattr(run_tests, "ROOT", tmp_path)
@@ -240,7 +238,7 @@ def test_what_is_owed_stays_in_the_summary_until_it_passes(tmp_path: Path, monke
 
 
 def test_costs_are_written_in_the_seconds_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as fast a machine writes nothing new for what it has measured before."""
+    """A machine of half the speed does not change costs that the table has already."""
     file = tmp_path / "costs.json"
     before = CostTable.measured({CORE: run_tests.Cost(100.0)}, {CORE: "core"})
     before.write(file)

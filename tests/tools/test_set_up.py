@@ -1,5 +1,5 @@
-"""`tools/set_up` installs what differs, nothing when nothing differs, starts over after an interruption, and says in
-one sentence what is missing."""
+"""`tools/set_up` installs only differences, starts over after an interruption, and reports missing things in one
+sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def checkout(folder: Path, *packages: str) -> Path:
-    """A small project with the set-up of this one, and a lock of these packages in the versions of the real one."""
+    """Make a small project with this set-up script, and a lock of these packages in their locked versions."""
     for name in ("tools", "locks"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "tools" / "set_up", folder / "tools")
@@ -39,7 +39,7 @@ def write_lock(folder: Path, *packages: str) -> None:
 
 
 def set_up(folder: Path, *arguments: str, code: int = 0, **variables: str) -> str:
-    """Run it; what it says. The Python is the one that runs the tests."""
+    """Run the script with the Python of the tests; returns its messages."""
     done = patience.run(
         [folder / "tools" / "set_up", *arguments],
         env={**os.environ, "MONARCH_RL_PYTHON": sys.executable, **variables},
@@ -49,7 +49,7 @@ def set_up(folder: Path, *arguments: str, code: int = 0, **variables: str) -> st
 
 
 def installed(folder: Path) -> set[str]:
-    """Names and versions."""
+    """Return the names of the installed packages."""
     found = (folder / ".venv").glob("lib/python*/site-packages/*.dist-info")
     return {path.name.removesuffix(".dist-info").partition("-")[0] for path in found}
 
@@ -78,11 +78,11 @@ def test_an_environment_through_its_life_in_a_folder_with_a_space(tmp_path: Path
     (root / "locks" / "cpu.txt").write_text("setuptools==0.0.0.1\n")
     assert "0.0.0.1" in set_up(root, code=1)
     mine = root / ".venv" / "mine"
-    assert not mine.exists(), "an environment of another folder is not kept"
+    assert not mine.exists(), "an environment of another folder must be replaced"
     mine.touch()
     write_lock(root, "setuptools", "six")
     set_up(root)
-    assert {"six", "small"} <= installed(root) and not mine.exists(), "nor one that was not finished"
+    assert {"six", "small"} <= installed(root) and not mine.exists(), "an unfinished environment must be replaced"
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_without_uv_pip_makes_the_same(tmp_path: Path) -> None:
 
 
 def stub(folder: Path, name: str, script: str) -> str:
-    """A program that stands before others of its name on the returned PATH."""
+    """Write a program and return a PATH on which it comes first."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
@@ -122,7 +122,7 @@ def test_two_set_ups_wait_for_each_other(tmp_path: Path) -> None:
             assert waiting.stderr is not None and "another set-up" in waiting.stderr.readline()
             assert waiting.poll() is None
             other.stdin.close()
-            assert "no-python" in waiting.stderr.read(), "it went on when the other had ended"
+            assert "no-python" in waiting.stderr.read(), "it did not continue after the other had ended"
 
 
 def test_each_missing_thing_gets_one_sentence(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_each_missing_thing_gets_one_sentence(tmp_path: Path) -> None:
         "glibc 2.31": {"PATH": stub(tmp_path / "old", "getconf", "echo glibc 2.31")},
     }
     for expected, variables in cases.items():
-        said = set_up(root, code=1, **variables).splitlines()
-        assert expected in said[-1] and len(said) == 1 + (expected == "python3-venv"), said
+        messages = set_up(root, code=1, **variables).splitlines()
+        assert expected in messages[-1] and len(messages) == 1 + (expected == "python3-venv"), messages
 
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """A file system that cannot be written to, also by root, whom permissions do not stop."""
+    """Make a folder read-only, even for root, who ignores permissions."""
     for options in (["--bind", str(folder)], ["-o", "remount,ro,bind"]):
         done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -155,16 +155,16 @@ def read_only(folder: Path) -> Iterator[None]:
 def test_a_folder_that_cannot_be_written_to_gets_one_sentence(tmp_path: Path) -> None:
     root = checkout(tmp_path / "checkout")
     (root / ".cache").touch()  # a file where the folder should be
-    (said,) = set_up(root, code=1).splitlines()
-    assert f"{root}/.cache" in said
+    (message,) = set_up(root, code=1).splitlines()
+    assert f"{root}/.cache" in message
     (root / ".cache").unlink()
     with read_only(root):
-        (said,) = set_up(root, code=1).splitlines()
-    assert f"{root}/.cache" in said and "Read-only" in said
+        (message,) = set_up(root, code=1).splitlines()
+    assert f"{root}/.cache" in message and "Read-only" in message
 
 
 @pytest.mark.parametrize("kind", ["read-only", "a file"])
-def test_the_tiny_model_says_where_it_cannot_be_made(tmp_path: Path, kind: str) -> None:
+def test_the_tiny_model_names_the_folder_that_cannot_be_written_to(tmp_path: Path, kind: str) -> None:
     (tmp_path / "cache").mkdir() if kind == "read-only" else (tmp_path / "cache").touch()
     refused = pytest.raises(SystemExit, match=rf"{tmp_path}/cache.*--model FOLDER")
     with read_only(tmp_path) if kind == "read-only" else nullcontext(), refused:

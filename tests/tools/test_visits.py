@@ -1,4 +1,4 @@
-"""The path of a reader, in a package of two files."""
+"""tools/visits.py on a package of two files: the path of a reader."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def module(tree: Path, name: str, text: str, patch: pytest.MonkeyPatch) -> Modul
     file.write_text(text)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, name, made)
-    spec.loader.exec_module(made)
-    return made
+    loaded = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def test_each_function_is_read_once_and_each_return_turns_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ async def _run(bench: Bench, found: Findings) -> None:
             nonlocal arrived
             arrived += len(part.token_ids)
 
-        drawing = [
+        requests = [
             asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=new_tokens), on_part))
             for prompt in prompts(config["vocab_size"], count, 16)
         ]
@@ -81,10 +81,10 @@ async def _run(bench: Bench, found: Findings) -> None:
             for commit in range(1, COMMITS + 1):
                 # Spread evenly over the load: by tokens sampled, not by time.
                 while arrived < commit * count * new_tokens / (COMMITS + 2):
-                    raise_failed(drawing)
+                    raise_failed(requests)
                     await asyncio.sleep(0.005)
                 reports.append(await versions.commit(engine))
-            completions = await asyncio.gather(*drawing)
+            completions = await asyncio.gather(*requests)
     judge(found, completions, config["vocab_size"])
     found.note(commits=len(reports), first_pause_ms=1e3 * reports[0].paused_seconds)
     later = reports[1:]
@@ -93,9 +93,9 @@ async def _run(bench: Bench, found: Findings) -> None:
         found.note(**{name.replace("_seconds", "_ms"): 1e3 * median})
 
 
-def raise_failed(drawing: Sequence[asyncio.Future[Completion]]) -> None:
+def raise_failed(requests: Sequence[asyncio.Future[Completion]]) -> None:
     """Raise the error of the first failed request, if any: after it, the expected tokens would never arrive."""
-    for request in drawing:
+    for request in requests:
         if request.done():
             request.result()
 
@@ -103,17 +103,17 @@ def raise_failed(drawing: Sequence[asyncio.Future[Completion]]) -> None:
 def judge(found: Findings, completions: list[Completion], vocabulary: int) -> None:
     """Count tokens whose log-prob does not match the weights of their version."""
     logprobs = np.concatenate([completion.logprobs for completion in completions])
-    of_versions = np.concatenate([completion.policy_versions for completion in completions])
+    versions = np.concatenate([completion.policy_versions for completion in completions])
     flat = np.abs(logprobs + np.log(vocabulary)) < EQUAL
-    said_flat = of_versions % 2 == 1
-    as_own, as_flat = int((flat & ~said_flat).sum()), int((~flat & said_flat).sum())
-    found.note(tokens=len(flat), versions=len(np.unique(of_versions)), labelled_own=as_own, labelled_equal=as_flat)
-    found.require(len(np.unique(of_versions)) > 2, "fewer than 3 versions sampled tokens")
+    labelled_flat = versions % 2 == 1
+    as_own, as_flat = int((flat & ~labelled_flat).sum()), int((~flat & labelled_flat).sum())
+    found.note(tokens=len(flat), versions=len(np.unique(versions)), labelled_own=as_own, labelled_equal=as_flat)
+    found.require(len(np.unique(versions)) > 2, "fewer than 3 versions sampled tokens")
     found.require(as_flat == 0, f"{as_flat} tokens are labelled with a version that did not sample them")
-    for name, wrong in (("own", flat & ~said_flat), ("equal", ~flat & said_flat)):
-        numbers, counts = np.unique(of_versions[wrong], return_counts=True)
+    for name, wrong in (("own", flat & ~labelled_flat), ("equal", ~flat & labelled_flat)):
+        numbers, counts = np.unique(versions[wrong], return_counts=True)
         found.note(**{f"labelled_{name}_by_version": dict(zip(numbers.tolist(), counts.tolist(), strict=True))})
-    by_chance = max(FEW, CHANCE * int((~said_flat).sum()))
+    by_chance = max(FEW, CHANCE * int((~labelled_flat).sum()))
     found.require(
         as_own <= by_chance, f"{as_own} tokens sampled with equal probabilities are labelled with the other version"
     )

@@ -200,8 +200,8 @@ def random_weights(bench: Bench, config: dict[str, Any], seed: int = 0) -> dict[
     spread = {"model.embed_tokens.weight": 3 / width**0.5, "lm_head.weight": 3 / width**0.5}
     weights = {}
     for name, shape in expected_tensors(parse_config(config)).items():
-        drawn = torch.randn(shape, generator=generator, device=bench.device)
-        value = 1 + 0.1 * drawn if "norm" in name else drawn * spread.get(name, shape[-1] ** -0.5)
+        sampled = torch.randn(shape, generator=generator, device=bench.device)
+        value = 1 + 0.1 * sampled if "norm" in name else sampled * spread.get(name, shape[-1] ** -0.5)
         weights[name] = value.to(dtype).cpu()
     return weights
 
@@ -223,18 +223,18 @@ def make_model(bench: Bench, config: dict[str, Any], name: str = "model") -> Pat
 def make_groups(vocabulary: int, groups: int, size: int, prompt: int, answer: int, seed: int = 0) -> list[Group]:
     """Random groups of ``size`` episodes, which share a prompt of ``prompt`` tokens and have 1 to ``answer`` sampled
     tokens each."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def episode(prompt_ids: np.ndarray) -> Episode:
-        count = int(draw.integers(1, answer + 1))
+        count = int(rng.integers(1, answer + 1))
         trainable = np.arange(prompt + count) >= prompt
         turn = Turn(
-            np.concatenate([prompt_ids, draw.integers(0, vocabulary, count)]).astype(np.int32),
+            np.concatenate([prompt_ids, rng.integers(0, vocabulary, count)]).astype(np.int32),
             np.where(trainable, -np.log(vocabulary), 0).astype(np.float32),
             np.where(trainable, 0, -1).astype(np.int32),
             trainable,
         )
-        return Episode([turn], float(draw.integers(0, 2)), "stop")
+        return Episode([turn], float(rng.integers(0, 2)), "stop")
 
-    prompts = draw.integers(0, vocabulary, (groups, prompt))
+    prompts = rng.integers(0, vocabulary, (groups, prompt))
     return [Group(g, g, [episode(prompts[g]) for _ in range(size)]) for g in range(groups)]

@@ -65,11 +65,11 @@ async def running_engine(bench: Bench, found: Findings, folder: Path) -> AsyncIt
 
 def prompts(vocabulary: int, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
     """Random prompts: ``count`` times ``tokens`` token IDs."""
-    drawn: list[list[int]] = np.random.default_rng(seed).integers(3, vocabulary, (count, tokens)).tolist()
-    return drawn
+    sampled: list[list[int]] = np.random.default_rng(seed).integers(3, vocabulary, (count, tokens)).tolist()
+    return sampled
 
 
-async def draw(engine: Engine, asked: list[list[int]], new_tokens: int) -> tuple[list[Completion], float]:
+async def generate(engine: Engine, asked: list[list[int]], new_tokens: int) -> tuple[list[Completion], float]:
     """Generate ``new_tokens`` for all prompts concurrently; returns the completions and the seconds."""
     started = time.perf_counter()
     requests = [engine.generate(prompt, Sampling(max_new_tokens=new_tokens)) for prompt in asked]

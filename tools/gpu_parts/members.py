@@ -61,7 +61,7 @@ class Replica:
         self._pipe.send(command)
         return await asyncio.to_thread(self._answer)
 
-    def tell(self, *command: Any) -> None:
+    def notify(self, *command: Any) -> None:
         """Send a command that has no answer."""
         self._pipe.send(command)
 
@@ -193,7 +193,7 @@ async def _lost(bench: Bench, found: Findings, sender: Sender, replicas: list[Re
     started = time.perf_counter()
     sender.abort("a replica is lost")
     for there in others:
-        there.tell("abort", "a replica is lost")
+        there.notify("abort", "a replica is lost")
     outcomes = await asyncio.gather(sending, *receiving, return_exceptions=True)
     seconds = time.perf_counter() - started
     found.note(members_abort_ms=1e3 * seconds)

@@ -20,7 +20,7 @@ from benchmarks.speed_generator import Load, bare_engine
 from monarch_rl.runtime.network import held_port
 from tools.gpu_parts import old_torch
 from tools.gpu_parts.common import Bench, Findings, make_groups, make_model, model_shape
-from tools.gpu_parts.engines import draw, engine_settings, running_engine
+from tools.gpu_parts.engines import engine_settings, generate, running_engine
 
 ROUNDS = 4
 TRAINER_S = 900.0
@@ -44,12 +44,12 @@ async def generator(bench: Bench, found: Findings, folder: Path) -> None:
     vocabulary = model_shape(bench)["vocab_size"]
     load = Load(256, 64, 512, vocabulary) if bench.on_gpu else Load(16, 16, 48, vocabulary)
     # A smaller fraction for the second engine, which only finds the memory that the first has left.
-    beside = replace(engine_settings(bench), memory_fraction=0.3)
+    bare_settings = replace(engine_settings(bench), memory_fraction=0.3)
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    async with running_engine(bench, found, folder) as engine, bare_engine(folder, beside, shipped=True) as bare:
+    async with running_engine(bench, found, folder) as engine, bare_engine(folder, bare_settings, shipped=True) as bare:
         for turn in range(ROUNDS + 1):
-            _, ours_s = await draw(engine, load.prompts(turn), load.new_tokens)
-            bare_s, _ = await bare.play(load, turn)
+            _, ours_s = await generate(engine, load.prompts(turn), load.new_tokens)
+            bare_s, _ = await bare.run(load, turn)
             if turn:  # the first round warms up
                 seconds["ours"].append(ours_s)
                 seconds["bare"].append(bare_s)
