@@ -26,6 +26,7 @@ from monarch.actor import Actor
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import serialize_group
@@ -136,7 +137,7 @@ class Producer(Actor):
 class Rank(Actor):
     @concurrent_endpoint
     async def take(self, buffer: Any, version: int, rank: int, ranks: int) -> int:
-        return len((await buffer.take.call_one(version, rank, ranks, 2**20, WAIT_S)).data)
+        return len((await buffer.take.call_one(version, rank, ShardPlan(ranks, 2**20), WAIT_S)).data)
 
     @concurrent_endpoint
     async def take_bare(self, bare: Any, calls: int) -> None:

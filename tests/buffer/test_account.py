@@ -9,6 +9,7 @@ from monarch.actor import this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.monitor import ProcessMonitor
@@ -40,7 +41,7 @@ async def account() -> list[list[tuple[str, str]]]:
         await look()
         await buffer.submit.call_one(serialize_group(group(second.group_id, [0], [0])))
         await look()
-        await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
+        await buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S)
         await buffer.trained.call_one(1)
         await look()
         return stages

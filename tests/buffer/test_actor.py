@@ -14,6 +14,7 @@ from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
@@ -56,7 +57,7 @@ async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
 def test_steps_through_waiting_calls(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 2, 1)
-        waiting_take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        waiting_take = asyncio.ensure_future(buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S))
         await fill(buffer, 4)
         shard = await within(WAIT_S, waiting_take, "the first batch")
         waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
@@ -68,7 +69,7 @@ def test_steps_through_waiting_calls(process: Any) -> None:
         await buffer.published.call_one(1)
         ticket = await within(WAIT_S, waiting_admit, "the slot")
         assert ticket.group_id == 4
-        shard = await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+        shard = await buffer.take.call_one(1, 0, ShardPlan(1, 64), WAIT_S)
         assert shard.lag_counts.tolist() == [0, 4]
 
     run(test)
@@ -78,12 +79,12 @@ def test_a_held_buffer_serves_only_the_batch_in_training(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 2, 1)
         await fill(buffer, 2)
-        shard = await buffer.take.call_one(0, 0, 2, 64, WAIT_S)
+        shard = await buffer.take.call_one(0, 0, ShardPlan(2, 64), WAIT_S)
         assert await buffer.hold.call_one() == 1, "a rank trains what makes version 1"
-        late = await buffer.take.call_one(0, 1, 2, 64, WAIT_S)
+        late = await buffer.take.call_one(0, 1, ShardPlan(2, 64), WAIT_S)
         assert shard.version == late.version == 0
         await buffer.trained.call_one(1)
-        waiting = asyncio.ensure_future(buffer.take.call_one(1, 0, 2, 64, WAIT_S))
+        waiting = asyncio.ensure_future(buffer.take.call_one(1, 0, ShardPlan(2, 64), WAIT_S))
         await fill(buffer, 2)
         assert (await buffer.hold.call_one(), await buffer.stage.call_one()) == (1, 1)
         counts = await buffer.counts.call_one()
@@ -101,7 +102,7 @@ def test_deadlines_name_who_holds_what(process: Any) -> None:
         await fill(buffer, 1)
         await buffer.admit.call_one("rollout worker 7", WAIT_S)
         with pytest.raises(ActorError) as failure:
-            await buffer.take.call_one(0, 1, 2, 64, 0.1)
+            await buffer.take.call_one(0, 1, ShardPlan(2, 64), 0.1)
         assert isinstance(failure.value.exception, DeadlineExceeded)
         message = str(failure.value.exception)
         assert "trainer rank 1 waited 0.1 s" in message and "version 0" in message
@@ -126,7 +127,7 @@ def test_close_ends_every_wait(process: Any) -> None:
         buffer = buffer_actor(process, 2, 0)
         await fill(buffer, 1)
         last = await buffer.admit.call_one("worker 0", WAIT_S)
-        take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        take = asyncio.ensure_future(buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S))
         admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
         await buffer.counts.call_one()
         counts = await buffer.close.call_one()
@@ -162,9 +163,9 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
                 of_group.fill_column("other", np.ones(of_group.num_tokens))
             await buffer.admit.call_one("worker 0", WAIT_S)
             await buffer.submit.call_one(serialize_group(one))
-        calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
+        calls = [buffer.take.call_one(0, rank, ShardPlan(2, 12, ("value",)), WAIT_S) for rank in range(2)]
         shards = await asyncio.gather(*calls)
-        repeated = await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))
+        repeated = await buffer.take.call_one(0, 1, ShardPlan(2, 12, ("value",)), WAIT_S)
         assert repeated.places == shards[1].places and repeated.data == shards[1].data
         assert len(shards[0].places) == len(shards[1].places)
         places = []
@@ -198,9 +199,9 @@ def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
                         assert one_episode.column(name).tolist() == groups[g].episodes[e].column(name).tolist()
         assert sorted(places) == [(g, e) for g in range(2) for e in range(3)]
         with pytest.raises(ActorError, match="disagree"):
-            await buffer.take.call_one(0, 0, 1, 12, WAIT_S)
+            await buffer.take.call_one(0, 0, ShardPlan(1, 12), WAIT_S)
         with pytest.raises(ActorError, match="dp_rank 2 .*dp_size 2"):
-            await buffer.take.call_one(0, 2, 2, 12, WAIT_S)
+            await buffer.take.call_one(0, 2, ShardPlan(2, 12), WAIT_S)
 
     run(test)
 
@@ -210,7 +211,7 @@ def test_slots_of_stale_groups_go_to_waiting_workers(process: Any) -> None:
         buffer = buffer_actor(process, 1, 0, 3)
         await fill(buffer, 1, version=1)
         admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
-        take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
+        take = asyncio.ensure_future(buffer.take.call_one(3, 0, ShardPlan(1, 64), WAIT_S))
         ticket = await within(WAIT_S, admit, "the slot of the stale group")
         await buffer.submit.call_one(serialize_group(group(ticket.group_id, [3])))
         await within(WAIT_S, take, "the batch")
@@ -241,7 +242,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_submissions_are_igno
         restarted = group(1, [0], [0])
         restarted.attempt = 1
         await buffer.submit.call_one(serialize_group(restarted))
-        shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
+        shard = await buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S)
         assert shard.num_episodes == 4
 
     run(test)
@@ -252,14 +253,14 @@ def test_waits_for_a_slow_group_are_counted(process: Any) -> None:
         buffer = buffer_actor(process, 1, 2)
         began = now()
         await buffer.admit.call_one("worker 0", WAIT_S)
-        take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        take = asyncio.ensure_future(buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S))
         await fill(buffer, 2)
         await buffer.submit.call_one(serialize_group(group(0, [0])))
         await within(WAIT_S, take, "the batch")
         counts, passed_s = await buffer.counts.call_one(), now() - began
         assert counts.order_waits == 1 and 0 < counts.order_wait_s <= passed_s
         await buffer.trained.call_one(1)
-        await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+        await buffer.take.call_one(1, 0, ShardPlan(1, 64), WAIT_S)
         assert (await buffer.counts.call_one()).order_waits == 1
 
     run(test)
@@ -287,10 +288,10 @@ def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
         counts = await buffer.counts.call_one()
         assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
         await queue.submit(0, 0, large(0))  # it belongs to the next batch: it has room, whoever waits
-        await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
+        await buffer.take.call_one(0, 0, ShardPlan(1, 10**6), WAIT_S)
         assert not waiting.done()
         await buffer.trained.call_one(1)
-        await buffer.take.call_one(1, 0, 1, 10**6, WAIT_S)
+        await buffer.take.call_one(1, 0, ShardPlan(1, 10**6), WAIT_S)
         await within(WAIT_S, waiting, "room for the group that is due next")
 
     run(test)

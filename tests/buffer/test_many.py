@@ -11,6 +11,7 @@ from monarch.actor import Actor, current_rank, this_host
 from monarch_rl.algorithms.packing import SLOWER
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.rollout.submit import SubmitQueue, TicketQueue
@@ -60,7 +61,7 @@ class Rank(Actor):
     @concurrent_endpoint
     async def take(self, buffer: Any, version: int) -> Any:
         rank = current_rank().rank
-        shard = await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)
+        shard = await buffer.take.call_one(version, rank, ShardPlan(RANKS, TOKEN_BUDGET), WAIT_S)
         return shard.rewards, [
             [(g, e, one) for (g, e, _), one in zip(places, episodes, strict=True)]
             for places, episodes in zip(shard.places, shard.deserialize(), strict=True)

@@ -18,6 +18,7 @@ from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.shard import PackedShard, trained_episodes
@@ -120,7 +121,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 async def take(system: System, version: int) -> PackedShard:
     """One step of a trainer that trains nothing."""
-    shard = await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)
+    shard = await system.buffer.take.call_one(version, 0, ShardPlan(1, 10_000), WAIT_S)
     await system.buffer.trained.call_one(version + 1)
     await system.generator.serve.call_one(version + 1)
     await system.buffer.published.call_one(version + 1)
@@ -277,7 +278,7 @@ def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(process
     async def test() -> None:
         async with system(processes, model, settings, TOUCHY, max_policy_lag=0) as s:
             running = asyncio.ensure_future(s.workers.run.call())
-            shard = await s.buffer.take.call_one(0, 0, 1, 10_000, WAIT_S)
+            shard = await s.buffer.take.call_one(0, 0, ShardPlan(1, 10_000), WAIT_S)
             assert [rewards.tolist() for rewards in shard.rewards] == [digits(seed, 1), digits(seed, 2)]
             counts = await s.buffer.counts.call_one()
             assert counts.dropped == {"score raised KeyError": 1}

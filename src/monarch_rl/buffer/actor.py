@@ -201,11 +201,8 @@ class Buffer(FailureReports):
         self,
         version: int,
         dp_rank: int,
-        dp_size: int,
-        tokens_per_microbatch: int,
+        plan: ShardPlan,
         timeout_s: float,
-        columns: tuple[str, ...] = (),
-        minibatches: int = 1,
     ) -> PackedShard:
         """Wait for the batch that updates ``version`` and return one rank's shard of it.
 
@@ -214,21 +211,18 @@ class Buffer(FailureReports):
         Args:
             version: version being updated.
             dp_rank: index of the shard to return.
-            dp_size: number of shards.
-            tokens_per_microbatch: maximum tokens of one micro-batch.
+            plan: how the batch is split.
             timeout_s: seconds to wait for the batch.
-            columns: columns that every rank gets of all episodes.
-            minibatches: number of mini-batches.
 
         Raises:
             DeadlineExceeded: the batch was not complete in time; names the missing groups, their workers and since when
                 these hold them.
             BufferClosed: the run has ended.
-            ValueError: another version is being updated, ranks disagree, an episode exceeds ``tokens_per_microbatch``,
-                or groups lack a column.
+            ValueError: another version is being updated, ranks disagree, an episode exceeds a micro-batch, or groups
+                lack a column.
         """
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
+        if not 0 <= dp_rank < plan.dp_size:
+            raise ValueError(f"dp_rank {dp_rank} is not within dp_size {plan.dp_size}")
         batch: Batch | None = None
 
         def try_take() -> bool:
@@ -243,7 +237,6 @@ class Buffer(FailureReports):
         self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        plan = ShardPlan(dp_size, tokens_per_microbatch, columns, minibatches)
         if self._split is None:
             self._split = (batch.version, plan), cut(batch, plan)
         requested, shards = self._split

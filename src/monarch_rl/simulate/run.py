@@ -14,6 +14,7 @@ import numpy as np
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import SettingsError
@@ -254,7 +255,9 @@ class SimulatedTrainer:
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
         """Like ``Trainer.update``: take the batch, then spend the time of the update."""
         started = now()
-        take = self._buffer.take.call_one(version, 0, 1, 2**62, batch_deadline_s)
+        take = self._buffer.take.call_one(
+            version, 0, ShardPlan(dp_size=1, tokens_per_microbatch=2**62), batch_deadline_s
+        )
         what = f"the batch of step {version + 1}"
         shard: PackedShard = await within(batch_deadline_s + CALL_DEADLINE_S, take, what, on="buffer")
         taken = now()

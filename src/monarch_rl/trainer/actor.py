@@ -15,6 +15,7 @@ import numpy as np
 from monarch.actor import current_rank
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
 from monarch_rl.episode.serialization import deserialize_group
@@ -153,11 +154,13 @@ class Trainer(ResilientActor):
             self._buffer.take.call_one(
                 version,
                 policy.data_rank,
-                plan.settings.data_ranks,
-                plan.settings.tokens_per_microbatch,
+                ShardPlan(
+                    plan.settings.data_ranks,
+                    plan.settings.tokens_per_microbatch,
+                    self.functions.advantage_columns,
+                    plan.settings.minibatches,
+                ),
                 batch_deadline_s,
-                self.functions.advantage_columns,
-                plan.settings.minibatches,
             ),
             f"the batch of step {version + 1}",
             on="buffer",
