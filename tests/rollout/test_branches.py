@@ -305,7 +305,7 @@ def test_rewards_that_do_not_fit_the_seats_are_refused(template: ChatTemplate, r
         return returned
 
     failed = failure(Engine(), template, episode)
-    assert failed.reason == "episode returned what cannot be used"
+    assert failed.reason == "episode returned an unusable value"
     assert "seats are white, black" in failed.report or "is None" in failed.report
 
 

@@ -133,7 +133,7 @@ async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
         (awaits_itself, "episode raised RecursionError", "in awaits_itself", (awaits_itself, "return")),
         (interrupts, "episode raised KeyboardInterrupt", "in interrupts", (interrupts, "raise")),
         (raises_no_exception, "episode raised Ends", "enough", (raises_no_exception, "enough")),
-        (in_too_many_parts, "episode returned what cannot be used", "1000", None),
+        (in_too_many_parts, "episode returned an unusable value", "1000", None),
     ],
 )
 def test_an_error_that_would_end_the_event_loop_or_fill_the_metrics_fails_only_its_episode(

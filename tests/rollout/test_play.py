@@ -423,7 +423,7 @@ async def twice_at_once(item: Any, policy: Policy) -> float:
     return 1.0
 
 
-UNUSABLE = "episode returned what cannot be used"
+UNUSABLE = "episode returned an unusable value"
 
 
 @pytest.mark.parametrize(
@@ -806,5 +806,5 @@ def test_a_lost_sampling_mask_fails_its_episode(template: ChatTemplate) -> None:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             raise SamplingMaskMissing("the engine ended the request")
 
-    with pytest.raises(EpisodeFailed, match="kept set"):
+    with pytest.raises(EpisodeFailed, match="sampling mask"):
         run_episode(Losing(), template, guessing)

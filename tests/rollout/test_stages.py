@@ -166,7 +166,7 @@ async def another_order(item: Any, group: Group) -> None:
     group.episodes.reverse()
 
 
-CANNOT = "left what cannot be trained"
+CANNOT = "left a group that cannot be trained"
 FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = [
     (typo, (), "raised AttributeError", "'episode'"),
     (hang, (), "took over 0.2 s", "await asyncio.sleep(600)"),

@@ -149,11 +149,11 @@ def test_a_blocked_loop_is_reported_while_it_is_blocked_and_afterwards(caplog: p
 
 def test_progress_is_counted_by_kind() -> None:
     progress = wait_registry.progress_by_kind()
-    before = progress["group put"].count if "group put" in progress else 0
+    before = progress["group submitted"].count if "group submitted" in progress else 0
     began = time.monotonic()
-    wait_registry.progress("group put")
-    wait_registry.progress("group put")
+    wait_registry.progress("group submitted")
+    wait_registry.progress("group submitted")
     ended = time.monotonic()
-    record = wait_registry.progress_by_kind()["group put"]
+    record = wait_registry.progress_by_kind()["group submitted"]
     assert record.count == before + 2
     assert began <= record.last <= ended  # clock: an order, and no duration

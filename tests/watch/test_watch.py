@@ -86,7 +86,7 @@ class ScriptedActor(Actor):
     @concurrent_endpoint
     async def advance(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.1)):
-            wait_registry.progress("group put")
+            wait_registry.progress("group submitted")
             await asyncio.sleep(0.1)
 
 

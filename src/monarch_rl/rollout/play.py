@@ -123,7 +123,7 @@ class EpisodeRunner:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             report = f"{problem}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
-            raise EpisodeFailed("episode returned what cannot be used", report=report) from error
+            raise EpisodeFailed("episode returned an unusable value", report=report) from error
 
     async def _returned(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Any:
         """Return value of the coroutine. Raises what the coroutine raises, and EpisodeFailed."""

@@ -352,7 +352,7 @@ class EpisodePolicy:
             # waits: the generator keeps the deadline
             return await self._context.generator.generate(line.conversation.ids, sampling, rollout.group)
         except SamplingMaskMissing as error:
-            rollout.broken = EpisodeFailed("the engine could not tell a token's kept set")
+            rollout.broken = EpisodeFailed("the engine returned no sampling mask for a token")
             raise rollout.broken from error
         except Exception as error:
             rollout.broken = error

@@ -180,7 +180,7 @@ async def _run(stage: Stage, item: Any, group: Group) -> None:
         raise _failed(f"{what} raised {type(error).__name__}", group, *describe(error)) from error
     problem = _problem(stage, group, before)
     if problem:
-        raise _failed(f"{what} left what cannot be trained", group, report=problem)
+        raise _failed(f"{what} left a group that cannot be trained", group, report=problem)
 
 
 async def _run_function(stage: Stage, item: Any, group: Group) -> BaseException | None:

@@ -232,7 +232,7 @@ class GroupSubmitter:
             self._transcripts.add(group)
         await self._queue.submit(group.group_id, group.attempt, data)
         self._statistics.add_submitted()
-        wait_registry.progress("group put")
+        wait_registry.progress("group submitted")
 
     async def drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
         """Drop a group for which ``tokens`` were sampled."""

@@ -203,7 +203,7 @@ def waits() -> list[Wait]:
 
 
 def progress(kind: str) -> None:
-    """Record that the run advanced: ``"step trained"``, ``"group put"``, ``"version published"``, ..."""
+    """Record that the run advanced: ``"step trained"``, ``"group submitted"``, ``"version published"``, ..."""
     record = _progress.setdefault(kind, Progress(0, 0.0))
     record.count, record.last = record.count + 1, time.monotonic()
 
