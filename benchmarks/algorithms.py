@@ -139,7 +139,7 @@ def run_missing(s: Settings) -> list[str]:
             continue
         if s.minutes and time.monotonic() - started > 60 * s.minutes:
             break
-        started = time.monotonic()
+        case_started = time.monotonic()
         try:
             result = run(case, s.steps)
         except (RuntimeError, subprocess.SubprocessError) as error:  # the other cases can still run
@@ -149,7 +149,7 @@ def run_missing(s: Settings) -> list[str]:
         with s.results.open("a") as file:
             file.write(json.dumps(result) + "\n")
         (_, before), (_, after) = result["accuracy"][0], result["accuracy"][-1]
-        took = time.monotonic() - started
+        took = time.monotonic() - case_started
         print(f"{case.name}, lag {case.lag}, seed {case.seed}: {before} -> {after} ({took:.0f} s)", flush=True)
     return failed
 

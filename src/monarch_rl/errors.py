@@ -241,7 +241,7 @@ def written_by_another_version(what: str, writer: str, reason: object) -> str:
         reason: why it cannot be read.
     """
     by, use = "another version of monarch_rl", "that version"
-    if writer:
+    if writer and writer != version("monarch_rl"):  # an unreleased version may have had other files, too
         by = use = f"monarch_rl {writer}"
     return (
         f"{what} was written by {by}, and this version, {version('monarch_rl')}, cannot read it ({reason}): use {use}"

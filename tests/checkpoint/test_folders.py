@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -239,6 +239,17 @@ def test_a_field_of_a_later_version_is_refused_with_that_version(tmp_path: Path)
     (folder / "manifest.json").write_text(json.dumps(values | {"new": 1, "packages": {"monarch_rl": "7.5"}}))
     with pytest.raises(BrokenCheckpoint, match=r"monarch_rl 7\.5.* new\): use monarch_rl 7\.5"):
         folders.read_manifest(folder)
+
+
+def test_a_measurement_may_be_missing(tmp_path: Path) -> None:
+    folder = made(tmp_path, 1, 0.5)
+    values = json.loads((folder / "manifest.json").read_text())
+    optional = {field.name for field in fields(Manifest) if field.default is None}
+    assert optional == {"measured", "best"}
+    required = {name: value for name, value in values.items() if name not in optional}
+    (folder / "manifest.json").write_text(json.dumps(required))
+    manifest = folders.read_manifest(folder)
+    assert manifest.version == 1 and manifest.measured is manifest.best is None
 
 
 def test_when_a_checkpoint_is_due() -> None:

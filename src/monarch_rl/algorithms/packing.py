@@ -183,7 +183,7 @@ def _plan(
     min_computed: int,
     abandon_at: int,
 ) -> _Rounds | None:
-    """A plan of groups split into about ``parts`` pieces each, in the fewest rounds in which they fit.
+    """A plan of groups split into about ``parts`` pieces each, in few rounds: more are tried until the pieces fit.
 
     Args:
         min_computed: inputs that every plan computes at least: all of them, each shared prefix once.
@@ -211,14 +211,14 @@ def _plan(
         if all(filled.computed <= tokens_per_microbatch and filled.keys <= keys_per_microbatch for filled in bins):
             bins.sort(key=lambda filled: -filled.computed)
             return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
-        # With more micro-batches, fewer pieces of a group are in the same one, so more is computed, never less.
+        # With more micro-batches, fewer pieces of a group are usually in the same one, so more is computed.
         rounds = max(rounds + 1, _divide_up(computed, tokens_per_microbatch * dp_size))
 
 
 def _place(pieces: Sequence[_Piece], groups: Sequence[SharingGroup], num_bins: int) -> list[_Bin]:
     """Put each piece, given from the largest to the smallest, into the micro-batch that computes least so far.
 
-    Micro-batches are balanced by the inputs that they compute alone, to which the time of all layers but attention is
+    Micro-batches are balanced only by the inputs that they compute, to which the time of all layers but attention is
     proportional. Keys are only bounded, for the sake of memory: what attention to them costs is left out, because it
     differs between models and kernels. :func:`_plan` checks both limits afterwards.
     """

@@ -308,7 +308,8 @@ class BufferCore:
         #   overtaken by at most the window, and fewer groups are before it than were then.
         # - In the original run, a group in progress may have been dropped and then overtaken by more than the window.
         #   It is now generated from scratch, by this version or a later one, so its count is capped at the window: no
-        #   other group overtakes it, and the groups before it plus the window are as few as for one admitted now.
+        #   other group overtakes it, and the groups before it plus the window are fewer than (lag bound + 1) batches,
+        #   as for a group that is admitted now.
         # - Skipped groups are admitted before new ones, so ids in the queue still ascend.
         for live in (live for live in self.groups if live.group is None and self.window is not None):
             live.overtaken = min(live.overtaken, self.window or 0)

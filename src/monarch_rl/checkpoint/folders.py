@@ -198,7 +198,7 @@ def read_manifest(folder: Path) -> Manifest:
     unknown = values.keys() - Manifest.__dataclass_fields__.keys()
     if unknown:  # fields with a default are added without another format
         writer = values.get("packages", {}).get("monarch_rl", "")
-        reason = f"unknown: {', '.join(sorted(unknown))}"
+        reason = f"unknown fields: {', '.join(sorted(unknown))}"
         raise BrokenCheckpoint(written_by_another_version(str(folder / MANIFEST), writer, reason))
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
 

@@ -57,7 +57,7 @@ class PackedShard:
     seats: list[list[str]] = field(default_factory=list)
     """For each episode: its seat."""
     plays: list[np.ndarray] = field(default_factory=list)
-    """int32[G]: index of the rollout that each episode belongs to."""
+    """int32[G]: index of the rollout that each episode belongs to. Named as in earlier versions' journals."""
     forks: list[list[Fork | None]] = field(default_factory=list)
     """For each episode: where it branches off an earlier one of its rollout."""
     turn_lengths: list[list[list[int]]] = field(default_factory=list)

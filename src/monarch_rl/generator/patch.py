@@ -40,5 +40,6 @@ def check_parameters(function: Callable[..., Any], expected: str) -> None:
     if found != expected:
         raise RuntimeError(
             f"SGLang's {function.__module__}.{function.__qualname__} takes ({found}) instead of ({expected}), its "
-            "parameters in SGLang 0.5.23, which monarch_rl requires: install the SGLang version of locks/cpu.txt"
+            "parameters in SGLang 0.5.23, which monarch_rl requires: install the SGLang version of locks/cpu.txt or "
+            "locks/gpu.txt"
         )

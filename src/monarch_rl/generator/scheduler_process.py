@@ -109,8 +109,8 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def _freeze_heap_first(scheduler: Any, original: Callable[[Any], None]) -> None:
-    """Replaces ``Scheduler.run_event_loop``: a full collection visits the model's modules, too, which delayed a step of
-    a tiny model by 0.1 s."""
+    """Replaces ``Scheduler.run_event_loop``: a full collection would visit all modules of the model and of SGLang, and
+    no token would be generated meanwhile."""
     freeze_heap()
     original(scheduler)
 

@@ -675,14 +675,15 @@ def _replica_ladders(config: ModelConfig, s: Sides, offered: Devices, lora: bool
     longest = _halves(g.max_total_tokens or g.context_length or config.max_position_embeddings, FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
+    others = 0 if s.colocate or not s.trained else s.trainer.ranks
+    needed = max(s.trainer.ranks, g.replicas * g.tp) if s.colocate else others + g.replicas * g.tp
     leanest = [  # transports for which a replica holds no versions
         name
         for name, t in TRANSPORTS.items()
         if not t.received_versions
         and name != s.weights.resolved_transport
-        and (offered.num_hosts == 1 or not t.one_host)
+        and (needed <= offered.per_host or not t.one_host)
     ]
-    others = 0 if s.colocate or not s.trained else s.trainer.ranks
     most = min(MOST_TP, (offered.total - others) // g.replicas)
     divided = [n for n in _doubles(g.tp, most) if _accepted(check_served, config, replace(g, tp=n), True)]
     ladders = [

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,9 @@ class Observer:
         out: no metric is worth refusing a checkpoint.
         """
         self._sampled, self._device_s = counters.get("drawn", 0), counters.get("device_s", 0.0)
-        none = summed(())
-        earlier = replace(none, **{name: n for name, n in counters.get("workers", {}).items() if hasattr(none, name)})
+        known = {of_worker.name for of_worker in fields(WorkerStats)}
+        workers = {name: count for name, count in counters.get("workers", {}).items() if name in known}
+        earlier = replace(summed(()), **workers)
         self._stats[earlier.worker, earlier.pid] = earlier
 
     def _note_stats(self, stats: Mapping[int, WorkerStats]) -> None:

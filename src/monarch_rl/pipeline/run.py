@@ -149,7 +149,7 @@ class Run:
         survivors: Survivors | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
-        self._patient = settings.with_patience()
+        self._patient_settings = settings.with_patience()
         """The settings with ``patience`` in their deadlines. ``settings`` are the given ones, which are saved."""
         self.resumed = resumed
         """The state that the run resumed from; None for a new run."""
@@ -181,7 +181,7 @@ class Run:
         # A generator may be restarted during a step. Its deadline is computed here, because settings that are not
         # resolved for the devices have none.
         floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
-        self._patience = Patience(self._patient.update_limit_s, floor_s=floor_s)
+        self._step_patience = Patience(self._patient_settings.update_limit_s, floor_s=floor_s)
 
     @classmethod
     @asynccontextmanager
@@ -344,7 +344,7 @@ class Run:
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
-            self._patient.weights,
+            self._patient_settings.weights,
             resolve_dtype(s.generator.dtype, self._on_gpu),
             actors.workers,
             actors.frozen,
@@ -424,7 +424,7 @@ class Run:
 
         s = self.settings
         if s.journal.mib:
-            limit_s = self._patient.update_limit_s + s.trainer.compile_limit_s
+            limit_s = self._patient_settings.update_limit_s + s.trainer.compile_limit_s
             # waits: its calls have deadlines
             async for message in replay_steps(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
                 outputs.note(message)
@@ -468,7 +468,7 @@ class Run:
         actors = self.actors
         if self._phase is Phase.SET_UP:
             raise RuntimeError("no rollouts are running: call run.update() inside `async for step in run.steps(...)`")
-        return await self._updated(update(actors.trainer, actors.buffer, self.version, self._patience))
+        return await self._updated(update(actors.trainer, actors.buffer, self.version, self._step_patience))
 
     async def _updated(self, work: Awaitable[list[dict[str, float]]]) -> list[dict[str, float]]:
         """Await the update that produces the next version; returns metrics by trainer rank."""
@@ -546,7 +546,7 @@ class Run:
         await use_rows(actors.trainer, plan)
         await self._components.observer.begin()
         while self.version < steps:
-            work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient.update_limit_s)
+            work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient_settings.update_limit_s)
             await self.log(await self._updated(work))
             await self._checkpoints.after_step(self.version, self._controller_state, last=False)
         await self.publish()

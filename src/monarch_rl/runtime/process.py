@@ -139,13 +139,13 @@ def freeze_heap(collect_after: int | None = None) -> None:
     visits all of them, which took more than half of the CPU time of a rollout worker.
 
     Args:
-        collect_after: number of new objects, minus freed ones, after which Python looks for garbage among them
-            (``gc.set_threshold``). None keeps Python's own, 700.
+        collect_after: number of new objects, minus freed ones, after which Python looks for garbage among them; every
+            other time also among older ones. None keeps Python's own thresholds (``gc.get_threshold``).
     """
     gc.collect()  # existing garbage, such as tensors that the set-up left in a cycle, must not be frozen
     gc.freeze()
     if collect_after is not None:
-        gc.set_threshold(collect_after, *gc.get_threshold()[1:])
+        gc.set_threshold(collect_after, 2, 2)  # full collections about as often as by default
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # so that objects are freed in the usual order at exit, before their modules
 
