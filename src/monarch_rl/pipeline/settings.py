@@ -372,7 +372,8 @@ def check_transport(weights: TransferSettings, offered: Devices, needed: int, co
         for name in transports_on(on_gpu)
         if not (spans_hosts and TRANSPORTS[name].one_host) and not (shares_gpus and TRANSPORTS[name].nccl)
     ]
-    give = f"give weights.transport {' or '.join(working)}{', or omit it' if colocate else ''}"
+    omit = ", or omit it" if colocate and "shared_memory" in working else ""  # the default with colocate
+    give = f"give weights.transport {' or '.join(working)}{omit}"
     if shares_gpus and any(t.nccl for t in weights.candidates):  # `auto`, too: it would try NCCL
         raise SettingsError(
             f"weights.transport {chosen} cannot be used with colocate: NCCL does not support two ranks on one GPU; "
