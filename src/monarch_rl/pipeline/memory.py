@@ -504,6 +504,13 @@ class Sides(NamedTuple):
     trained: bool = True
     """Whether there are trainer ranks, which send versions to the replicas."""
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that trainer ranks and replicas take together: the first ones of the launch."""
+        trainer_ranks = self.trainer.ranks if self.trained else 0
+        engine_ranks = self.generator.replicas * self.generator.tp
+        return max(trainer_ranks, engine_ranks) if self.colocate else trainer_ranks + engine_ranks
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -675,15 +682,14 @@ def _replica_ladders(config: ModelConfig, s: Sides, offered: Devices, lora: bool
     longest = _halves(g.max_total_tokens or g.context_length or config.max_position_embeddings, FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
-    others = 0 if s.colocate or not s.trained else s.trainer.ranks
-    needed = max(s.trainer.ranks, g.replicas * g.tp) if s.colocate else others + g.replicas * g.tp
     leanest = [  # transports for which a replica holds no versions
         name
         for name, t in TRANSPORTS.items()
         if not t.received_versions
         and name != s.weights.resolved_transport
-        and (needed <= offered.per_host or not t.one_host)
+        and (s.num_devices <= offered.per_host or not t.one_host)
     ]
+    others = 0 if s.colocate or not s.trained else s.trainer.ranks
     most = min(MOST_TP, (offered.total - others) // g.replicas)
     divided = [n for n in _doubles(g.tp, most) if _accepted(check_served, config, replace(g, tp=n), True)]
     ladders = [

@@ -114,8 +114,7 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def first_frozen_device(self) -> int:
         """Number of the first device of the frozen models' engines, which share none."""
-        engine_ranks = self.generator.replicas * self.generator.tp
-        return max(self.trainer.ranks, engine_ranks) if self.colocate else self.trainer.ranks + engine_ranks
+        return memory_sides(self).num_devices
 
     @property
     def transfers(self) -> TransferSettings:
@@ -342,13 +341,11 @@ def _check_updates(s: RunSettings) -> None:
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:
-    engine_ranks = s.generator.replicas * s.generator.tp
+    needed = memory_sides(s).num_devices
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        needed = max(s.trainer.ranks, engine_ranks)
         offered.check(needed, f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}")
     else:
-        needed = s.trainer.ranks + engine_ranks
         otherwise = "Or let trainer ranks and replicas share devices: --colocate."
         offered.check(needed, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
