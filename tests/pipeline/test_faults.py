@@ -157,7 +157,9 @@ async def killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     await harness.generators[3].doom.call_one("killed while receiving")
     await harness.step()
     assert harness.lost == [3]
-    assert re.search(r"generator 3 is lost(?s:.*)(Killed\(sig=9\)|process likely crashed)", caplog.text), caplog.text
+    # On a slow machine the deadline of a ping can pass before Monarch has reported the death.
+    reasons = r"Killed\(sig=9\)|process likely crashed|generator 3 does not answer"
+    assert re.search(rf"generator 3 is lost(?s:.*)({reasons})", caplog.text), caplog.text
     await harness.serving(0, 1, 2)
 
 
