@@ -2,14 +2,15 @@
 
     MonarchRLError
         SettingsError           settings, models or data are refused, before any device is taken where possible
-            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint
+            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, ProbeFailed
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
             ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
-            EpisodeFailed, ScoringFailed, StageFailed, JudgeFailed, SandboxFailed, ContextFull, GroupFull, ToolExit
+            EpisodeFailed, ScoringFailed, StageFailed, JudgeFailed, UnusableReward, SandboxFailed, ContextFull,
+            GroupFull, ToolExit
             GenerationError
                 SamplingMaskMissing
             RequestLost
@@ -71,6 +72,10 @@ class ChatError(SettingsError):
 
 class BrokenCheckpoint(SettingsError):
     """A checkpoint cannot be read; the message names the file and its defect."""
+
+
+class ProbeFailed(SettingsError):
+    """One item, run before the engines start, showed that the task cannot work; the message names the function."""
 
 
 class Stalled(RunError):
@@ -166,6 +171,17 @@ class JudgeFailed(EpisodeError):
     def __init__(self, reason: str, report: str = "") -> None:
         super().__init__(f"{reason}: {report}" if report else reason)
         self.reason, self.report = reason, report
+
+
+class UnusableReward(EpisodeError, ValueError):
+    """A function of the task returned a value that is not a reward. ``place`` is the function's file and line."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message, place)
+        self.place = place
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ContextFull(EpisodeError):

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.failure import UNUSABLE
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, ScoringFailed
+from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, ScoringFailed, UnusableReward
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
@@ -23,7 +24,7 @@ from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time, within
-from monarch_rl.tasks.task import EpisodeCode, Returned, Task
+from monarch_rl.tasks.task import EpisodeCode, Returned, Task, returned_by
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
@@ -112,18 +113,21 @@ class EpisodeRunner:
             raise EpisodeFailed(error.reason, error.place, error.report) from error
         except JudgeFailed as error:
             raise EpisodeFailed(error.reason, report=error.report) from error
+        except UnusableReward as error:
+            raise EpisodeFailed(f"score {UNUSABLE}", error.place, str(error)) from error
         except Exception as error:
             if error is rollout.broken:
                 raise
             raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
         if rollout.broken is not None:
             raise rollout.broken
+        if returned is CONTEXT_FULL:
+            return rollout.outcomes_so_far()
         try:
-            return rollout.outcomes_so_far() if returned is CONTEXT_FULL else rollout.outcomes(returned)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            report = f"{problem}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
-            raise EpisodeFailed("episode returned an unusable value", report=report) from error
+            return returned_by(episode, returned, rollout.outcomes)
+        except UnusableReward as error:
+            report = f"{error}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
+            raise EpisodeFailed(f"episode {UNUSABLE}", error.place, report) from error
 
     async def _returned(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Any:
         """Return value of the coroutine. Raises what the coroutine raises, and EpisodeFailed."""

@@ -35,14 +35,15 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from monarch_rl.errors import ScorerBroken, ScoringFailed
+from monarch_rl.episode.failure import UNUSABLE
+from monarch_rl.errors import ScorerBroken, ScoringFailed, UnusableReward
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
-from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
 
 ScoreFunction = Callable[..., Any]
 """Scores one answer, or all answers of a group."""
@@ -77,9 +78,12 @@ class Scorer:
         processes: number of scores that are computed at once.
         deadline_s: deadline in seconds of one score, from its start in a process.
         warm_up: called once in every new process before its first score (imports, data); pickled by value.
+        fork_server: name of the fork server; "" is the one in this process's environment.
     """
 
-    def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None, fork_server: str = ""
+    ) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
         self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
@@ -90,7 +94,7 @@ class Scorer:
             max_workers=processes,
             initializer=_start,
             initargs=(os.getpid(), self._output.ends, None if warm_up is None else ByValue(warm_up, "warm_up")),
-            context=ForkContext(PRELOAD, "scorer"),
+            context=ForkContext(PRELOAD, "scorer", fork_server),
         )
         self._pool = self._make_pool()
         self._works = False
@@ -115,17 +119,18 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        return await self._score(function, args, as_outcome)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcome)  # type: ignore[no-any-return]
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
         """Like :meth:`score`, for a function that returns one reward per episode of a group."""
-        return await self._score(function, args, as_outcomes)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcomes)  # type: ignore[no-any-return]
 
-    async def _score(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+    async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+        """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
         result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
         if isinstance(result, Raised):
-            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
+            raise result.failure
         return result
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
@@ -276,12 +281,16 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[
 class Raised:
     """Description of an exception that a score raised; the exception itself cannot always be pickled."""
 
-    kind: str
-    """Type of the exception."""
+    reason: str
     message: str
     place: str
     report: str
-    """Its traceback."""
+    """Its traceback, or the value that is not a reward."""
+
+    @property
+    def failure(self) -> ScoringFailed:
+        """The exception that the caller gets."""
+        return ScoringFailed(self.reason, self.message, self.place, self.report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +315,21 @@ def _load_call(function: bytes, args: bytes, convert: Convert) -> Any:
         return error
 
 
+def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+    """``convert(function(*args))``; :class:`Raised` if either raised."""
+    try:
+        # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
+        return returned_by(function, function(*args), convert)
+    except UnusableReward as error:
+        return Raised(f"score {UNUSABLE}", str(error), error.place, str(error))
+    except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Raised:
+    return Raised(f"score raised {type(error).__name__}", exception_message(error), *describe(error))
+
+
 def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:
     """Compute a score; :class:`Raised` if it raised."""
     process = os.getpid()
@@ -313,12 +337,9 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
     try:
         if isinstance(call, BaseException):
             raise call
-        function, args, convert = call
-        # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
-        outcome = convert(function(*args))
-    except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
-        place, report = describe(error)
-        outcome = Raised(type(error).__name__, exception_message(error), place, report)
+        outcome = compute(*call)
+    except BaseException as error:  # of unpickling
+        outcome = _raised(error)
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
     return outcome

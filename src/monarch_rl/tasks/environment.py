@@ -67,7 +67,7 @@ class Environment(Task):
         episode = _EnvironmentEpisode(make, action, show, system, most_steps, no_action_reward)
         seeds = Seeds()
         sets: dict[str, Sequence[int]] = {"held_out": seeds.held_out(held_out)} if held_out else {}
-        super().__init__(seeds.training, episode.run, sets, name)
+        super().__init__(seeds.training, episode.run, sets, name, probe=False)
 
 
 class _EnvironmentEpisode:

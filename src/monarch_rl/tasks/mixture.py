@@ -67,6 +67,7 @@ class Mixture(Task):
             warm_up=tasks.warm_up,
             check=tasks.check,
             part_of=tasks.part_of,
+            tasks=tuple(weights),
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row
-from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function
+from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function, returned_by
 from monarch_rl.tasks.template import check_template, fill
 
 RewardFunction = Callable[[Any, str], Any]
@@ -96,7 +96,8 @@ class _QuestionEpisode:
             policy.read({"role": "system", "content": self._system})
         reply = await policy.reply(prompt_of(self._template, row))
         if self._in_worker:
-            return as_outcome(await self._reward(row, reply.text))  # waits: EpisodeRunner has a deadline for it
+            rewarded = await self._reward(row, reply.text)  # waits: EpisodeRunner has a deadline for it
+            return returned_by(self._reward, rewarded, as_outcome)
         return await policy.in_scorer(self._reward, row, reply.text)
 
 

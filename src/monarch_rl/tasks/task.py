@@ -16,9 +16,12 @@ import inspect
 import json
 import math
 import re
+import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from monarch_rl.errors import UnusableReward
 
 if TYPE_CHECKING:
     import numpy as np
@@ -299,6 +302,10 @@ class Task:
     for held-out items, whose episodes are not compared."""
     part_of: Callable[[Any], tuple[Task, Any]] | None = None
     """For mixtures: returns the task that an item belongs to, and the item as that task defines it."""
+    tasks: tuple[Task, ...] = ()
+    """For mixtures: the tasks."""
+    probe: bool = True
+    """Whether one item may be run before the run, without the model, to find mistakes (``--probe``)."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.full_context_reward):
@@ -320,6 +327,8 @@ class Task:
             self.check,
             self.group_rewards,
             part_of,
+            tuple(task.with_episode(episode) for task in self.tasks),
+            self.probe,
         )
 
     def owner_of(self, item: Any) -> tuple[Task, Any]:
@@ -377,6 +386,32 @@ def as_outcome(value: Reward) -> Outcome:
     return outcome
 
 
+T = TypeVar("T")
+
+
+def returned_by(function: object, value: Any, convert: Callable[[Any], T]) -> T:
+    """``convert(value)``, for the return value of a function of the task's author.
+
+    Raises:
+        UnusableReward: it is not a reward; names the function, its file and line.
+    """
+    try:
+        return convert(value)
+    except Exception as error:  # a value may raise anything when it is converted
+        name, place = definition(function)
+        raise UnusableReward(f"{name} ({place}) returned {reprlib.repr(value)}: {error}", place) from error
+
+
+def definition(function: object) -> tuple[str, str]:
+    """A function's name, and its file and line."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    called: Any = inspect.unwrap(function if hasattr(function, "__code__") else getattr(function, "__call__", function))  # noqa: B004
+    code = getattr(called, "__code__", None)  # built-in functions have none
+    return name, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
 def _is_finite(value: float) -> bool:
     return abs(value) <= LARGEST_REWARD  # also False for NaN
 
@@ -397,6 +432,8 @@ def _number(value: Any) -> float:
     if inspect.iscoroutine(value):
         value.close()
         raise TypeError("the reward is a coroutine: await it, or write the function that returns it as `async def`")
+    if isinstance(value, tuple | list | Awaitable):
+        raise TypeError(f"the reward is a {type(value).__name__}: return a number, named parts, or an Outcome")
     return float(value)
 
 

@@ -51,7 +51,7 @@ class Verifiers(Task):
     def __init__(self, make: Callable[[], Any], *, held_out: int = 0, name: str = "verifiers", seed: int = 0) -> None:
         episode = _EnvironmentEpisode(make, seed, held_out)
         sets = {"held_out": _HeldOut(episode, held_out)} if held_out else {}
-        super().__init__(episode.item, episode.run, sets, name, check=episode.check)
+        super().__init__(episode.item, episode.run, sets, name, check=episode.check, probe=False)
 
 
 class _EnvironmentEpisode:
