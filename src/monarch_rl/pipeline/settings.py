@@ -85,6 +85,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
     `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
     the run cannot resume with them."""
+    probe: bool = True
+    """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
+    and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges
+    are not called."""
     patience: Annotated[float, Range(0.1, 1000)] = 1.0
     """Multiplies the deadlines of the start of an engine, a request to it, a slot, a transfer (and the number of
     attempts at it), a drain and an update. Raise it on a slow or crowded machine or network."""

@@ -27,7 +27,7 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
-from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, check_not_probed, episode_clock_stopped
 from monarch_rl.rollout.policy import Stops
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
@@ -248,6 +248,7 @@ class FrozenModel:
             )
 
     def _connected(self) -> Connected:
+        check_not_probed()
         connected = _connected.get(self.key)
         if connected is None:
             raise RuntimeError(
