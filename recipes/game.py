@@ -57,10 +57,10 @@ class Settings(RunSettings):
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
 
 
-async def play(game: dict[str, Any], policy: Policy, start: FrozenModel | None = None) -> dict[str, float]:
+async def play(game: dict[str, Any], policy: Policy, start: FrozenModel) -> dict[str, float]:
     """Play one game. ``game["start"]`` is the seat of the initial model; it is empty in self-play."""
     players: dict[str, Any] = {seat: policy.seat(seat) for seat in SEATS}
-    if start is not None and game["start"]:
+    if game["start"]:
         players[game["start"]] = start.conversation()
     stones = game["stones"]
     for seat in itertools.cycle(SEATS):
@@ -71,7 +71,7 @@ async def play(game: dict[str, Any], policy: Policy, start: FrozenModel | None =
     raise AssertionError
 
 
-def task(s: Settings, start: FrozenModel | None = None) -> Task:
+def task(s: Settings, start: FrozenModel) -> Task:
     def game(cursor: int) -> dict[str, Any]:
         return {"stones": 4 + cursor % (s.stones - 3), "start": ""}
 
@@ -94,4 +94,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__))

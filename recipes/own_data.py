@@ -54,11 +54,10 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    words = task(s)
-    await run.start(words, advantage=dr_grpo, objective=s.objective)
+    await run.start(advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
-    rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(words.items, range(200))]
+    rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(run.task.items, range(200))]
     if s.supervised_steps:  # on training rows: none of them is held out
         await run.supervised(rows, steps=s.supervised_steps)
     if s.supervised_share:

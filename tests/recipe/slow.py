@@ -35,5 +35,4 @@ def task(s: grpo.Settings) -> Task:
 
 
 if __name__ == "__main__":
-    grpo.task = task
     launch(grpo.train, cli(grpo.Settings), task)
