@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -173,12 +174,14 @@ def good(row: Any, answer: str) -> float:
     return float(answer == ANSWER)
 
 
-def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not() -> None:
+def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task once, and its held-out item: an exception is a warning, a value that is not a reward an error."""
 
     def make(seed: int) -> Any:
         raise AssertionError("the environment was made")
 
+    monkeypatch.setattr(touchy, "__module__", "__main__")  # as a function in the recipe's own file
+    monkeypatch.setattr(sys.modules["__main__"], "touchy", touchy, raising=False)
     raising = Questions(ROWS, touchy, held_out=2, name="raising")
     environment = Environment(make, str, held_out=2)
     fine = Questions(ROWS, good, held_out=2, name="fine")
@@ -214,6 +217,12 @@ def test_a_hanging_reward_is_a_warning_and_a_failing_warm_up_an_error(monkeypatc
             asyncio.run(patiently(probe(Questions(ROWS, good), SETTINGS), "the probe"))
     finally:
         del good.warm_up  # type: ignore[attr-defined]
+
+
+def test_a_machine_without_a_fork_server_is_a_warning() -> None:
+    """The recipe's file is never imported again, as a spawned process would: it may launch without a guard."""
+    (warning,) = asyncio.run(patiently(probe(Questions(ROWS, good), SETTINGS, "none"), "the probe"))
+    assert "fork server" in warning
 
 
 def test_a_first_item_that_cannot_be_made_is_an_error() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder
 from monarch_rl.runtime.by_value import to_bytes
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.tasks.task import Outcome, Task, as_outcome, as_outcomes
 
 PROBE_S = 10.0
@@ -76,7 +78,7 @@ async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") ->
                 if UNUSABLE in failure.reason or failure.what != "an episode":
                     raise ProbeFailed(message)
                 warnings.setdefault((one.name, *failure.kind), message)
-    except (DeadlineExceeded, ScorerBroken) as error:  # the machine's fault, which the run reports if it lasts
+    except (DeadlineExceeded, ScorerBroken, NoForkServer) as error:  # the machine's fault, which the run reports if it lasts
         warnings["",] = f"the task was not run before the engines start: {error}"
     finally:
         await asyncio.to_thread(scorer.close)
@@ -134,7 +136,8 @@ async def _failures(
 
 async def _call(scorer: Scorer, ends: float, function: ScoreFunction, *args: Any) -> Any:
     scorer.deadline_s = round(max(ends - time.monotonic(), 1.0), 1)
-    return await scorer.call(function, args, _as_is)  # waits: the scorer has a deadline
+    # In one object, because only functions are pickled by value: the task's are members of the recipe's `__main__`.
+    return await scorer.call(functools.partial(function, *args), (), _as_is)  # waits: the scorer has a deadline
 
 
 def _as_is(value: Any) -> Any:

@@ -24,7 +24,8 @@ class ForkContext(context.SpawnContext):
     which is Monarch's. Without a fork server, processes are spawned.
 
     Args:
-        server: name of the fork server; "" is the one in this process's environment.
+        server: name of the fork server, for the controller: without it, NoForkServer is raised. "" is the one in this
+            process's environment.
     """
 
     def __init__(self, preload: str, title: str = "", server: str = "") -> None:
@@ -56,6 +57,8 @@ class ForkedProcess(context.SpawnProcess):
         try:
             return _ForkPopen(process)
         except NoForkServer as reason:
+            if process.server:  # spawning would import the controller's main module, which is the recipe, again
+                raise
             logger.debug("%s is spawned: %s", process.name, reason)
             return SpawnPopen(process)
 
