@@ -78,7 +78,11 @@ async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") ->
                 if UNUSABLE in failure.reason or failure.what != "an episode":
                     raise ProbeFailed(message)
                 warnings.setdefault((one.name, *failure.kind), message)
-    except (DeadlineExceeded, ScorerBroken, NoForkServer) as error:  # the machine's fault, which the run reports if it lasts
+    except (
+        DeadlineExceeded,
+        ScorerBroken,
+        NoForkServer,
+    ) as error:  # the machine's fault, which the run reports if it lasts
         warnings["",] = f"the task was not run before the engines start: {error}"
     finally:
         await asyncio.to_thread(scorer.close)
