@@ -31,7 +31,10 @@ defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 
 class MonarchRLError(Exception):
@@ -40,6 +43,54 @@ class MonarchRLError(Exception):
 
 class SettingsError(MonarchRLError, ValueError):
     """Settings, a model or data are refused. The message names the flag or file, and says what to change."""
+
+
+class Refusals:
+    """Collects what independent checks refuse, so that a user reads all of it at once.
+
+    refusals = Refusals()
+    with refusals:
+        check_devices(...)
+    with refusals:
+        check_prompts(...)
+    refusals.raise_all()
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ValueError] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        # A ValueError of the recipe's own code needs its traceback.
+        refused = isinstance(error, SettingsError) or (isinstance(error, ValueError) and raised_in_package(error))
+        if refused:
+            self._found.append(error)  # type: ignore[arg-type]
+        return refused
+
+    def add(self, problem: str) -> None:
+        """Refuse something with this message."""
+        self._found.append(SettingsError(problem))
+
+    def raise_all(self) -> None:
+        """Raise what was refused, if anything was."""
+        raise_together(self._found)
+
+
+def raise_together(errors: Sequence[ValueError]) -> None:
+    """Raise the error, or one with all messages if there are several; none if there are none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise SettingsError("\n".join([f"{len(errors)} problems:", *(f"- {error}" for error in errors)]))
+
+
+def raised_in_package(error: BaseException) -> bool:
+    """Whether this package raised the error, not code that it called; its message is then enough without a
+    traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(f"{Path(__file__).parent}/")
 
 
 class RunError(MonarchRLError, RuntimeError):

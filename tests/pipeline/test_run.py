@@ -184,8 +184,7 @@ async def test_a_run_has_the_task_of_its_launch_and_no_other() -> None:
                 await run.start(advantage=grpo, objective=PPOClip())
             with pytest.raises(RuntimeError, match="spawned mine"):
                 await run.start(others[-1], advantage=grpo, objective=PPOClip())
-        run = Run(RunSettings(probe=False), cluster, task=launched)
-        async with run._opened():
+        async with Run.open(RunSettings(probe=False), cluster, task=launched) as run:
             assert run.task is launched
             for same in (None, launched, questions()):
                 with pytest.raises(RuntimeError, match="spawned questions"):

@@ -30,7 +30,7 @@ from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, ProbeFailed, SettingsError
+from monarch_rl.errors import EpisodesFail, FrozenRefused, ProbeFailed, SettingsError, raised_in_package
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.pipeline.actor_pool import last_line
@@ -65,7 +65,6 @@ from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.rollout.probe import probe
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
-from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor, wait_registry
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
@@ -197,6 +196,7 @@ class Run:
         folder: Path | None = None,
         resumed: Resumed | None = None,
         survivors: Survivors | None = None,
+        task: Task | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
 
@@ -206,7 +206,7 @@ class Run:
             EpisodesFail: no episode is usable: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
-        run = cls(settings, cluster, folder, resumed, survivors)
+        run = cls(settings, cluster, folder, resumed, survivors, task)
         async with run._opened():
             yield run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -70,15 +70,14 @@ class EvaluationSettings(CheckedSettings, flags="evaluation"):
     """Evaluation metric that selects the best version, which is recorded in best.json; the highest value wins. Empty
     means the accuracy of the first set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.samples > 1 and not self.temperature:
-            raise ValueError(
+            yield (
                 f"evaluation.samples {self.samples} with evaluation.temperature 0: greedy episodes of an item are all "
                 "the same. Set evaluation.temperature above 0, for example to 1, or evaluation.samples to 1"
             )
         if too_large := [k for k in self.pass_at if k > self.samples]:
-            raise ValueError(
+            yield (
                 f"evaluation.pass-at {too_large[0]} cannot be estimated from evaluation.samples {self.samples}: set "
                 f"evaluation.samples to at least {too_large[0]}"
             )

@@ -18,11 +18,11 @@ import logging
 import os
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from monarch_rl.errors import DeadlineExceeded, JudgeFailed, SettingsError
+from monarch_rl.errors import DeadlineExceeded, JudgeFailed
 from monarch_rl.model.messages import Message, ToolCall, as_messages
 from monarch_rl.rollout.episode_clock import episode_clock_stopped
 from monarch_rl.runtime.deadlines import within
@@ -89,10 +89,9 @@ class RemoteJudge(CheckedSettings, flags="judge"):
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Maximum tokens of an answer, unless the call sets its own limit."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if not self.url.startswith(("http://", "https://")):
-            raise SettingsError(f"judge.url {self.url!r} must begin with http:// or https://")
+            yield f"judge.url {self.url!r} must begin with http:// or https://"
 
     async def reply(
         self,

@@ -16,7 +16,7 @@ import tyro
 from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.other_projects import hint
-from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
+from monarch_rl.settings.ranges import NamedSettings, from_plain, problems_in, to_plain, unchecked
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -52,7 +52,14 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
             # Not by replace(), which checks: other arguments may remove a contradiction with the defaults.
             default = copy.copy(default)
             object.__setattr__(default, field.name, family.defaults_of(name))
-    return tyro.cli(settings, args=args, default=default, description=description)
+    try:
+        with unchecked():  # tyro would stop at the first class that refuses its values
+            parsed = tyro.cli(settings, args=args, default=default, description=description)
+    except Exception:  # of a recipe's own checks, which may rely on values that the package checks first
+        return tyro.cli(settings, args=args, default=default, description=description)
+    if problems := problems_in(parsed):
+        _refuse(problems)
+    return parsed
 
 
 def _stranger(arg: str, default: Any) -> str | None:
