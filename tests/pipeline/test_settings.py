@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_rl.errors import TooFewDevices
+from monarch_rl.errors import SettingsError, TooFewDevices
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
@@ -20,6 +20,7 @@ from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.tasks.questions import Questions
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
@@ -178,3 +179,25 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
         assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
     assert normaliser_tokens(given, limit) == 64
+
+
+def test_all_settings_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
+    """Before the model is looked for, which may have to be downloaded, and before the output folder is created."""
+    settings = RunSettings(
+        model=str(tmp_path / "none"),
+        output=tmp_path / "runs",
+        groups_per_step=1,
+        trainer=TrainerSettings(minibatches=2, ranks=4096),
+        rollout=RolloutSettings(group_size=1, workers=90_000),
+    )
+    with pytest.raises(SettingsError) as refused:
+        check(settings, CPUS, Questions([], lambda row, answer: 0.0))
+    expected = [
+        "trainer.minibatches",
+        "rollout.group-size",
+        "rollout.workers",
+        "4096 trainer ranks",
+        "no rows",
+    ]
+    assert [part for part in expected if part not in str(refused.value)] == []
+    assert not settings.output.exists() and str(tmp_path) not in str(refused.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ async def asks_a_frozen_model(row: Any, answer: str) -> float:
     return float(bool(await FrozenModel("judge", "none", "key", 100).reply(answer)))
 
 
-async def judged_group(item: Any, outcomes: list[Outcome]) -> list[float]:
+async def judged_group(item: Any, outcomes: Sequence[Outcome]) -> list[float]:
     return [await asks_a_judge(item, outcome.answer) for outcome in outcomes]
 
 

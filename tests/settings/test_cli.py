@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import tyro
@@ -33,7 +33,7 @@ from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
 from monarch_rl.settings.other_projects import TRL, VERL
-from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, from_plain, limits, to_plain
+from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, Range, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -343,3 +343,47 @@ def test_the_flags_that_take_the_place_of_other_projects_settings_exist() -> Non
     exist = {f"--{flag}" for flags in recipes for flag in flags}
     named = {flag for text in [*TRL.values(), *VERL.values()] for flag in re.findall(r"--[a-z.-]+[a-z]", text)}
     assert len(named) > 30 and named - exist == set()
+
+
+@dataclass(frozen=True)
+class Several(CheckedSettings, flags=""):
+    """A recipe with settings of several packages, and a contradiction of its own."""
+
+    steps: Annotated[int, Range(1, 10)] = 10
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def contradictions(self) -> list[str]:
+        return ["steps are fewer than ranks"] * (self.steps < self.trainer.ranks)
+
+
+def test_all_wrong_settings_are_refused_at_once() -> None:
+    """Over all classes; contradictions, which rely on allowed values, only where all values are allowed."""
+    given = ["--steps=0", "--trainer.lr=nan", "--trainer.minibatches=0", "--checkpoint.keep=-1"]
+    message = refusal(*given, kind=Several)
+    assert [flag for flag in given if flag[2:].partition("=")[0] not in message] == []
+    assert message.count("error: ") == 4 and "fewer" not in message
+    with pytest.raises(ValueError, match=r"trainer\.lr(.|\n)*trainer\.minibatches"):
+        TrainerSettings(lr=float("nan"), minibatches=0)
+    both = refusal(
+        "--steps=1", "--trainer.ranks=2", "--trainer.loss.kl-estimate=k1", "--trainer.loss.max-tokens=1", kind=Several
+    )
+    assert "kl-estimate" in both and "max-tokens" in both and "fewer" not in both
+    assert "fewer" in refusal("--steps=1", "--trainer.ranks=2", kind=Several)
+
+
+@dataclass(frozen=True)
+class Divided(CheckedSettings, flags=""):
+    """A recipe whose own check relies on the range of its setting."""
+
+    parts: Annotated[int, Range(1, 10)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 10 % self.parts:
+            raise ValueError("10 steps cannot be divided")
+
+
+def test_a_recipes_own_check_runs_after_that_of_the_ranges() -> None:
+    assert "at least 1" in refusal("--parts=0", kind=Divided)
+    assert "divided" in refusal("--parts=3", kind=Divided)

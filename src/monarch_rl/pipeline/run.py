@@ -30,7 +30,7 @@ from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, ProbeFailed, SettingsError, raised_in_package
+from monarch_rl.errors import EpisodesFail, FrozenRefused, ProbeFailed, Refusals, SettingsError, raised_in_package
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.pipeline.actor_pool import last_line
@@ -766,8 +766,12 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     leave_heap()
     supervisor.follow_supervisor()
     try:
-        made = None if task is None else task(settings)
-        settings, _ = prepare(settings, devices(), made)
+        refusals, made = Refusals(), None
+        with refusals:
+            made = None if task is None else task(settings)
+        with refusals:
+            settings, _ = prepare(settings, devices(), made)
+        refusals.raise_all()
         resumed = resolve_resume(settings)
     except ValueError as error:
         if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback

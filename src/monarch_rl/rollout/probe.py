@@ -27,7 +27,7 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.scoring import Convert, Raised, ScoreFunction, Scorer, compute
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.stages import GroupRewarder
+from monarch_rl.rollout.stages import EpisodeResult, GroupRewarder
 from monarch_rl.runtime.by_value import to_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import NoForkServer
@@ -173,9 +173,10 @@ async def _run_item(task: Task, item: Any, group_size: int, settings: RolloutSet
     template: Any = _Template()
     runner = EpisodeRunner(_Generator(), template, settings, scorer)
     sampling = Sampling(settings.max_new_tokens, settings.temperature, template.stop_token_ids)
+    results: Sequence[EpisodeResult]
     try:
-        results = [await runner.play(task, 0, item, sampling, 0, GroupBound(sequences))]
-        copies = [copy.deepcopy(results[0]) for _ in range(min(group_size, MOST_COPIES))]
+        episode = await runner.play(task, 0, item, sampling, 0, GroupBound(sequences))
+        copies: list[EpisodeResult] = [copy.deepcopy(episode) for _ in range(min(group_size, MOST_COPIES))]
         results = await GroupRewarder(scorer, settings.episode_deadline_s).added(task, item, 0, copies)
     except EpisodeFailed as failed:
         results = [failed]

@@ -235,10 +235,11 @@ def problems_in(value: Any) -> list[str]:
         return [problem for part in value for problem in problems_in(part)]
     if not dataclasses.is_dataclass(value):
         return []
+    settings: Any = value
     found = [problem for field in dataclasses.fields(value) for problem in problems_in(getattr(value, field.name))]
-    if isinstance(value, CheckedSettings):
-        found = [*value.wrong_values(), *found]
-        found += () if found else value.contradictions()
+    if isinstance(settings, CheckedSettings):
+        found = [*settings.wrong_values(), *found]
+        found += () if found else settings.contradictions()
     return found
 
 

@@ -389,7 +389,7 @@ def as_outcome(value: Reward) -> Outcome:
 T = TypeVar("T")
 
 
-def returned_by(function: object, value: Any, convert: Callable[[Any], T]) -> T:
+def returned_by(function: Any, value: Any, convert: Callable[[Any], T]) -> T:
     """``convert(value)``, for the return value of a function of the task's author.
 
     Raises:
@@ -402,12 +402,12 @@ def returned_by(function: object, value: Any, convert: Callable[[Any], T]) -> T:
         raise UnusableReward(f"{name} ({place}) returned {reprlib.repr(value)}: {error}", place) from error
 
 
-def definition(function: object) -> tuple[str, str]:
+def definition(function: Any) -> tuple[str, str]:
     """A function's name, and its file and line."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    called: Any = inspect.unwrap(function if hasattr(function, "__code__") else getattr(function, "__call__", function))  # noqa: B004
+    called = inspect.unwrap(function if hasattr(function, "__code__") else getattr(function, "__call__", function))  # noqa: B004
     code = getattr(called, "__code__", None)  # built-in functions have none
     return name, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
