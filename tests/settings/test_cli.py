@@ -365,10 +365,9 @@ def test_all_wrong_settings_are_refused_at_once() -> None:
     assert message.count("error: ") == 4 and "fewer" not in message
     with pytest.raises(ValueError, match=r"trainer\.lr(.|\n)*trainer\.minibatches"):
         TrainerSettings(lr=float("nan"), minibatches=0)
-    both = refusal(
-        "--steps=1", "--trainer.ranks=2", "--trainer.loss.kl-estimate=k1", "--trainer.loss.max-tokens=1", kind=Several
-    )
-    assert "kl-estimate" in both and "max-tokens" in both and "fewer" not in both
+    unread = ["--trainer.loss.kl-estimate=k1", "--trainer.loss.kl-in=reward"]
+    both = refusal("--steps=1", "--trainer.ranks=2", *unread, kind=Several)
+    assert "kl-estimate" in both and "kl-in" in both and "fewer" not in both
     assert "fewer" in refusal("--steps=1", "--trainer.ranks=2", kind=Several)
 
 

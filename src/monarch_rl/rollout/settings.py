@@ -1,7 +1,7 @@
 """Settings of rollouts, and their checks.
 
 A check of one value is the ``Range`` of its field. A check of several fields of :class:`RolloutSettings` belongs to its
-``__post_init__``, unless only training needs it (:func:`check_rollout`). A check that needs other values, such as the
+``contradictions``, unless only training needs it (:func:`check_rollout`). A check that needs other values, such as the
 task's prompts or the number of data ranks, is one of the ``check_`` functions below, which ``check`` in
 ``pipeline/settings.py`` calls. One that reads the settings of several packages is in that module.
 """
