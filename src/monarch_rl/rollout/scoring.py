@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -45,6 +45,7 @@ from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
 
+T = TypeVar("T")
 ScoreFunction = Callable[..., Any]
 """Scores one answer, or all answers of a group."""
 Convert = Callable[[Any], Any]
@@ -119,19 +120,20 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        return await self.call(function, args, as_outcome)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcome)  # waits: its scores have deadlines
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
         """Like :meth:`score`, for a function that returns one reward per episode of a group."""
-        return await self.call(function, args, as_outcomes)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcomes)  # waits: its scores have deadlines
 
-    async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+    async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Callable[[Any], T]) -> T:
         """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
         result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
         if isinstance(result, Raised):
             raise result.failure
-        return result
+        converted: T = result
+        return converted
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
         if not _is_stateless(function):  # its state may have changed since the last call
