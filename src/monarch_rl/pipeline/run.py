@@ -47,7 +47,7 @@ from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
 from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
 from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, prepare
+from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -317,6 +317,10 @@ class Run:
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
+        print(
+            f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
+            f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
+        )
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             cluster,
