@@ -57,6 +57,7 @@ from monarch_rl.trainer.objective import (  # noqa: E402
     SUPERVISED_TOKENS,
     LossFunction,
     Sums,
+    common_sums,
     evaluate_loss,
     rows_loss,
 )
@@ -250,7 +251,7 @@ class Policy:
 
         Returns:
             Metrics of the whole batch, equal on all ranks. Unless stated otherwise they are means over trainable tokens
-            and epochs.
+            and epochs, and absent if there are no such tokens.
 
             - ``loss`` and ``grad_norm`` (before clipping): means over steps. ``lr``: of the last step.
               ``optimizer_steps``: made so far.
@@ -346,6 +347,7 @@ class Policy:
         # Not by evaluate_loss(), which would refuse the names of these sums.
         loss, sums = rows_loss(output, trained) if batch.supervised else evaluate_loss(objective, output, trained)
         if not batch.supervised:
+            sums |= common_sums(output, trained)
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {MASKED_TOKENS: left_out.tokens, MASKED_EPISODES: len(left_out.causes)}
         sums |= {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
