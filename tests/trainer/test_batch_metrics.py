@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,8 +184,9 @@ def test_a_mean_over_no_tokens_is_absent_and_all_others_are_those_of_numpy(
 ) -> None:
     old, behaviour, lags = np.asarray(tokens, np.float32).reshape(-1, 3).T
     ones = torch.ones(len(tokens))
+    made: dict[str, Any] = dict.fromkeys(("token_ids", "positions", "attention", "sampled_after", "targets"), ones)
     batch = MicroBatch(
-        **dict.fromkeys(("token_ids", "positions", "attention", "sampled_after", "targets"), ones),
+        **made,
         advantages=ones,
         weights=ones,
         rows=None,

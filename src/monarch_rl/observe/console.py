@@ -67,6 +67,14 @@ class Console:
         else:
             self._live.update(self._panel(step), refresh=True)
 
+    def show_warm_up(self, step: int, steps: int, loss: float) -> None:
+        """Show a supervised step: they precede the steps of the run."""
+        text = f"warm-up {step}/{steps} | loss {loss:.3g}"
+        if self._live is None or step == steps:
+            self.note(text)
+        else:
+            self._live.update(text, refresh=True)
+
     def line(self, step: int) -> str:
         """The step as one line of text."""
         shown = [f"{heading} {text}" for heading, text in cells(self._latest).items()]
@@ -100,11 +108,11 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
         if metric.heading and "*" not in metric.name:
             named[metric.heading].append(metric.name)
     for name in values:
-        metric = find(name)
-        if metric is not None and metric.name == OBJECTIVE:
-            named.setdefault(name.removeprefix(OBJECTIVE[:-1]), []).append(name)
-        elif metric is not None and metric.heading and metric.name != name:
-            named[metric.heading].append(name)
+        if (entry := find(name)) is None or entry.name == name:
+            continue
+        heading = name.removeprefix(OBJECTIVE[:-1]) if entry.name == OBJECTIVE else entry.heading
+        if heading:
+            named.setdefault(heading, []).append(name)
     return {
         heading: "/".join(_text(name, values.get(name, math.nan)) for name in names)
         for heading, names in named.items()

@@ -138,8 +138,8 @@ METRICS = (
     Metric(
         "trainer/optimizer_steps",
         "steps",
-        "Optimizer steps so far: `--trainer.epochs` x `--trainer.minibatches` per step of the run, one per supervised "
-        "step, none while a critic warms up.",
+        "Optimizer steps so far: `--trainer.epochs` x `--trainer.minibatches` per step of the run, none while a "
+        "critic warms up. Supervised steps before step 1 are not counted.",
         "learning",
     ),
     Metric(
