@@ -83,11 +83,17 @@ class Resumed:
         return self.manifest.version
 
     @property
+    def warm_up_steps(self) -> int:
+        """Supervised steps among the first versions that are no steps of the run."""
+        return self.manifest.warm_up_steps or 0
+
+    @property
     def buffer(self) -> SavedBuffer:
         return SavedBuffer(self.checkpoint / GROUPS, self.generation)
 
     def __str__(self) -> str:
-        return f"Resumed after step {self.version} (resume {self.generation} of this run), from {self.checkpoint}"
+        step = self.version - self.warm_up_steps
+        return f"Resumed after step {step} (resume {self.generation} of this run), from {self.checkpoint}"
 
 
 def resolve_resume(settings: RunSettings) -> Resumed | None:
