@@ -4,7 +4,7 @@
         for episode in group.episodes:
             episode.fill_column("teacher", await teacher_engine.logprobs(episode.token_ids))
 
-    await run.start(task, ..., stages=[Stage(teacher, fills=("teacher",))])
+    await run.start(..., stages=[Stage(teacher, fills=("teacher",))])
 
 A stage fills columns, changes rewards, or drops the group (:class:`DropGroup`). Workers run other groups meanwhile.
 """
