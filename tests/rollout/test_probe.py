@@ -192,11 +192,22 @@ def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not(monke
         return await patiently(probe(mixture, SETTINGS), "the probe")
 
     (warning,) = asyncio.run(warnings(fine, raising))
-    assert "task raising" in warning and "KeyError" in warning and 'float(row["missing"])' in warning
+    assert "task raising, a training item" in warning and "KeyError" in warning and 'float(row["missing"])' in warning
     assert "--no-probe" in warning
     with pytest.raises(ProbeFailed, match="task wrong") as failed:
         asyncio.run(warnings(fine, Questions(ROWS, text, name="wrong")))
     assert place(text) in str(failed.value)
+
+
+def needs_an_answer(row: Any, answer: str) -> float:
+    return float(answer == row["answer"])
+
+
+def test_a_held_out_item_is_probed_too() -> None:
+    rows = [{"question": str(number), "answer": "4"} for number in range(4)]
+    task = Questions(rows, needs_an_answer, held_out={"test": [{"question": "unanswered"}]})
+    (warning,) = asyncio.run(patiently(probe(task, SETTINGS), "the probe"))
+    assert "a held-out item: " in warning and "KeyError: 'answer'" in warning and "'unanswered'" in warning
 
 
 def hangs(row: Any, answer: str) -> float:
@@ -211,10 +222,10 @@ def fails() -> None:
 def test_a_hanging_reward_is_a_warning_and_a_failing_warm_up_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "PROBE_S", 1.0)
     (warning,) = asyncio.run(patiently(probe(Questions(ROWS, hangs), SETTINGS), "the probe"))
-    assert "took over" in warning and "in hangs" in warning
+    assert "took over" in warning and "in hangs" in warning and "deadline-s" not in warning
     good.warm_up = fails  # type: ignore[attr-defined]
     try:
-        with pytest.raises(ProbeFailed, match=r"warm_up raised OSError(.|\n)*no data"):
+        with pytest.raises(ProbeFailed, match=r"warm_up: .* raised OSError(.|\n)*no data"):
             asyncio.run(patiently(probe(Questions(ROWS, good), SETTINGS), "the probe"))
     finally:
         del good.warm_up  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ TURNS = 50
 """Turns of the stand-in after which an episode ends."""
 MOST_COPIES = 64
 """Maximum size of the group that ``group_rewards`` compares."""
+WARM_UP = "warm_up"
 HINT = (
     f"(Before the engines start, one item of each task is run with the answer {ANSWER!r} in place of the model's. "
     "--no-probe skips this.)"
@@ -74,8 +75,10 @@ async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") ->
         ends = time.monotonic() + PROBE_S
         for one, first in items:
             for failure in await _failures(one, first, settings, scorer, ends):
-                message = f"task {one.name}: {failure}\n{HINT}"
-                if UNUSABLE in failure.reason or failure.what != "an episode":
+                # The deadlines are those of the probe, not of settings.
+                lines = [line for line in str(failure).splitlines() if "-deadline-s" not in line]
+                message = "\n".join([f"task {one.name}, {failure.what}: {lines[0]}", *lines[1:], HINT])
+                if UNUSABLE in failure.reason or failure.what == WARM_UP:
                     raise ProbeFailed(message)
                 warnings.setdefault((one.name, *failure.kind), message)
     except (
@@ -126,15 +129,17 @@ async def _failures(
         except ScoringFailed as failed:
             if failed.reason.startswith("score took"):  # which is allowed
                 return []
-            return [Failure(failed.reason.replace("score", "warm_up", 1), failed.place, failed.report, "warm_up")]
+            return [Failure(failed.reason.replace("score", "it", 1), failed.place, failed.report, WARM_UP)]
     for item, group_size in items:
         if time.monotonic() >= ends:
             break
+        what = "a training item" if group_size else "a held-out item"
         try:
-            found += await _call(scorer, ends, run_item, sent, item, group_size, settings)
+            failures = await _call(scorer, ends, run_item, sent, item, group_size, settings)
         except ScoringFailed as failed:
             reason = failed.reason.replace("score", "the episode and its reward", 1)
-            found.append(Failure(reason, failed.place, failed.report))
+            failures = [Failure(reason, failed.place, failed.report)]
+        found += [replace(failure, what=what) for failure in failures]
     return found
 
 
