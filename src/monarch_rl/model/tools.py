@@ -34,7 +34,7 @@ class ToolSet:
     @cached_property
     def key(self) -> str:
         """A string that is the same for equal sets."""
-        return json.dumps(self.schemas)
+        return json.dumps(self.schemas, ensure_ascii=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolSet) and self.key == other.key
