@@ -13,6 +13,7 @@ from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import Shape
 from monarch_rl.model.messages import ParsedReply, ToolCall
 from monarch_rl.model.tools import ToolSet
+from monarch_rl.values import lone_surrogate, plain
 
 PARSERS_CACHED = 64
 """Tool sets whose parsers are cached; a run has a few."""
@@ -162,8 +163,10 @@ class CallParser:
         return rest, tuple(calls)
 
     def _call(self, name: str, parameters: str) -> ToolCall:
+        if lone_surrogate(name):
+            return ToolCall("", error=_UNREADABLE)
         try:
-            arguments = json.loads(parameters)
+            arguments = plain(json.loads(parameters))  # refuses NaN, and halves of escaped emojis
         except (ValueError, RecursionError):
             return ToolCall(name, error=f"The arguments of {name} are not JSON.")
         problem = self._tools.problem(name, arguments)

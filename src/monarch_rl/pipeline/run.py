@@ -790,7 +790,8 @@ def plan_rows(
     if not 0 < lr_factor < float("inf"):
         raise SettingsError(f"lr_factor must be positive and finite, got {lr_factor:g}")
     by_value = ByValue(rows, "supervised rows")
-    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
+    chat = s.rollout.template_options, s.rollout.allow_control_tokens
+    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, *chat)
 
 
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:

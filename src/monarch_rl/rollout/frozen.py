@@ -90,6 +90,8 @@ class FrozenModel:
     """Whether the rollouts sample from a part of the vocabulary only, so that no log-prob is comparable with theirs."""
     tool_parser: str = ""
     """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
+    allow_control_tokens: bool = False
+    """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
     policy_ids: int = 1 << 24
     """Number of token ids that the policy has embeddings for. Models with the same tokenizer are padded to different
     numbers."""
@@ -336,8 +338,13 @@ async def connect_frozen_models(models: Sequence[tuple[FrozenModel, FrozenReplic
     """Connect this process to the engines of frozen models. Raises what loading a chat template raises (OSError,
     ValueError)."""
     for model, replicas in models:
-        options, parser = model.chat_options, model.tool_parser
-        template = await asyncio.to_thread(ChatTemplate, model.model, options, tool_parser=parser)
+        template = await asyncio.to_thread(
+            ChatTemplate,
+            model.model,
+            model.chat_options,
+            tool_parser=model.tool_parser,
+            allow_control_tokens=model.allow_control_tokens,
+        )
         _connected[model.key] = Connected(template, Stops(template.token_texts, template.decode), replicas)
 
 
