@@ -159,7 +159,7 @@ class ChatTemplate:
         an end token follows. The text of a token that ends a turn or opens a message is encoded as text; those for
         thoughts and calls are the policy's own."""
         first, *rest = [text]
-        if self._turn_control.within(text):
+        if self._turn_control.occurs_in(text):
             mark = unused_mark([text])
             first, *rest = self._turn_control.mark(text, mark).split(mark)
         ids = [*self._plain(first), *(token for piece in rest for token in self._encode(piece))]
@@ -223,8 +223,8 @@ class ChatTemplate:
         none."""
         source = self._source(tools)
         rows = [_row(message, source) for message in messages]
-        found = [row["role"] for row in rows if any(map(self._control_of(row).within, texts_of(row)))]
-        in_tools = tools is not None and self._control.within(tools.key)
+        found = [row["role"] for row in rows if any(map(self._control_of(row).occurs_in, texts_of(row)))]
+        in_tools = tools is not None and self._control.occurs_in(tools.key)
         mark = ""
         if found or in_tools:
             mark = unused_mark([*texts_of(rows), tools.key if tools is not None else ""])

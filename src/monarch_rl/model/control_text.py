@@ -28,14 +28,14 @@ class ControlText:
         """Searched first: a tokenizer may have hundreds of control tokens, and nearly no text has any."""
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
-    def within(self, text: str) -> bool:
-        """Whether ``text`` contains the text of a control token."""
+    def occurs_in(self, text: str) -> bool:
+        """Whether the text of a control token occurs in ``text``."""
         return any(start in text for start in self._starts) and self._pattern.search(text) is not None
 
     def mark(self, value: Any, mark: str) -> Any:
         """``value``, JSON of any kind, with ``mark`` inside each text of a control token."""
         if isinstance(value, str):
-            while self.within(value):  # again, because tokens may overlap
+            while self.occurs_in(value):  # again, because tokens may overlap
                 value = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], value)
             return value
         if isinstance(value, dict):

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from monarch_rl.errors import ChatError
@@ -126,10 +126,10 @@ class CallParser:
     """
 
     def __init__(self, tools: ToolSet, parser: str, source: str, tokenizer: Any) -> None:
+        load_parsers()
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        _prepare()
         self._tools = tools
         name = parser or _detected(source, tokenizer)
         names = sorted(FunctionCallParser.ToolCallParserEnum)
@@ -204,8 +204,12 @@ def _detected(source: str, tokenizer: Any) -> str:
     return detect_tool_call_parser(source, tokenizer, toggle, forced) or ""
 
 
-def _prepare() -> None:
-    """Have SGLang return calls of unknown tools, and not log every mistake of a policy."""
+@cache
+def load_parsers() -> None:
+    """Import SGLang's parsers, which takes a second or more the first time, and have them return calls of unknown tools
+    and not log every mistake of a policy."""
+    import sglang.srt.function_call.function_call_parser
+    import sglang.srt.parser.template_detection  # noqa: F401
     from sglang.srt.environ import envs
 
     envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)

@@ -28,7 +28,7 @@ from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
-from monarch_rl.rollout.policy import Stops
+from monarch_rl.rollout.policy import Stops, parsers_loaded
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import ResilientActor
@@ -282,6 +282,8 @@ class FrozenConversation:
     ) -> Reply:
         """Generate the model's next turn. See :meth:`FrozenModel.reply`."""
         conversation, stops = self._conversation, (stop,) if isinstance(stop, str) else tuple(stop)
+        if tools is not None:
+            await parsers_loaded()
         conversation.add(messages, tools)
         sampled: list[int] = []
         reason = "length"
