@@ -16,6 +16,7 @@ from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
+from monarch_rl.values import lone_surrogate
 
 logger = logging.getLogger("monarch_rl")
 OPENINGS_CACHED = 16
@@ -158,6 +159,8 @@ class ChatTemplate:
         """The ids of a finished turn with this text, as an engine would generate it: ``text`` is tokenised alone and
         an end token follows. The text of a token that ends a turn or opens a message is encoded as text; those for
         thoughts and calls are the policy's own."""
+        if problem := lone_surrogate(text):
+            raise ChatError(f"{problem}: remove or replace it")
         first, *rest = [text]
         if self._turn_control.occurs_in(text):
             mark = unused_mark([text])
@@ -223,12 +226,12 @@ class ChatTemplate:
         none."""
         source = self._source(tools)
         rows = [_row(message, source) for message in messages]
-        found = [row["role"] for row in rows if any(map(self._control_of(row).occurs_in, texts_of(row)))]
+        found = [row["role"] for row in rows for key in row if self._has_control_text(row, key)]
         in_tools = tools is not None and self._control.occurs_in(tools.key)
         mark = ""
         if found or in_tools:
             mark = unused_mark([*texts_of(rows), tools.key if tools is not None else ""])
-            rows = [{"role": row["role"], **self._control_of(row).mark(row, mark)} for row in rows]
+            rows = [{key: self._control_of(row, key).mark(row[key], mark) for key in row} for row in rows]
         if in_tools and tools is not None:
             tools = ToolSet(tuple(self._control.mark(tools.schemas, mark)), tools.functions)
         if found and not self._told:
@@ -240,8 +243,13 @@ class ChatTemplate:
             )
         return [_watched(row) for row in rows], tools, mark
 
-    def _control_of(self, row: Row) -> ControlText:
-        return self._turn_control if row["role"] == "assistant" else self._control
+    def _has_control_text(self, row: Row, key: str) -> bool:
+        return any(map(self._control_of(row, key).occurs_in, texts_of(row[key])))
+
+    def _control_of(self, row: Row, key: str) -> ControlText:
+        """The tokens that a value of a message must not write. The content of an assistant message is in the policy's
+        own format, with its tags of thoughts and calls."""
+        return self._turn_control if row["role"] == "assistant" and key == "content" else self._control
 
     def _pieces(self, text: str, mark: str) -> list[str]:
         """Rendered text, split inside the texts of control tokens that come from messages."""
