@@ -224,8 +224,7 @@ class ChatTemplate:
     def _rows(self, messages: Sequence[Message], tools: ToolSet | None) -> tuple[list[Row], ToolSet | None, str]:
         """Messages and tools as the template reads them, and the mark inside texts of control tokens; "" if there are
         none."""
-        source = self._source(tools)
-        rows = [_row(message, source) for message in messages]
+        rows = [self._row(message, tools) if message.thinking else as_row(message) for message in messages]
         found = [row["role"] for row in rows for key in row if self._has_control_text(row, key)]
         in_tools = tools is not None and self._control.occurs_in(tools.key)
         mark = ""
@@ -243,8 +242,16 @@ class ChatTemplate:
             )
         return [_watched(row) for row in rows], tools, mark
 
+    def _row(self, message: Message, tools: ToolSet | None) -> Row:
+        """A message with a thought, under the key that the template reads."""
+        row, source = as_row(message), self._source(tools)
+        thought = row.pop("reasoning_content")
+        keys = ("reasoning_content", "reasoning", "thinking")
+        return row | {next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0]): thought}
+
     def _has_control_text(self, row: Row, key: str) -> bool:
-        return any(map(self._control_of(row, key).occurs_in, texts_of(row[key])))
+        value, occurs_in = row[key], self._control_of(row, key).occurs_in
+        return occurs_in(value) if isinstance(value, str) else any(map(occurs_in, texts_of(value)))
 
     def _control_of(self, row: Row, key: str) -> ControlText:
         """The tokens that a value of a message must not write. The content of an assistant message is in the policy's
@@ -253,7 +260,8 @@ class ChatTemplate:
 
     def _pieces(self, text: str, mark: str) -> list[str]:
         """Rendered text, split inside the texts of control tokens that come from messages."""
-        if not self.tokenizer.chat_template:  # contents are adjacent, so two of them may write a token together
+        # Without a template contents are adjacent, so two of them may write a token together.
+        if not self.tokenizer.chat_template and self._control.occurs_in(text):
             mark = mark or unused_mark([text])
             text = self._control.mark(text, mark)
         return text.split(mark) if mark else [text]
@@ -346,18 +354,10 @@ def _roles(messages: Sequence[Message]) -> list[Role]:
     return sorted({message.role for message in messages})
 
 
-def _row(message: Message, source: str) -> Row:
-    """The message as a template with this text reads it."""
-    row = as_row(message)
-    if message.thinking:
-        del row["reasoning_content"]
-        keys = ("reasoning_content", "reasoning", "thinking")
-        row[next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0])] = message.thinking
-    return row
-
-
 def _watched(row: Row) -> Row:
     """The row, or one that tells which keys the template has not read, if it has any that a template may ignore."""
+    if len(row) == 2:
+        return row
     bookkeeping = ("name", "tool_call_id") if row["role"] == "tool" else ()
     optional = row.keys() - {"role", "content", *bookkeeping}
     return _WatchedRow(row, optional) if optional else row

@@ -13,6 +13,7 @@ from monarch_rl.errors import ChatError
 from monarch_rl.values import lone_surrogate, plain
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +160,23 @@ _MEDIA = (
 
 
 def _checked(given: Any, index: int) -> Message:
-    role = given.get("role") if isinstance(given, Mapping) else getattr(given, "role", None)
     try:
         message = _normalised(given) if isinstance(given, Message) else _read(given)
-        for text in (message.content, message.thinking, message.name, message.tool_call_id):
+        for key in ("content", "thinking", "name", "tool_call_id"):
+            if (text := getattr(message, key)) is not None and not isinstance(text, str):
+                raise ChatError(f"its {key} is {text!r:.80}, which is not text")
             if text is not None and (problem := lone_surrogate(text)):
                 raise ChatError(f"{problem}: remove or replace it")
     except ChatError as error:
-        raise ChatError(f"message {index}{f' ({role})' if role in get_args(Role) else ''}: {error}") from error
+        role = given.get("role") if isinstance(given, Mapping) else getattr(given, "role", None)
+        raise ChatError(f"message {index}{f' ({role})' if role in ROLES else ''}: {error}") from error
     return message
 
 
 def _normalised(message: Message) -> Message:
     """A message of the caller's own making, checked."""
-    if message.role not in get_args(Role):
-        raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(get_args(Role))}")
+    if message.role not in ROLES:
+        raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(ROLES)}")
     if isinstance(message.content, str) and not message.tool_calls and not message.more:
         return message
     return replace(
@@ -192,7 +195,7 @@ def _read(given: Any) -> Message:
     thoughts = {given[key]: key for key in _THINKING if key in given and isinstance(given[key], str)}
     if len(thoughts) > 1:
         raise ChatError(f"{' and '.join(thoughts.values())} hold different thoughts: leave one out")
-    for key in ("name", "tool_call_id", *_THINKING):
+    for key in _THINKING:
         if not isinstance(given.get(key, ""), str):
             raise ChatError(f"its {key} is {given[key]!r:.80}, which is not text")
     calls = given.get("tool_calls", ())
