@@ -62,7 +62,7 @@ class ChatTemplate:
         """Keys of tool sets that the template can render."""
         self._shapes: dict[str, Shape] = {}
         """By template source."""
-        self._told = False
+        self._warned = False
         """Whether the text of a control token in a message has been reported."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
         self._check_options()
@@ -233,8 +233,8 @@ class ChatTemplate:
             rows = [{key: self._control_of(row, key).mark(row[key], mark) for key in row} for row in rows]
         if in_tools and tools is not None:
             tools = ToolSet(tuple(self._control.mark(tools.schemas, mark)), tools.functions)
-        if found and not self._told:
-            self._told = True
+        if found and not self._warned:
+            self._warned = True
             logger.warning(
                 "a %s message contains the text of a control token, which is encoded as ordinary text, here and in all "
                 "messages (docs/chat.md). If your own code writes control tokens, set --rollout.allow-control-tokens",
@@ -270,7 +270,9 @@ class ChatTemplate:
         """The text between a turn and the next one, for a template that renders tool messages only after calls."""
         if any(row["role"] == "tool" and "name" not in row for row in rows):
             raise ChatError("this model's chat template needs the name of the tool that answers: use call.answer(...)")
-        rows = [{"tool_call_id": "call00000", **row} if row["role"] == "tool" else row for row in rows]
+        for row in rows:
+            if row["role"] == "tool":
+                row.setdefault("tool_call_id", "call00000")
         text = after_calls(lambda conversation, prompt: self._render(conversation, prompt, tools), rows, shape.closing)
         if text is None:
             raise ChatError(

@@ -3,6 +3,7 @@
 A tokenizer turns the text ``<|im_end|>`` into that token wherever it finds it, so a web page that a tool returns could
 end its message and open another one. Here such text gets a mark after its first character before the template renders
 it, and the rendered text is split at the marks and encoded in pieces, none of which contains the whole text of a token.
+A tokenizer that writes a space after each special token (that of Llama 2) writes one at the marks, too.
 """
 
 from __future__ import annotations
