@@ -158,6 +158,8 @@ CALL = {"function": {"name": "look", "arguments": {}}}
         ({"role": "tool", "content": {"rain": True}}, ["message 1 (tool)", "rain"]),
         ({"role": "tool", "content": "caf\udce9"}, ["message 1 (tool)", r"caf\udce9"]),
         ({"role": "tool", "content": "!", "name": float("nan")}, ["message 1 (tool)", "name", "nan"]),
+        ({"role": "tool", "content": "!", "place": {"a": {1}}}, ["message 1 (tool)", "place.a", "set"]),
+        ({"role": "tool", "content": "!", 1: 2}, ["message 1 (tool)", "key 1"]),
         ({"role": "human", "content": "?"}, ["message 1", "human"]),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "hm"}}]}, ["look", "hm"]),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}, ["look", "[1]"]),

@@ -154,8 +154,8 @@ _FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id", *_THINKING)
 """The keys of a message that :class:`Message` has fields for."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA = (
-    "Images, audio and video are not supported: describe them in words, or leave the item out. Text parts are "
-    '{"type": "text", "text": ...}'
+    "Write a value as json.dumps(value), and text parts as {'type': 'text', 'text': ...}. Images, audio and video are "
+    "not supported: describe them in words, or leave the item out"
 )
 
 
@@ -179,12 +179,12 @@ def _normalised(message: Message) -> Message:
         raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(ROLES)}")
     if isinstance(message.content, str) and not message.tool_calls and not message.more:
         return message
-    return replace(
-        message,
-        content=_text(message.content, beside=message.tool_calls or message.thinking),
-        tool_calls=tuple(map(_call, message.tool_calls)),
-        more={key: _json(value, key) for key, value in message.more.items()},
-    )
+    content = _text(message.content, beside=message.tool_calls or message.thinking)
+    try:
+        more = plain(message.more)
+    except ValueError as error:
+        raise ChatError(f"one of its keys cannot be kept: {error}") from error
+    return replace(message, content=content, tool_calls=tuple(map(_call, message.tool_calls)), more=more)
 
 
 def _read(given: Any) -> Message:
@@ -260,13 +260,6 @@ def _arguments(name: str, given: Any) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ChatError(f"the arguments of the call of {name} are not JSON ({error}): {given!r:.80}") from error
     raise ChatError(f"the arguments of the call of {name} are not a JSON object: {given!r:.80}")
-
-
-def _json(value: Any, key: str) -> Any:
-    try:
-        return plain(value)
-    except ValueError as error:
-        raise ChatError(f"its {key} is not a JSON value: {error}") from error
 
 
 def _fields(value: Any, names: Iterable[str]) -> dict[str, Any] | None:
