@@ -80,9 +80,10 @@ def test_splits_do_not_overlap() -> None:
         (TaskSettings(template="{question:d}"), "task.template .* fit chain_sum"),
         (TaskSettings(template="{question:100000000}"), "task.template .* width '100000000'"),
         (TaskSettings(template="{question:{answer}}"), "task.template .* width"),
-        (TaskSettings(template="{question.__class__}"), "task.template .* 16 different items, .*class"),
+        (TaskSettings(template="{question.__class__}"), "task.template .* question.__class__ is a type"),
+        (TaskSettings(template="{source_dataset}"), "task.template .* 16 different items, 'chain_sum'"),
         (TaskSettings(template="{}"), "task.template '{}' "),
-        (TaskSettings(template="{sum} ="), "fit chain_sum .*expression"),
+        (TaskSettings(template="{sum} ="), "fit chain_sum.*'sum'.* expression"),
         (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out fewer"),
     ],
 )
