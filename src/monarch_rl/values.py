@@ -64,7 +64,8 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, float) or (_kind(value) == "f" and not value.shape):  # numpy.longdouble is its own item()
         if not math.isfinite(value):
             raise ValueError(f"{_at(path)}{value} is not a number of JSON")
-        return float(value)
+        # The shortest in its own precision: 0.1, not 0.10000000149011612.
+        return float(value) if isinstance(value, float) else float(str(value))
     if isinstance(value, Mapping):
         return {_key(key, path): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -78,10 +79,10 @@ def _plain(value: Any, path: str) -> Any:
     if callable(getattr(type(value), "model_dump", None)):
         return _plain(value.model_dump(), path)
     dates = _kind(value) in tuple("mM")  # NumPy turns some of its dates and durations into bare integers
+    if (dates or _kind(value) == "f") and value.shape:
+        return _plain(list(value), path)
     if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates:
         return _plain(value.tolist(), path)
-    if dates and value.shape:
-        return _plain(list(value), path)
     if dates and value.dtype.kind == "M" and value == value:
         return str(value)  # ISO 8601
     raise ValueError(f"{_at(path)}{value!r:.60} of type {_name(value)} is not a JSON value")

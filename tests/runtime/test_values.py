@@ -60,6 +60,8 @@ Pair = namedtuple("Pair", "a b")
         (np.bool_(True), True),
         (np.float32(0.25), 0.25),
         (np.float64(0.1), 0.1),
+        (np.float32(0.1), 0.1),
+        (np.array([[0.1], [0.2]], np.float32), [[0.1], [0.2]]),
         (np.longdouble(0.5), 0.5),
         (np.str_("é"), "é"),
         (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),

@@ -92,6 +92,10 @@ def test_errors_of_bad_settings_are_actionable(task: TaskSettings, message: str)
         TaskSource(task).check()
 
 
+def test_an_answer_that_a_data_set_does_not_give_is_no_text() -> None:
+    assert TaskSource(TaskSettings("rush_hour")).item(0).answer == ""
+
+
 def test_a_check_returns_the_first_prompts() -> None:
     prompts = TaskSource(TaskSettings(template="{question:200}")).check()
     assert len(set(prompts)) > 1 and all(len(prompt) >= 200 for prompt in prompts)

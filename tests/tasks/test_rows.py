@@ -157,6 +157,31 @@ def test_one_empty_field_among_others_is_no_fault() -> None:
     assert fill("{task}\n{input}", {"task": "Add.", "input": ""}) == "Add.\n"
 
 
+def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path) -> None:
+    kinds = {"x": pyarrow.float32(), "xs": pyarrow.list_(pyarrow.float32()), "y": pyarrow.float64()}
+    written = {"x": 0.1, "xs": [2.5e-05, 0.3], "y": float(np.float32(0.1))}
+    table = pyarrow.Table.from_pylist([written, {"x": None}], pyarrow.schema(kinds))
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = parquet(tmp_path / "rows.parquet")
+    assert rows[0] == written and rows[1]["x"] is None
+    task = Questions(Dataset(table), reward, template="{x}")
+    assert written in (task.items(0), task.items(1))
+
+
+def test_text_of_a_parquet_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"1+1=", b"caf\xe9"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"number": [1, 2], "question": texts}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet .* row 2 .*column question"):
+        Questions(parquet(tmp_path / "rows.parquet"), reward).check()
+
+
+def test_keys_of_a_map_are_those_of_a_json_object(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    table = pyarrow.table({"limits": pyarrow.array([[("a", 1), ("b", None)]], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert parquet(tmp_path / "rows.parquet")[0] == {"limits": {"a": 1}}
+
+
 ROWS = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(16)]
 
 
@@ -166,7 +191,7 @@ def reward(row: Any, answer: str) -> float:
 
 @pytest.mark.parametrize("missing", [None, float("nan"), ""], ids=repr)
 def test_rows_without_a_question_are_counted_and_numbered_before_the_run(missing: Any, tmp_path: Path) -> None:
-    rows = [*ROWS[:8], *({"question": missing, "answer": "0"} for _ in range(8))]
+    rows: list[dict[str, Any]] = [*ROWS[:8], *({"question": missing, "answer": "0"} for _ in range(8))]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for source in rows, jsonl(tmp_path / "rows.jsonl"):
         for more in ({}, {"held_out": 4}, {"template": "Q: {question} A:"}):
@@ -189,7 +214,13 @@ def test_one_row_of_300_without_a_column_is_named_by_its_number_and_file(tmp_pat
 
 
 def test_different_faults_are_listed_with_their_rows() -> None:
-    rows = [{"question": None}, {"question": "1+1"}, {"question": [1]}, {"question": [2]}, {"text": ""}]
+    rows: list[dict[str, Any]] = [
+        {"question": None},
+        {"question": "1+1"},
+        {"question": [1]},
+        {"question": [2]},
+        {"text": ""},
+    ]
     with pytest.raises(ValueError, match=r"4 of 5 rows .*row 1: .*null; rows 3, 4: .*list.*; row 5: .*'question'"):
         Questions(rows, reward).check()
 
@@ -219,9 +250,26 @@ def test_a_line_that_is_not_unicode_is_named(line: bytes, tmp_path: Path) -> Non
     assert jsonl(file)[0] == {"question": "1+1=", "answer": "\U0001f600"}
 
 
-def test_rows_in_memory_that_are_not_unicode_are_numbered() -> None:
-    with pytest.raises(ValueError, match="row 17: .*Unicode"):
-        Questions([*ROWS, {"question": "half \ud83d"}], reward).check()
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_rows_in_memory_that_are_not_unicode_are_numbered(column: str) -> None:
+    with pytest.raises(ValueError, match=f"row 17: column {column} .*Unicode"):
+        Questions([*ROWS, ROWS[0] | {column: "half \ud83d"}], reward).check()
+
+
+def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
+    frame = pd.DataFrame(ROWS)
+    with pytest.raises(ValueError, match="to_dict"):
+        Questions(frame, reward)  # type: ignore[arg-type]
+    assert Questions(frame.to_dict("records"), reward).check()
+    with pytest.raises(ValueError, match="streamed"):
+        Questions(Dataset.from_list(ROWS).to_iterable_dataset(), reward)
+    with pytest.raises(ValueError, match="2 of 2 rows .*str, not a mapping"):
+        Questions(["1 + 1", "2 + 2"], reward).check()  # type: ignore[list-item]
+
+
+def test_null_is_refused_in_python_notation_too() -> None:
+    with pytest.raises(ValueError, match="row 2: question is null"):
+        Questions([ROWS[0], {"question": None}], reward, template="{question!r}").check()
 
 
 @pytest.mark.parametrize(
@@ -232,6 +280,8 @@ def test_rows_in_memory_that_are_not_unicode_are_numbered() -> None:
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"}], "system message"),
         ([{"from": "user", "value": "1"}], "prompt is a list"),
         ([], "prompt is a list"),
+        ([{"role": "user", "content": " "}], "empty"),
+        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*Unicode"),
     ],
     ids=ascii,
 )

@@ -110,7 +110,7 @@ def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str
             "2 of 5 .* row 4: answer is null; row 5: prompt is null",
         ),
         ([{"prompt": [{"role": "user", "content": None}], "answer": "2"}], "message 1 of prompt"),
-        ([{"prompt": "1+1?", "answer": "half \ud83d"}], "row 1: answer .*Unicode"),
+        ([{"prompt": "1+1?", "answer": "half \ud83d"}], "row 1: column answer .*Unicode"),
     ],
 )
 def test_rows_of_another_kind_are_refused_before_they_are_sent(rows: list[dict[str, Any]], message: str) -> None:

@@ -15,7 +15,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from monarch_rl.tasks.template import as_text
+from monarch_rl.tasks.template import DoesNotFit, as_text
 
 NO_ANSWERS = ("", "None", "nan", "NaN", "null")
 """Answers that say that there is none, of which math-verify would make products of letters."""
@@ -58,13 +58,15 @@ class MathReward:
             raise ValueError(f"the row's answer (column {self._column}) is {row[self._column]!r}")
 
     def _right(self, row: Mapping[str, Any]) -> str:
-        value = row.get(self._column)
+        if self._column not in row:
+            raise ValueError(f"the row has no column {self._column}; it has {', '.join(map(str, row)) or 'none'}")
+        value = row[self._column]
         try:
             if isinstance(value, bool | date):
-                raise ValueError(f"is {value!r}, not a number")
+                raise DoesNotFit(f"is {value!r}, not a number")
             return as_text(value)
-        except ValueError as error:
-            raise ValueError(f"the row's answer (column {self._column}) {error}") from None
+        except DoesNotFit as error:
+            raise error.of(f"the row's answer (column {self._column})") from None
 
     def warm_up(self) -> None:
         """Import the library, which takes seconds."""

@@ -126,8 +126,10 @@ def prompt_of(template: str, row: Row, system: str = "") -> str | list[Any]:
     for number, message in enumerate(messages, 1):
         if is_null(message.get("content")) and not message.get("tool_calls"):
             raise DoesNotFit(f"message {number} of {column} has no content")
-        if problem := lone_surrogate(text_of(message)):
+        if problem := lone_surrogate(json.dumps(message, ensure_ascii=False, default=str)):
             raise DoesNotFit(f"message {number} of {column} is not valid Unicode", f": {problem}")
+    if not text_of(messages).strip():
+        raise DoesNotFit(f"the messages of {column} are empty")
     return [*messages]
 
 

@@ -14,9 +14,11 @@ import importlib.util
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from monarch_rl.tasks.template import DoesNotFit
 from monarch_rl.values import lone_surrogate
@@ -227,17 +229,31 @@ def _read_parquet(path: Path) -> list[Row]:
     from pyarrow.parquet import read_table
 
     try:
-        rows = read_table(path).to_pylist()
+        table = read_table(path)
+        single = _single_precision(table.schema)
+        return [_as_written(row, single) for row in table.to_pylist(maps_as_pydicts="strict")]
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(table) or str(error)) from error
     except ArrowException as error:
         raise ValueError(str(error)) from error
-    return [_as_written(row) for row in rows]
+
+
+def _not_utf8(table: Any) -> str:
+    """Describes the first text of a table that is not UTF-8."""
+    for column in table.column_names:
+        for number, value in enumerate(table[column], 1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                return f"row {number} has text that is not UTF-8 in column {column} ({error}). Repair or remove it"
+    return ""
 
 
 class _LoadedRows(Sequence[Row]):
     """Rows of a ``datasets.Dataset``, like those of files."""
 
     def __init__(self, rows: Any) -> None:
-        self._rows = rows
+        self._rows, self._single = rows, _single_precision(rows.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -245,14 +261,22 @@ class _LoadedRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        return _as_written(self._rows[index])
+        return _as_written(self._rows[index], self._single)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(_as_written, self._rows)  # reads many rows at a time
+        return (_as_written(row, self._single) for row in self._rows)  # reads many rows at a time
 
 
 def as_rows(rows: Sequence[Row]) -> Sequence[Row]:
-    """``rows``; those of a ``datasets.Dataset`` like the rows of a file with the same content."""
+    """``rows``; those of a ``datasets.Dataset`` like the rows of a file with the same content.
+
+    Raises ValueError if they cannot be counted, or are those of a DataFrame.
+    """
+    if not hasattr(rows, "__len__") or hasattr(rows, "to_dict") and not hasattr(rows, "features"):
+        raise ValueError(
+            f"a {type(rows).__name__} is not a sequence of rows: give a list, such as data_frame.to_dict('records'), "
+            "or a data set that is not streamed"
+        )
     return _LoadedRows(rows) if type(rows).__module__.startswith("datasets.") else rows
 
 
@@ -268,6 +292,7 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
     faults: dict[str, tuple[str, list[int]]] = {}
     for number, row in enumerate(rows, 1):
         try:
+            _check_row(row)
             yield read(row)
         except ValueError as error:
             problem = error.problem if isinstance(error, DoesNotFit) else str(error)
@@ -281,14 +306,35 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
         )
 
 
+def _check_row(row: Any) -> None:
+    if not isinstance(row, Mapping):
+        raise DoesNotFit(f"is a {type(row).__name__}, not a mapping of columns")
+    for column, value in row.items():
+        if isinstance(value, str) and (problem := lone_surrogate(value)):
+            raise DoesNotFit(f"column {column} is not valid Unicode", f": {problem}")
+
+
 def _named(numbers: Sequence[int]) -> str:
     named = ", ".join(map(str, numbers[:MOST_NAMED]))
     return f"row {named}" if len(numbers) == 1 else f"rows {named}{', ...' if len(numbers) > MOST_NAMED else ''}"
 
 
-def _as_written(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what columnar formats add within its columns (see the top of this file)."""
-    return {name: _compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+def _single_precision(schema: Any) -> frozenset[str]:
+    """Columns of an Arrow schema with numbers of single precision."""
+    types = {field.name: str(field.type) for field in schema}  # such as list<element: float>
+    return frozenset(name for name, kind in types.items() if "float" in kind and "double" not in kind)
+
+
+def _as_written(row: Mapping[str, Any], single: Collection[str] = ()) -> dict[str, Any]:
+    """A row without what columnar formats add within its columns (see the top of this file).
+
+    Args:
+        single: columns of single precision, whose 0.1 would be read as 0.10000000149011612.
+    """
+    if not single:
+        return {name: _compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+    shortest = {name: _shortest(value) if name in single else value for name, value in row.items()}
+    return _as_written(shortest)
 
 
 def _compact(value: Any) -> Any:
@@ -297,3 +343,11 @@ def _compact(value: Any) -> Any:
     if isinstance(value, list):
         return [_compact(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortest(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortest(item) for item in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value

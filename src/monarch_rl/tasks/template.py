@@ -35,7 +35,11 @@ class DoesNotFit(ValueError):
 
     def __init__(self, problem: str, detail: str = "") -> None:
         super().__init__(problem + detail)
-        self.problem = problem
+        self.problem, self._detail = problem, detail
+
+    def of(self, field: str, advice: str = "") -> DoesNotFit:
+        """The same of a field of the item."""
+        return DoesNotFit(f"{field} {self.problem}", self._detail + advice)
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
@@ -127,20 +131,23 @@ class _TextFormatter(string.Formatter):
         self._field = field_name
         return super().get_field(field_name, args, kwargs)
 
+    def convert_field(self, value: Any, conversion: str | None) -> Any:  # type: ignore[override]
+        """Refuses null in Python notation, too."""
+        if is_null(value):
+            raise DoesNotFit(f"{self._field} is null")
+        return super().convert_field(value, conversion)  # type: ignore[arg-type]
+
     def format_field(self, value: Any, format_spec: str) -> str:
         """Raises DoesNotFit with the field."""
         field = self._field
         try:
             return as_text(value, format_spec)
         except DoesNotFit as error:
-            detail = str(error).removeprefix(error.problem)
-            if "not text" in error.problem:
-                detail += (
-                    f". Select the text in it, such as {{{field}[0][content]}} for messages, write {{{field}!r}} if "
-                    "the model should read it in Python notation, or give it to the policy in your own episode "
-                    "(docs/tasks.md)"
-                )
-            raise DoesNotFit(f"{field} {error.problem}", detail) from None
+            advice = (
+                f". Select the text in it, such as {{{field}[0][content]}} for messages, write {{{field}!r}} if the "
+                "model should read it in Python notation, or give it to the policy in your own episode (docs/tasks.md)"
+            )
+            raise error.of(field, advice if "not text" in error.problem else "") from None
 
 
 @functools.lru_cache

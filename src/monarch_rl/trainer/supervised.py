@@ -18,7 +18,6 @@ from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.questions import prompt_of
 from monarch_rl.tasks.rows import Row, read_all
 from monarch_rl.tasks.template import DoesNotFit, as_text
-from monarch_rl.values import lone_surrogate
 
 if TYPE_CHECKING:
     import torch
@@ -145,11 +144,9 @@ def check_rows(rows: Sequence[Row]) -> None:
 def _check_row(row: Row) -> None:
     prompt_of(f"{{{PROMPT}}}", row)
     try:
-        answer = as_text(row.get(ANSWER))
+        as_text(row.get(ANSWER))
     except DoesNotFit as error:
-        raise DoesNotFit(f"{ANSWER} {error.problem}", str(error).removeprefix(error.problem)) from None
-    if problem := lone_surrogate(answer):
-        raise DoesNotFit(f"{ANSWER} is not valid Unicode", f": {problem}")
+        raise error.of(ANSWER) from None
 
 
 def pack_rows(shard: SupervisedShard, device: torch.device) -> list[list[MicroBatch]]:
