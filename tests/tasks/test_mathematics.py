@@ -91,7 +91,20 @@ def test_the_right_answer_may_be_a_number(right: Any, answer: str, reward: float
 
 @pytest.mark.parametrize(
     "right",
-    [None, float("nan"), float("inf"), pd.NA, np.float32("nan"), "", " ", "nan", "None", True, ["5"], date(2026, 5, 1)],
+    [
+        None,
+        float("nan"),
+        float("inf"),
+        pd.NA,
+        np.float32("nan"),
+        "",
+        " ",
+        "nan",
+        r"So \boxed{None}.",
+        True,
+        ["5"],
+        date(2026, 5, 1),
+    ],
     ids=repr,
 )
 def test_a_row_without_a_right_answer_is_refused_before_the_run_and_by_the_reward(right: Any) -> None:

@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.tasks.questions import Questions, prompt_of
-from monarch_rl.tasks.rows import jsonl, parquet
+from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.template import as_text, fill
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
@@ -263,6 +263,10 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
     assert Questions(frame.to_dict("records"), reward).check()
     with pytest.raises(ValueError, match="streamed"):
         Questions(Dataset.from_list(ROWS).to_iterable_dataset(), reward)
+    with pytest.raises(ValueError, match="streaming="):
+        data_set("rows", streaming=True)
+    with pytest.raises(ValueError, match="system message .*Unicode"):
+        Questions(ROWS, reward, system="half \ud83d").check()
     with pytest.raises(ValueError, match="2 of 2 rows .*str, not a mapping"):
         Questions(["1 + 1", "2 + 2"], reward).check()  # type: ignore[list-item]
 

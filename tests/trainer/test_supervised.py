@@ -102,6 +102,7 @@ def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str
     ("rows", "message"),
     [
         ([], "no supervised rows"),
+        ([None], "row 1: .*mapping"),
         ([{"question": "1+1?", "answer": "2"}], "question, answer"),
         ([{"prompt": "1+1?", "answer": ["2"]}], r"row 1: answer is a list\b.*'2'"),
         (

@@ -50,12 +50,15 @@ class MathReward:
     def __call__(self, row: Mapping[str, Any], answer: str) -> float:
         """Raises ValueError if the row's answer is not an expression."""
         self.check_row(row)
-        return float(are_equal(self._right(row), answer))
+        try:
+            return float(are_equal(self._right(row), answer))
+        except ValueError as error:
+            raise ValueError(f"column {self._column}: {error}") from error
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises ValueError if the row has no answer. Whether it is an expression shows only when it is used."""
-        if self._right(row).strip() in NO_ANSWERS:
-            raise ValueError(f"the row's answer (column {self._column}) is {row[self._column]!r}")
+        if _BOX.sub("", _final(self._right(row))).strip(" {}") in NO_ANSWERS:
+            raise ValueError(f"the row's answer (column {self._column}) is {str(row[self._column])[-80:]!r}")
 
     def _right(self, row: Mapping[str, Any]) -> str:
         if self._column not in row:

@@ -215,6 +215,8 @@ class _Split:
         if not len(self._rows):
             raise ValueError("there are no rows to train on")
         check_template(self._template, "template")
+        if problem := lone_surrogate(self._system):
+            raise ValueError(f"the system message is not valid Unicode: {problem}")
         self._trained = self._read(check_row)
         first = range(min(SAMPLED, len(self._trained)))
         return [text_of(prompt_of(self._template, self.item(cursor), self._system)) for cursor in first]

@@ -174,8 +174,10 @@ def data_set(source: str | Path, config: str | None = None, *, split: str = "tra
         split: split, such as ``train`` or ``train[:1000]``.
         options: further arguments of ``datasets.load_dataset``, such as ``revision``, which keeps a run repeatable.
 
-    Raises ValueError if ``datasets`` is not installed.
+    Raises ValueError if ``datasets`` is not installed, and for ``streaming``.
     """
+    if options.get("streaming"):
+        raise ValueError(f"rows of {source} cannot be streamed: each item is read by its number. Omit streaming=")
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"rows of {source} need the package datasets: pip install datasets")
     return DataSetRows(source, config, split, options)
@@ -299,11 +301,10 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
             faults.setdefault(problem, (str(error), []))[1].append(number)
     if faults:
         of = f" of {rows.source}" if isinstance(rows, StoredRows) else ""
-        raise ValueError(
-            f"{sum(len(numbers) for _, numbers in faults.values())} of {len(rows)} {what}{of} {unfit}: "
-            + "; ".join(f"{_named(numbers)}: {example}" for example, numbers in faults.values())
-            + ". Fill them in, or leave them out with [row for row in rows if ...]"
-        )
+        count = sum(len(numbers) for _, numbers in faults.values())
+        listed = "; ".join(f"{_named(numbers)}: {example}" for example, numbers in faults.values())
+        advice = ". Fill them in, or leave them out with [row for row in rows if ...]" if count < len(rows) else ""
+        raise ValueError(f"{count} of {len(rows)} {what}{of} {unfit}: {listed}{advice}")
 
 
 def _check_row(row: Any) -> None:

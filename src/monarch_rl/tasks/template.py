@@ -100,7 +100,7 @@ def as_text(value: Any, form: str = "") -> str:
         return _number_text(value, form)
     if isinstance(value, _TIMES):
         if not form:
-            raise DoesNotFit("is a timestamp, which can be written in many ways", ": give it a format (:%Y-%m-%d)")
+            raise DoesNotFit("is a timestamp without a format")
         return format(value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value, form)
     if isinstance(value, datetime.date | Fraction):
         return format(value, form)
@@ -143,6 +143,8 @@ class _TextFormatter(string.Formatter):
         try:
             return as_text(value, format_spec)
         except DoesNotFit as error:
+            if "timestamp" in error.problem:
+                raise error.of(field, f": write it as {{{field}:%Y-%m-%d}}, for example") from None
             advice = (
                 f". Select the text in it, such as {{{field}[0][content]}} for messages, write {{{field}!r}} if the "
                 "model should read it in Python notation, or give it to the policy in your own episode (docs/tasks.md)"

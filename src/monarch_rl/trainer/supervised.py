@@ -131,8 +131,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     """Raise ValueError if there are no rows, or some have no prompt or answer; says which."""
     if not len(rows):
         raise ValueError("there are no supervised rows to train on")
-    missing = [name for name in (PROMPT, ANSWER) if name not in rows[0]]
-    if missing:
+    if isinstance(rows[0], Mapping) and not {PROMPT, ANSWER} <= rows[0].keys():
         raise ValueError(
             f"supervised rows need the columns {PROMPT} (text, or messages) and {ANSWER} (text), but the first one has "
             f"{', '.join(map(str, rows[0])) or 'none'}: rename its columns"
