@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -42,7 +42,7 @@ from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
-from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
+from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
 
 ScoreFunction = Callable[..., Any]
@@ -331,6 +331,8 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
         # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
         outcome = convert(function(*args))
     except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
+        if os.getpid() != process:  # a forked copy ends as one of a script does
+            os._exit(exit_code_of(functools.partial(_raise, error)))
         place, report = describe(error)
         outcome = Raised(type(error).__name__, exception_message(error), place, report)
     finally:
@@ -338,6 +340,10 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
     return outcome
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 # -- output of scoring processes, up to a limit, and their stacks when they are killed --------------------------------

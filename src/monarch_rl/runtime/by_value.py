@@ -160,7 +160,7 @@ class _Pickler(cloudpickle.Pickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and _by_name(obj) is None:
             reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
-        if reduced is not NotImplemented and obj.__module__ == "__main__" and "." not in obj.__qualname__:
+        if reduced is not NotImplemented and vars(sys.modules["__main__"]).get(obj.__qualname__) is obj:
             self.names[obj.__qualname__] = obj
         return reduced
 
