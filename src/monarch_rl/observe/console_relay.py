@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 LOG = "console.log"
 CONSOLE_BYTES, LOG_BYTES = 2**20, 2**26
@@ -66,13 +66,15 @@ class Relay:
             same = number == 2 and 1 in writers and os.path.sameopenfile(self.consoles[1], self.consoles[2])
             writers[number] = writers[1] if same else self._pipe(number, logged=True)
         if 1 in self._replaced and os.isatty(1):
-            self.screen = os.fdopen(self._pipe(1, logged=False), "w", buffering=1)
-            self.log = os.fdopen(self._pipe(0, logged=True), "w", buffering=1)
+            encoded: Any = {"buffering": 1, "encoding": sys.stdout.encoding, "errors": "backslashreplace"}
+            self.screen = os.fdopen(self._pipe(1, logged=False), "w", **encoded)
+            self.log = os.fdopen(self._pipe(0, logged=True), "w", **encoded)
         self._start()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+                # Text of a model may have characters that a console's encoding lacks.
+                stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
         for number in self._replaced:
             os.dup2(writers[number], number)
         for writer in set(writers.values()):

@@ -719,9 +719,13 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     try:
-        settings, _ = prepare(settings, devices(), None if task is None else task(settings))
+        made = None if task is None else task(settings)
+        settings, _ = prepare(settings, devices(), made)
+        if made is not None:
+            register_modules()
+            ByValue(made, f"task {made.name}")  # here, because run.start() comes after the hosts
         resumed = resolve_resume(settings)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback
             raise
         end_relay()  # no run begins

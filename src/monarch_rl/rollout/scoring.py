@@ -457,7 +457,7 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
     for standard in (1, 2):
         os.dup2(writer.fileno(), standard)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable(file=stacks.fileno())
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
 
