@@ -75,6 +75,9 @@ def cached(value: float) -> float:
     return value + 1
 
 
+cached_partial = functools.lru_cache(functools.partial(lambda value, more: value + more, more=1.0))
+
+
 @functools.singledispatch
 def kind(value: object) -> float:
     return 0.0
@@ -194,7 +197,7 @@ def pickling() -> float:
 def variables() -> float:
     LOCAL.value = 1.0
     with LOCK, CONDITION:
-        CACHE["sum"] = LOCAL.value + VARIABLE.get() + cached(1.0) + cached(1.0) + kind(3)
+        CACHE["sum"] = LOCAL.value + VARIABLE.get() + cached(1.0) + cached_partial(1.0) + kind(3)
     return CACHE["sum"]
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,9 @@ class Results:
 def results(pickled: Path) -> None:
     """Print, as JSON, what all functions do in scoring processes and, coroutines, on an event loop of a thread, where
     Monarch runs episodes."""
-    functions = {name: ByValue.of_bytes(data).load() for name, data in pickle.loads(pickled.read_bytes()).items()}
+    functions: dict[str, Any] = {
+        name: ByValue.of_bytes(data).load() for name, data in pickle.loads(pickled.read_bytes()).items()
+    }
     found: dict[str, float | str] = {}
 
     async def run() -> None:
@@ -55,8 +58,10 @@ def results(pickled: Path) -> None:
         try:
             for name, function in functions.items():
                 try:
-                    called = function() if asyncio.iscoroutinefunction(function) else scorer.score(function)
-                    found[name] = getattr(result := await called, "reward", result)
+                    if asyncio.iscoroutinefunction(function):
+                        found[name] = await function()
+                    else:
+                        found[name] = (await scorer.score(function)).reward
                 except ScoringFailed as failed:
                     found[name] = failed.report
                 except Exception as error:
@@ -87,7 +92,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Results:
         done = patience.run([sys.executable, *map(str, arguments)], env=environment, seconds=AMPLE_S)
         assert done.returncode == 0, done.stderr
         printed.append(json.loads(done.stdout.splitlines()[-1]))
-    return Results(*printed, (folder / "tidied").exists())
+    return Results(in_script=printed[0], here=printed[1], tidied=(folder / "tidied").exists())
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in ordinary.WORKS])

@@ -76,7 +76,7 @@ def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(
 def test_an_unpicklable_value_is_named() -> None:
     numbers = iter(range(3)), (number for number in range(3))
 
-    def reward() -> object:
+    def reward(row: object, answer: str) -> object:
         return numbers
 
     with pytest.raises(TypeError, match=r"my task .*_reward -> numbers.* generator"):

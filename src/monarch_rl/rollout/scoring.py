@@ -454,10 +454,10 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
     has to wait for a C call to return.
     """
     writer, stacks = ends
+    for stream in (sys.stdout, sys.stderr):  # first, since it asks for the position of a file
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     for standard in (1, 2):
         os.dup2(writer.fileno(), standard)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable(file=stacks.fileno())
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
 

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import weakref
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -160,8 +160,9 @@ class _Pickler(cloudpickle.Pickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and _by_name(obj) is None:
             reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
-        if reduced is not NotImplemented and vars(sys.modules["__main__"]).get(obj.__qualname__) is obj:
-            self.names[obj.__qualname__] = obj
+        if reduced is not NotImplemented and getattr(obj, "__module__", "") == "__main__":
+            # The first of a name: decorators replace functions and classes by ones that hold the original.
+            self.names.setdefault(getattr(obj, "__qualname__", ""), obj)
         return reduced
 
 
@@ -200,10 +201,11 @@ def _default_of(var: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
 
 def _by_name(obj: Any) -> Any:
     """The object itself, if other processes can import it by name; else None."""
-    found: Any = sys.modules.get(obj.__module__)
-    if found is None or obj.__module__ == "__main__" or obj.__module__ in cloudpickle.list_registry_pickle_by_value():
+    module = getattr(obj, "__module__", None) or ""
+    found: Any = sys.modules.get(module)
+    if found is None or module == "__main__" or module in cloudpickle.list_registry_pickle_by_value():
         return None
-    for name in obj.__qualname__.split("."):
+    for name in getattr(obj, "__qualname__", "").split("."):
         found = getattr(found, name, None)
     return found if found is obj else None
 
@@ -238,14 +240,19 @@ _program: ModuleType | None = None
 """The program of this process, whose functions still run."""
 
 
-def run_recipe_code() -> None:
+def run_recipe_code(names: Mapping[str, Any] | None = None) -> None:
     """Let the recipe's code find itself in this process as in a script: its functions and classes can be pickled, and
-    used in processes that it starts by ``multiprocessing``, in whatever way those are started."""
+    used in processes that it starts by ``multiprocessing``, in whatever way those are started.
+
+    Args:
+        names: global variables of the recipe; None: they are those of functions that arrive by value.
+    """
     global _main, _program
     if _main is None:
         _main, _program = ModuleType("__main__"), sys.modules["__main__"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = _main
-        ForkingPickler.reducer_override = _override  # type: ignore[attr-defined]
+        setattr(ForkingPickler, "reducer_override", _override)  # noqa: B010  a method for mypy
+    vars(_main).update({name: value for name, value in (names or {}).items() if not name.startswith("__")})
 
 
 def _override(pickler: object, obj: Any) -> Any:
