@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.scoring import Convert, Raised, ScoreFunction, Scorer, compute
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import EpisodeResult, GroupRewarder
-from monarch_rl.runtime.by_value import to_bytes
+from monarch_rl.runtime.by_value import from_bytes, to_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.tasks.task import Outcome, Task, as_outcome, as_outcomes
@@ -204,7 +203,7 @@ class _ScorerHere:
 
     def _call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
-        result = compute(function, pickle.loads(pickled), convert)
+        result = compute(function, from_bytes(pickled), convert)
         if isinstance(result, Raised):
             raise result.failure
         return result
