@@ -34,6 +34,7 @@ from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -758,7 +759,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     """Run a recipe: check its settings, bring up the hosts, and call ``train`` with a :class:`Run` on the controller.
 
     Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Invalid settings
-    end the program with a one-line error that names the setting, before anything is spawned.
+    end the program with a one-line error that names the setting, before anything is spawned. What the run prints is
+    also in ``console.log`` in its folder; it does not depend on the console (``observe/console_relay.py``).
 
     Args:
         train: the recipe.
@@ -769,12 +771,18 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         return
     leave_heap()
     supervisor.follow_supervisor()
+    relay = relay_output()
     try:
-        settings, _ = prepare(settings, devices(), None if task is None else task(settings))
+        made = None if task is None else task(settings)
+        settings, _ = prepare(settings, devices(), made)
+        if made is not None:
+            register_modules()
+            ByValue(made, f"task {made.name}")  # here, because run.start() comes after the hosts
         resumed = resolve_resume(settings)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback
             raise
+        end_relay()  # no run begins
         sys.exit(f"error: {error}")
     if settings.trainer.deterministic:
         fix_nccl_order()
@@ -785,6 +793,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
+        relay.log_to(folder)
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):
@@ -845,7 +854,8 @@ def plan_rows(
     if not 0 < lr_factor < float("inf"):
         raise SettingsError(f"lr_factor must be positive and finite, got {lr_factor:g}")
     by_value = ByValue(rows, "supervised rows")
-    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
+    chat = s.rollout.template_options, s.rollout.allow_control_tokens
+    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, *chat)
 
 
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:

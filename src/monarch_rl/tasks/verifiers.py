@@ -192,10 +192,9 @@ class _Turns:
         return [self._as_message(message) for message in messages[seen:]]
 
     def _as_message(self, message: Mapping[str, Any]) -> Any:
+        """The message, with the name of the tool that answers, which some chat templates need."""
         call = self._calls.get(message.get("tool_call_id", ""))
-        if call is None or not isinstance(message["content"], str):
-            return message
-        return call.answer(message["content"])
+        return message if call is None else {"name": call.name, **message}
 
 
 def _answer(reply: Reply) -> Any:

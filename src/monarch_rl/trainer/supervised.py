@@ -42,6 +42,8 @@ class SupervisedPlan:
     """Factor on the learning rate of steps on rows alone."""
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template."""
+    allow_control_tokens: bool = False
+    """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
 
 
 class SupervisedRows:
@@ -119,7 +121,7 @@ def load_rows(plan: SupervisedPlan, model: Path, tokens_per_microbatch: int, dat
     from monarch_rl.model.chat import ChatTemplate
     from monarch_rl.model.conversation import Conversation
 
-    template = ChatTemplate(str(model), plan.chat_options)
+    template = ChatTemplate(str(model), plan.chat_options, allow_control_tokens=plan.allow_control_tokens)
 
     def tokenise(row: Row) -> tuple[list[int], list[int]]:
         return Conversation(template).add(prompt_of(f"{{{PROMPT}}}", row)), template.turn(as_text(row[ANSWER]))
