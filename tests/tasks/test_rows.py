@@ -271,6 +271,19 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
         Questions(["1 + 1", "2 + 2"], reward).check()  # type: ignore[list-item]
 
 
+def test_messages_in_memory_are_those_of_a_file_with_the_same_content() -> None:
+    """With the null keys, floats and arrays that datasets and pandas add."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [call]}]
+    padded = {"function": {"name": "add", "arguments": {"a": np.float64(1), "b": None}}, "id": None}
+    stored = [
+        {"role": "user", "content": "1+1", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": np.array([padded])},
+    ]
+    for kind in (list, tuple, np.array):
+        assert prompt_of("{prompt}", {"prompt": kind(stored)}) == messages
+
+
 def test_null_is_refused_in_python_notation_too() -> None:
     with pytest.raises(ValueError, match="row 2: question is null"):
         Questions([ROWS[0], {"question": None}], reward, template="{question!r}").check()
@@ -280,12 +293,13 @@ def test_null_is_refused_in_python_notation_too() -> None:
     ("messages", "problem"),
     [
         ([{"role": "user", "content": None}], "message 1 of prompt"),
-        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 2 .*Unicode"),
+        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 2 .*surrogate"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"}], "system message"),
         ([{"from": "user", "value": "1"}], "prompt is a list"),
         ([], "prompt is a list"),
         ([{"role": "user", "content": " "}], "empty"),
-        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*Unicode"),
+        ([{"role": "user", "content": float("nan")}], "message 1 of prompt .*content: nan"),
+        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*surrogate"),
     ],
     ids=ascii,
 )

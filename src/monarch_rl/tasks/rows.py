@@ -333,16 +333,17 @@ def _as_written(row: Mapping[str, Any], single: Collection[str] = ()) -> dict[st
         single: columns of single precision, whose 0.1 would be read as 0.10000000149011612.
     """
     if not single:
-        return {name: _compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+        return {name: compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
     shortest = {name: _shortest(value) if name in single else value for name, value in row.items()}
     return _as_written(shortest)
 
 
-def _compact(value: Any) -> Any:
+def compact(value: Any) -> Any:
+    """A JSON value without keys whose value is null, and with whole numbers as ints."""
     if isinstance(value, dict):
-        return {key: _compact(item) for key, item in value.items() if item is not None}
+        return {key: compact(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_compact(item) for item in value]
+        return [compact(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
