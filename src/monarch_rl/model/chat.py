@@ -215,12 +215,14 @@ class ChatTemplate:
 
     @cached_property
     def _control(self) -> ControlText:
-        """The control tokens: special tokens, and added ones that the template itself writes."""
+        """The control tokens: special tokens, and added ones that the template writes or that look like
+        ``<|fim_prefix|>``. Other added tokens are ordinary vocabulary: Gemma's ``<table>``, runs of spaces."""
         if self._allow_control_tokens:
             return ControlText([])
         template = str(self.tokenizer.chat_template or "")
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        return ControlText([*special_tokens(self.tokenizer), *(token for token in added if token in template)])
+        written = [token for token in added if token in template or token.startswith(("<|", "<｜"))]
+        return ControlText([*special_tokens(self.tokenizer), *written])
 
     @cached_property
     def _turn_control(self) -> ControlText:
