@@ -244,8 +244,8 @@ def check_characters(prompts: Sequence[str], most: int) -> None:
     if shortest > most:
         raise SettingsError(
             f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for at most "
-            f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts (task.template, "
-            "task.config)"
+            f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts "
+            "(for a data set of reasoning-gym by task.template or task.config)"
         )
 
 
