@@ -11,7 +11,7 @@ import pytest
 from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.objectives import PolicyGradient, PPOClip
-from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
+from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, files_of
 from monarch_rl.offline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
@@ -20,7 +20,7 @@ from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import LossFunction, evaluate_loss, supervised
 from monarch_rl.trainer.plan import TrainerPlan, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
-from tests.checkpoint.test_journal import shards
+from tests.checkpoint.test_journal import append, bounds, shards
 from tests.trainer.test_objective import made
 from tools.replay import exit_code, objective_of, verdict
 
@@ -97,3 +97,20 @@ def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_i
         generation_of(tmp_path, reader, 0, 5)
     with pytest.raises(ValueError, match="step 9"):
         generation_of(tmp_path, reader, 3, 9)
+
+
+def test_a_damaged_batch_is_named_with_the_steps_that_can_be_replayed(tmp_path: Path) -> None:
+    write_plan(tmp_path, plan_of())
+    writer = JournalWriter(tmp_path, 0, 10**6, {"generation": 0})
+    for version in range(6):
+        append(writer, shards(version, 1)[0])
+    writer.close()
+    (file,) = files_of(tmp_path / "rank0")
+    content = bytearray(file.read_bytes())
+    place = bounds(file)[1][4][0] + 60  # record 0 describes the writer
+    content[place] ^= 1
+    file.write_bytes(content)
+    reader = JournalReader(tmp_path, 0)
+    with pytest.raises(ValueError, match=rf"lacks step 4; it has steps 1 to 3 and 5 to 6\. {file}: record 4, at byte"):
+        generation_of(tmp_path, reader, 0, 6)
+    assert generation_of(tmp_path, reader, 0, 3) == generation_of(tmp_path, reader, 4, 6) == 0

@@ -112,17 +112,30 @@ def starting_point(run: Path, first: int) -> tuple[int, Path | None, int]:
 
 
 def check_range(reader: JournalReader, start: int, last: int) -> None:
-    """Raise ValueError if the journal lacks a batch of the steps ``start`` + 1 to ``last``; says which steps it has."""
+    """Raise SettingsError if the journal lacks a batch of the steps ``start`` + 1 to ``last``; says which steps it has,
+    and what is damaged."""
     missing = sorted(set(range(start, last)) - set(reader.versions))
     if missing or start >= last:
-        versions = reader.versions
-        existing = f"steps {versions[0] + 1} to {versions[-1] + 1}" if versions else "no steps"
         lacks = f"step {missing[0] + 1}" if missing else f"steps after {start} up to {last}"
+        damage = "".join(f". {damage}" for damage in reader.damage)
+        advice = "replay a range without the missing steps (--from, --to), for which" if damage else "for longer ranges"
         raise SettingsError(
-            f"the journal lacks {lacks}; it has {existing}. The replay starts from the newest checkpoint before the "
-            f"first step, or from the model that the run began with (here version {start}): keep more checkpoints, "
-            "or a longer journal (--journal.mib)"
+            f"{reader.folder} lacks {lacks}; it has {steps_of(reader.versions)}{damage}. The replay starts from the "
+            "newest checkpoint before the first step, or from the model that the run began with (here version "
+            f"{start}): {advice}, keep more checkpoints, or a longer journal (--journal.mib)"
         )
+
+
+def steps_of(versions: Sequence[int]) -> str:
+    """The steps that update these versions, in ascending order, as ranges: "steps 1 to 8 and 10 to 20"."""
+    ranges: list[list[int]] = []
+    for version in versions:
+        if ranges and version == ranges[-1][1]:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([version + 1, version + 1])
+    named = [f"{first} to {last}" if first < last else str(first) for first, last in ranges]
+    return f"steps {' and '.join(named)}" if named else "no steps"
 
 
 def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -> int:
@@ -161,8 +174,11 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
         SideFailed: a rank failed; its error is on stderr.
     """
     plan = read_plan(job.journal, job.generation)
-    check_range(JournalReader(job.journal, 0), job.start, job.last)
     ranks = plan.settings.ranks
+    for reader in (JournalReader(job.journal, rank) for rank in range(0, ranks, plan.settings.tp)):
+        check_range(reader, job.start, job.last)
+        for damage in reader.damage:
+            logger.warning("the journal is damaged: %s. It has %s", damage, steps_of(reader.versions))
     limit_s = START_S + plan.settings.compile_limit_s + STEP_S * (job.last - job.start)
     with temporary_directory() as folder, held_port() as port:
         what = f"{ranks} trainer ranks to replay {job.last - job.start} steps"
@@ -258,8 +274,10 @@ class _Rank:
         from monarch_rl.trainer.step_journal import weights_checksums
 
         figures, advantages = train(self._policy, shard, self._functions, self._plan.normaliser_tokens)
-        made = self._own.made(shard.version)
-        if made is None:
+        made, version = self._own.made(shard.version), shard.version
+        about, taken = self._own.about_made(version), self._batches.about_batch(version)
+        # A result from before the run was resumed is that of another batch.
+        if made is None or about is None or about["generation"] < taken["generation"]:
             return ReplayedStep(shard.version + 1, None, {}, figures), advantages
         equal = bool(np.array_equal(made.checksums, weights_checksums(self._policy)))
         return ReplayedStep(shard.version + 1, equal, made.figures, figures), advantages

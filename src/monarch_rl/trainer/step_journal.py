@@ -103,6 +103,10 @@ class EarlierSteps:
             taken_by = self._batches.about_batch(version)["generation"]
             self.replayable.append(JournalBatch(version, taken_by, zlib.crc32(repr(content).encode())))
             version += 1
+        for damage in dict.fromkeys([*self._batches.damage, *self._own.damage]):
+            logger.warning(
+                "the journal is damaged: %s. Steps after %d are not replayed from it, but trained anew", damage, version
+            )
 
     def _can_replay(self, version: int, since: int, generation: int, training: str) -> bool:
         """Whether the batch that updates ``version`` can be replayed.
