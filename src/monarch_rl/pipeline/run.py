@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,14 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TypeVar
 
+from monarch.actor import ActorError
+
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
+from monarch_rl.checkpoint.folders import Measurement, write_whole
+from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.pipeline.actor_pool import last_line
@@ -46,7 +49,7 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
 from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
-from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
+from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
@@ -70,6 +73,7 @@ from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.restart import raised_by_actor
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
@@ -739,6 +743,11 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         except (EpisodesFail, FrozenRefused) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
+        except ActorError as error:
+            if not isinstance(cause := raised_by_actor(error), OutOfMemory):
+                raise
+            write_whole(folder / ERROR, "".join(traceback.format_exception(error)))
+            sys.exit(f"error: {cause}. The traceback is in {folder / ERROR}")
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise

@@ -25,6 +25,8 @@ from monarch_rl.runtime.signals import Interrupts
 logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
+ERROR = "error.txt"
+"""Traceback of an error of which the console shows the message only."""
 NO_JOB = "none"
 """torchrun's id for jobs on several machines that were given none."""
 

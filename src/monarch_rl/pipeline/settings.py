@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import psutil
 import torch
 
 from monarch_rl.algorithms.objectives import Objective, PPOClip
@@ -32,7 +32,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_cache, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
@@ -45,6 +45,7 @@ from monarch_rl.rollout.settings import (
     check_rollout,
 )
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
@@ -273,7 +274,7 @@ def _check_generation(s: RunSettings, offered: Devices, task: Task | None) -> Mo
     check_folder(model)
     check_served(model, s.generator, on_gpu)
     if not on_gpu:
-        check_cache(model, s.generator, psutil.virtual_memory().total)
+        check_cache(model, s.generator, memory_limit())
     check_context(model, s.generator)
     limits = episode_limits(s, model, on_gpu)
     check_lengths(s.rollout, limits)
@@ -285,6 +286,12 @@ def _check_trained(s: RunSettings, model: ModelConfig, offered: Devices) -> None
     """Refuse a model that cannot be trained with these settings, or that does not fit the GPUs."""
     check_trained(model, s.trainer)
     check_gpu_memory(model, memory_sides(s), offered)
+    if offered.kind == "cpu":
+        per_process = resource.getrlimit(resource.RLIMIT_AS)[0]
+        ranks, memory = min(s.trainer.ranks, offered.per_host), memory_limit()
+        if per_process != resource.RLIM_INFINITY:  # `ulimit -v`
+            memory = min(memory, ranks * per_process)
+        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
