@@ -71,7 +71,7 @@ def test_steps_without_checksums_are_not_reported_as_equal() -> None:
 def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
     for generation, versions in enumerate((range(3), range(3, 6))):
         write_plan(tmp_path, replace(plan_of(), generation=generation))
-        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "trained_as": f"recipe {generation}"})
+        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "functions_as": f"recipe {generation}"})
         for version in versions:
             writer.batch(shards(version, 1)[0])
         writer.close()
@@ -82,9 +82,11 @@ def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Pat
 
 
 def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
-    """Two ranks make steps 1 to 4; the run resumes after step 3, on one rank, and later on one again."""
+    """Two ranks make steps 1 to 4; the run resumes after step 3, on one rank, and later on one again, with another
+    learning rate, which a replay follows."""
     for generation, (ranks, versions) in enumerate(((2, range(4)), (1, range(3, 6)), (1, range(6, 8)))):
-        plan = TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8, generation=generation)
+        settings = TrainerSettings(ranks=ranks, lr=1e-5 if generation == 2 else 1e-6)
+        plan = TrainerPlan(Path("model"), settings, 1, 1.0, 8, generation=generation)
         write_plan(tmp_path, plan)
         writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation})
         for version in versions:
@@ -92,7 +94,7 @@ def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_i
         writer.close()
     reader = JournalReader(tmp_path, 0)
     assert generation_of(tmp_path, reader, 0, 3) == 0
-    assert generation_of(tmp_path, reader, 3, 8) == 2, "the settings are the same"
+    assert generation_of(tmp_path, reader, 3, 8) == 2
     with pytest.raises(ValueError, match=r"step 3 .* step 5 \(trainer.ranks 2 and 1\)"):
         generation_of(tmp_path, reader, 0, 5)
     with pytest.raises(ValueError, match="step 9"):

@@ -58,7 +58,10 @@ def finished_step(run_settings: RunSettings, version: int = 3, name: str = "1", 
     [
         (RunSettings(groups_per_step=8), "--groups-per-step was 32 and is now 8, .* bound"),
         (RunSettings(buffer=BufferSettings(1)), "--buffer.max-policy-lag was 2 and is now 1, .* bound"),
-        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "--trainer.lr was 1e-06 and is now 1e-05, .* schedule"),
+        (
+            RunSettings(trainer=TrainerSettings(lr_min_factor=0.1)),
+            "--trainer.lr-min-factor was 1.0 and is now 0.1, .* schedule .*from 1 to 0.989 .*export.py .*--model",
+        ),
     ],
 )
 def test_settings_that_break_the_bound_or_the_schedule_are_refused(
@@ -67,6 +70,32 @@ def test_settings_that_break_the_bound_or_the_schedule_are_refused(
     run = finished_step(RunSettings(output=tmp_path))
     with pytest.raises(ValueError, match=message):
         resume.resolve_resume(replace(changed, output=tmp_path, resume=str(run)))
+
+
+def test_the_learning_rate_may_change_and_so_may_its_schedule_if_the_next_step_keeps_its_rate(tmp_path: Path) -> None:
+    """Checkpoints are of step 3 of 250."""
+    run = finished_step(RunSettings(output=tmp_path))
+    for trainer, listed in (
+        (TrainerSettings(lr=1e-5), {"trainer.lr 1e-06 -> 1e-05"}),
+        (TrainerSettings(lr_warmup_steps=3), {"trainer.lr_warmup_steps 0 -> 3"}),
+        (
+            TrainerSettings(lr=1e-7, lr_min_factor=0.1, lr_decay_ratio=0.2),
+            {"trainer.lr 1e-06 -> 1e-07", "trainer.lr_min_factor 1.0 -> 0.1", "trainer.lr_decay_ratio None -> 0.2"},
+        ),
+    ):
+        settings = RunSettings(output=tmp_path, resume=str(run), trainer=trainer)
+        resumed = resume.resolve_resume(settings)
+        assert resumed is not None and listed <= set(resumed.differences)
+        resume.take_folder(settings, resumed)
+        row = json.loads((run / "resumes.jsonl").read_text().splitlines()[-1])
+        assert listed <= set(row["differences"]) and row["step"] == 3
+    with pytest.raises(ValueError, match="--trainer.lr-warmup-steps was 0 and is now 5"):
+        resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=TrainerSettings(lr_warmup_steps=5)))
+    late = TrainerSettings(lr_min_factor=0.0, lr_decay_ratio=0.1)
+    run = finished_step(RunSettings(output=tmp_path / "late", trainer=late))
+    longer = RunSettings(output=tmp_path / "late", trainer=late, steps=500, resume=str(run))
+    resumed = resume.resolve_resume(longer)
+    assert resumed is not None and "steps 250 -> 500" in resumed.differences
 
 
 def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory
+from monarch_rl.settings.ranges import to_plain
 from monarch_rl.trainer.plan import read_plan
+from monarch_rl.trainer.settings import SCHEDULE
 
 if TYPE_CHECKING:
     import torch
@@ -142,22 +144,24 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
     """The generation of the run that trained step ``last``, after checking the steps from ``start`` + 1 on.
 
     Raises:
-        ValueError: the journal lacks a batch, or a step was trained with other ranks, trainer settings or functions
-            than the last one, because the run was resumed in between; says where.
+        ValueError: the journal lacks a batch, or a step was trained with other ranks, trainer settings (except those
+            of the learning rate) or functions than the last one, because the run was resumed in between; says where.
     """
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
     newest = generations[last - 1]
     settings = {generation: read_plan(journal, generation).settings for generation in set(generations.values())}
     for version, generation in reversed(generations.items()):
-        if settings[generation] != settings[newest]:
-            ranks = [settings[each].ranks for each in (generation, newest)]
+        other, own = (to_plain(settings[each]) for each in (generation, newest))
+        changed = [name for name in own if other[name] != own[name] and name not in ("lr", *SCHEDULE)]
+        if changed:
+            name = changed[0]
             raise SettingsError(
-                f"step {version + 1} was trained with other trainer settings than step {last} (trainer.ranks "
-                f"{ranks[0]} and {ranks[1]}): the run was resumed in between. Start after step {version + 1} (--from), "
-                "which needs a later checkpoint, or end before the resume (--to)"
+                f"step {version + 1} was trained with other trainer settings than step {last} (trainer.{name} "
+                f"{other[name]} and {own[name]}): the run was resumed in between. Start after step {version + 1} "
+                "(--from), which needs a later checkpoint, or end before the resume (--to)"
             )
-        if reader.about_batch(version).get("trained_as") != reader.about_batch(last - 1).get("trained_as"):
+        if reader.about_batch(version).get("functions_as") != reader.about_batch(last - 1).get("functions_as"):
             raise SettingsError(
                 f"step {version + 1} was trained with another advantage or objective than step {last}, or with another "
                 "length limit or temperature of answers: the run was resumed in between, with a changed recipe. Start "
@@ -257,7 +261,12 @@ class _Rank:
 
     def run(self) -> dict[str, Any]:
         steps, opened = [], list[OpenedEpisode]()
+        generation = self._job.generation
         for version in range(self._job.start, self._job.last):
+            if (taken_by := self._batches.about_batch(version)["generation"]) != generation:
+                generation = taken_by  # the learning rate may have changed when the run was resumed
+                plan = read_plan(self._job.journal, generation)
+                self._policy.reschedule(plan.settings, plan.total_steps)
             shard = self._batches.batch(version)
             inspect = version + 1 == self._job.opened
             logprobs = self._logprobs(shard) if inspect else []

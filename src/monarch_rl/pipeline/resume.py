@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
 from monarch_rl.settings.ranges import to_plain
+from monarch_rl.trainer.settings import SCHEDULE, lr_share
 
 logger = logging.getLogger("monarch_rl")
 
@@ -55,8 +57,8 @@ RESUMES = "resumes.jsonl"
 """File in the run's folder with a line for each resume."""
 BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
 """Settings that determine the buffer's slots. If they change, the lag bound does not hold for the restored groups."""
-SCHEDULE = tuple(f"trainer.lr{of}" for of in ("", "_warmup_steps", "_decay_ratio", "_decay_type", "_min_factor"))
-"""Settings that determined the learning rates so far."""
+TOTAL_STEPS = ("steps", "trainer.epochs", "trainer.minibatches")
+"""Settings that determine the run's number of optimiser steps, on which a decay of the learning rate depends."""
 MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
 """Settings that determine the trained tensors."""
 NOT_COMPARED = ("resume", "output")
@@ -171,7 +173,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         raise SettingsError(f"resume {run}: {error}") from error
     before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
-    check_same(before, to_plain(settings))
+    check_same(before, to_plain(settings), manifest.optimizer_steps, run)
     installed = versions_of_packages()
     differences += [
         f"{package} {version} -> {installed.get(package, 'none')}"
@@ -254,13 +256,27 @@ def _note_generation(resumed: Resumed, journal: bool) -> None:
         note.close()
 
 
-def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse changed settings with which a run cannot resume. Raises ValueError with the flag, and both values."""
-    schedule = list(SCHEDULE)
-    if before["trainer"]["lr_min_factor"] != 1:
-        schedule += ["steps", "trainer.epochs", "trainer.minibatches"]
+def check_same(before: dict[str, Any], after: dict[str, Any], optimizer_steps: int, run: Path) -> None:
+    """Refuse changed settings with which a run cannot resume.
+
+    The learning rate is a function of the optimiser step: another ``trainer.lr`` scales it from the checkpoint on. The
+    schedule may change where that leaves the rate of the next step as it was, for example to a decay that begins later.
+
+    Args:
+        before: settings of the checkpoint.
+        after: settings of the resumed run.
+        optimizer_steps: optimiser steps of the checkpoint.
+        run: the run's folder, for the message.
+
+    Raises:
+        SettingsError: names the flag and both values, and says what to do.
+    """
     reasons = dict.fromkeys(BOUND, "the lag bound of the checkpoint's groups depends on it")
-    reasons |= dict.fromkeys(schedule, "the learning-rate schedule depends on it")
+    shares = [lr_share(s["trainer"], optimizer_steps, _total_updates(s)) for s in (before, after)]
+    if not math.isclose(*shares):
+        schedule = (*(f"trainer.{name}" for name in SCHEDULE), *TOTAL_STEPS)
+        jump = f"from {shares[0]:.3g} to {shares[1]:.3g} times trainer.lr"
+        reasons |= dict.fromkeys(schedule, f"the learning-rate schedule depends on it: the rate would jump {jump}")
     reasons |= dict.fromkeys(MODEL, "the checkpoint's tensors depend on it")
     if after["trainer"]["reference"]:
         reasons["model"] = "the reference model is loaded from it"
@@ -273,8 +289,14 @@ def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
             flag = name.replace("_", "-")
             raise SettingsError(
                 f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
-                "begin a new run without --resume"
+                f"begin a new run from its weights: python tools/export.py {run} OUT, then --model OUT without --resume"
             )
+
+
+def _total_updates(settings: Mapping[str, Any]) -> int:
+    """Optimiser steps of a whole run."""
+    trainer = settings["trainer"]
+    return int(settings["steps"] * trainer.get("epochs", 1) * trainer.get("minibatches", 1))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -122,8 +122,15 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
 
 
 def trained_as(plan: TrainerPlan) -> str:
-    """A digest of everything that determines how a batch is trained: settings, and for each function its code, and its
-    name and arguments, or, for a recipe's own, its file and line."""
+    """A digest of everything that determines how a batch is trained: settings, the number of optimiser steps if the
+    learning rate depends on it, and the functions."""
+    total_steps = None if plan.settings.lr_min_factor == 1 else plan.total_steps
+    return _digest([to_plain(plan.settings), total_steps, functions_as(plan)])
+
+
+def functions_as(plan: TrainerPlan) -> str:
+    """A digest of what determines how a batch is trained besides the settings: the temperature, the normaliser, and for
+    each function its code, and its name and arguments, or, for a recipe's own, its file and line."""
     functions: list[Any] = []
     if plan.functions is not None:
         loaded = plan.functions.load()
@@ -133,7 +140,10 @@ def trained_as(plan: TrainerPlan) -> str:
         ):
             functions.append([named or place_of(function), code_of(function)])
         functions.append(loaded.advantage_columns)
-    content = to_plain(plan.settings), plan.temperature, plan.normaliser_tokens, functions
+    return _digest([plan.temperature, plan.normaliser_tokens, functions])
+
+
+def _digest(content: list[Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig
@@ -17,6 +19,8 @@ RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0
 """Time for one block of each kind, forward and backward: minutes each on a busy machine without a compile cache."""
 Checkpointing = Literal["none", "selective", "full"]
+SCHEDULE = ("lr_warmup_steps", "lr_decay_ratio", "lr_decay_type", "lr_min_factor")
+"""Settings that determine the learning rate as a share of ``lr``, with the number of optimiser steps."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,27 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
             raise SettingsError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
             )
+
+
+def lr_share(trainer: Mapping[str, Any], step: int, total_steps: int) -> float:
+    """The learning rate of an optimiser step as a share of ``trainer.lr``: torchtitan's schedule
+    (``components/optimizer/lr_scheduler.py``), for processes that do not import it.
+
+    Args:
+        trainer: settings of the trainer in the form of ``settings.json``.
+        step: optimiser steps made before.
+        total_steps: optimiser steps of the whole run.
+    """
+    warmup = min(trainer["lr_warmup_steps"], total_steps)
+    ratio, least = trainer["lr_decay_ratio"], trainer["lr_min_factor"]
+    decay = total_steps - warmup if ratio is None else min(round(total_steps * ratio), total_steps - warmup)
+    if step < warmup:
+        return float((step + 1) / warmup)
+    progress = (step - (total_steps - decay)) / decay if decay else 0.0
+    if progress <= 0:
+        return 1.0
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return float(least + (1 - least) * left[trainer["lr_decay_type"]])
 
 
 def check_hosts(settings: TrainerSettings, per_host: int) -> None:

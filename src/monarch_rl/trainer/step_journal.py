@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.checkpoint.journal import PLAN, JournalBatch, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.trainer.plan import TrainerPlan, trained_as, write_plan
+from monarch_rl.trainer.plan import TrainerPlan, functions_as, trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.weights.checksum import tensor_checksum
 
@@ -46,6 +46,7 @@ class StepJournal:
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
             "trained_as": trained_as(plan),
+            "functions_as": functions_as(plan),
         }
         return cls(policy, JournalWriter(folder, policy.rank, nbytes, about))
 
