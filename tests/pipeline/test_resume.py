@@ -19,6 +19,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalBatch, JournalSettings
+from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
@@ -96,6 +97,23 @@ def test_the_learning_rate_may_change_and_so_may_its_schedule_if_the_next_step_k
     longer = RunSettings(output=tmp_path / "late", trainer=late, steps=500, resume=str(run))
     resumed = resume.resolve_resume(longer)
     assert resumed is not None and "steps 250 -> 500" in resumed.differences
+
+
+@pytest.mark.parametrize("given", ["path", "auto"])
+def test_a_resumed_run_keeps_its_ranks_and_replicas_on_another_machine(tmp_path: Path, given: str) -> None:
+    sizes = {"trainer": TrainerSettings(ranks=3), "generator": GeneratorSettings(replicas=5)}
+    run = finished_step(RunSettings(output=tmp_path, **sizes))  # type: ignore[arg-type]
+    damaged = folders.folder_of(run / "checkpoints", 9)
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{")  # the one before counts
+    fresh = RunSettings(output=tmp_path, resume=str(run) if given == "path" else "auto")
+    kept = resume.keep_sizes(fresh)
+    assert (kept.trainer.ranks, kept.generator.replicas) == (3, 5)
+    assert (resumed := resume.resolve_resume(kept)) is not None
+    assert not any("ranks" in text or "replicas" in text for text in resumed.differences)
+    own = resume.keep_sizes(replace(fresh, trainer=TrainerSettings(ranks=2)))
+    assert (own.trainer.ranks, own.generator.replicas) == (2, 5)
+    assert resume.keep_sizes(replace(fresh, resume=None)) == replace(fresh, resume=None)
 
 
 def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,15 +16,26 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.publishing import TransferGroup
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, normaliser_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.settings import (
+    RunSettings,
+    check,
+    chosen_sizes,
+    episode_limits,
+    normaliser_tokens,
+    prepare_engine,
+    resolve,
+    sized,
+)
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.cli import cli
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import TransferSettings
+from recipes import grpo
 from tests.model.configs import qwen3
 from tests.recipe.running import random_model
 
@@ -178,3 +190,24 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
         assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
     assert normaliser_tokens(given, limit) == 64
+
+
+@pytest.mark.parametrize(("kind", "cores", "expected"), [("cpu", 1, 1), ("cpu", 2, 1), ("cpu", 3, 2), ("cuda", 2, 2)])
+def test_small_machines_have_one_rank_and_one_replica_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    offered = Devices(kind, 1, 8)
+
+    def sizes(*flags: str, default: RunSettings) -> tuple[int, int]:
+        settings = sized(cli(type(default), args=list(flags)), offered)
+        assert sized(settings, offered) == settings, "they are given now"
+        return settings.trainer.ranks, settings.generator.replicas
+
+    for default in (RunSettings(), grpo.Settings()):
+        assert sizes(default=default) == (expected, expected)
+        assert sizes("--trainer.ranks=2", default=default) == (2, expected)
+        assert sizes("--generator.replicas=2", "--trainer.lr=0.1", default=default) == (expected, 2)
+    experts = RunSettings(trainer=TrainerSettings(expert_parallel=2))
+    assert sized(experts, offered).trainer.ranks == 2, "experts are divided among two ranks"
+    assert chosen_sizes(experts, sized(experts, offered)) == ["trainer.ranks 2", f"generator.replicas {expected}"]

@@ -14,9 +14,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_rl.buffer.actor import SavedBuffer
 from monarch_rl.checkpoint.folders import (
@@ -48,11 +48,12 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
-from monarch_rl.settings.ranges import to_plain
+from monarch_rl.settings.ranges import Automatic, to_plain
 from monarch_rl.trainer.settings import SCHEDULE, lr_share
 
 logger = logging.getLogger("monarch_rl")
 
+S = TypeVar("S", bound=RunSettings)
 RESUMES = "resumes.jsonl"
 """File in the run's folder with a line for each resume."""
 BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
@@ -108,6 +109,26 @@ def resolve_resume(settings: RunSettings) -> Resumed | None:
         process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
         raise SettingsError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
+
+
+def keep_sizes(settings: S) -> S:
+    """The settings with the numbers of trainer ranks and replicas of the run to resume, where they are not given.
+
+    Raises:
+        SettingsError: the run to resume has no complete checkpoint.
+    """
+    left = isinstance(settings.trainer.ranks, Automatic) or isinstance(settings.generator.replicas, Automatic)
+    run = _run_to_resume(settings) if left and os.environ.get("RANK", "0") == "0" else None
+    for checkpoint in reversed(complete(run / FOLDER).values()) if run is not None else ():
+        with suppress(BrokenCheckpoint):  # reported when the run is opened
+            saved = read_manifest(checkpoint).settings
+            trainer, generator = settings.trainer, settings.generator
+            if isinstance(trainer.ranks, Automatic):
+                trainer = replace(trainer, ranks=saved["trainer"]["ranks"])
+            if isinstance(generator.replicas, Automatic):
+                generator = replace(generator, replicas=saved["generator"]["replicas"])
+            return replace(settings, trainer=trainer, generator=generator)
+    return settings
 
 
 def _run_to_resume(settings: RunSettings) -> Path | None:

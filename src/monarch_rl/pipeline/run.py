@@ -48,9 +48,9 @@ from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
-from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
+from monarch_rl.pipeline.resume import Resumed, how_to_resume, keep_sizes, note_settings, resolve_resume, take_folder
 from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, prepare
+from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -720,6 +720,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     leave_heap()
     supervisor.follow_supervisor()
     try:
+        given, settings = settings, keep_sizes(settings)
         settings, _ = prepare(settings, devices(), None if task is None else task(settings))
         resumed = resolve_resume(settings)
     except ValueError as error:
@@ -735,6 +736,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
+        if chosen := chosen_sizes(given, settings):
+            print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):

@@ -12,7 +12,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import CheckedSettings, Range
+from monarch_rl.settings.ranges import TWO, CheckedSettings, Range
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 
 RouterReplay = Literal["off", "compare", "replay"]
@@ -27,8 +27,9 @@ SCHEDULE = ("lr_warmup_steps", "lr_decay_ratio", "lr_decay_type", "lr_min_factor
 class TrainerSettings(CheckedSettings, flags="trainer"):
     """The trainer mesh, its optimiser (torchtitan's) and its micro-batches."""
 
-    ranks: Annotated[int, Range(1, 100_000)] = 2
-    """Processes of the trainer mesh. FSDP2 shards the model over all of them."""
+    ranks: Annotated[int, Range(1, 100_000)] = TWO
+    """Processes of the trainer mesh. FSDP2 shards the model over all of them. If it is not given: 1 without GPUs on at
+    most two cores, where that is faster, otherwise 2; a resumed run keeps its number."""
     expert_parallel: Annotated[int, Range(1, 100_000)] = 1
     """Expert-parallel degree of a mixture-of-experts model: the experts are divided among this many ranks, and each
     token is sent to the ranks of its experts. Must divide `ranks`. 1: every rank gathers all experts of a layer to
