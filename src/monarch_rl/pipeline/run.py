@@ -36,6 +36,7 @@ from monarch_rl.checkpoint.folders import Measurement, write_whole
 from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -88,6 +89,7 @@ from monarch_rl.trainer.functions import (
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
+from monarch_rl.trainer.settings import lr_warnings
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import Watch, watched
 
@@ -317,6 +319,7 @@ class Run:
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
         warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
+        warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             warnings.append(warning)
         for warning in warnings:

@@ -19,6 +19,18 @@ RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0
 """Time for one block of each kind, forward and backward: minutes each on a busy machine without a compile cache."""
 Checkpointing = Literal["none", "selective", "full"]
+HIGHEST_LR = ((10**8, 1.0), (2 * 10**9, 2e-5), (10**10, 3e-6), (10**15, 1e-6))
+"""(parameters below, highest learning rate in published configurations of full training by reinforcement learning).
+
+Below 100M parameters there are none: the tiny models of ``tools/`` train with 3e-4. Most use 1e-6 at every size: TRL's
+``GRPOConfig``, verl's ``examples/grpo_trainer`` from Qwen3-0.6B to Qwen3-235B-A22B, and DAPO with Qwen2.5-32B
+(``recipe/dapo/run_dapo_qwen2.5_32b.sh`` there). Higher ones: 2e-5 in Open-R1's ``recipes/Qwen2.5-1.5B-Instruct/grpo``,
+1.5e-6 to 3e-6 with 7B in its ``recipes/Qwen2.5-Math-7B/grpo``."""
+LORA_FACTOR = 10
+"""The best rate of LoRA over that of full training: Schulman et al., "LoRA Without Regret"
+(https://thinkingmachines.ai/blog/lora/), 2025."""
+FAR_ABOVE = 5
+"""Factor on these rates above which a rate is reported. A choice: such rates need not fail."""
 SCHEDULE = ("lr_warmup_steps", "lr_decay_ratio", "lr_decay_type", "lr_min_factor")
 """Settings that determine the learning rate as a share of ``lr``, with the number of optimiser steps."""
 
@@ -146,6 +158,24 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
             raise SettingsError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
             )
+
+
+def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:
+    """A sentence if the learning rate is far above those that are used for models of this size.
+
+    Args:
+        parameters: number of the model's parameters.
+    """
+    highest = next(lr for below, lr in HIGHEST_LR if parameters < below)
+    kind = f"LoRA, {LORA_FACTOR} times that of full training" if settings.lora.rank else "full training"
+    highest *= LORA_FACTOR if settings.lora.rank else 1
+    if settings.lr <= FAR_ABOVE * highest:
+        return []
+    return [
+        f"trainer.lr {settings.lr:g} is far above the highest rate in published runs of models with about "
+        f"{parameters / 1e9:.2g}B parameters, {highest:g} ({kind}); TRL and verl use 1e-06 for full training "
+        "(docs/algorithms.md)"
+    ]
 
 
 def lr_share(trainer: Mapping[str, Any], step: int, total_steps: int) -> float:
