@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
 from monarch_rl.pipeline.replayed_steps import OnReplayed, replay_steps
 from monarch_rl.pipeline.resume import Resumed
-from monarch_rl.pipeline.run_folder import note_state, recipe_name
+from monarch_rl.pipeline.run_folder import note_state, read_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
@@ -210,6 +211,63 @@ def test_journals_from_before_a_generation_without_one_are_ignored(tmp_path: Pat
         assert asyncio.run(replay(resumed)) == []
         resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
     assert since == [0, 0, 2, 2] and calls == [(0, number) for number in since]
+
+
+@pytest.mark.parametrize(
+    ("damage", "since"),
+    [
+        (lambda line: line.replace(b"false", b"galse"), 2),
+        (lambda line: line.replace(b'"journal"', b'"kournal"'), 2),
+        (lambda line: line.replace(b'"generation": 2', b'"generation": 3'), 2),
+        (lambda line: line[: len(line) // 2], 3),  # joined with the next line
+        (lambda line: b"", 2),
+        (lambda line: b"\xff" + line[1:], 2),
+    ],
+    ids=["no JSON", "another key", "another generation", "cut", "removed", "no text"],
+)
+def test_a_generation_whose_line_is_damaged_counts_as_one_without_a_journal(
+    tmp_path: Path, damage: Callable[[bytes], bytes], since: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise batches from before it would be replayed."""
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    for mib in (64, 0, 64):
+        resumed = resume.resolve_resume(replace(settings, resume=str(run)))
+        resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
+    (run / "journal").mkdir()
+    for generation in (1, 3):
+        (run / "journal" / f"plan-{generation}.json").touch()
+    path = run / "resumes.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + damage(lines[1]) + lines[2])
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
+    assert resumed is not None and (resumed.generation, resumed.journal_since) == (4, since)
+    if b"galse" in path.read_bytes():
+        assert f"{path}: line 2, at byte {len(lines[0])}, is damaged" in caplog.text
+
+
+def test_a_damaged_file_of_the_runs_state_or_settings_prevents_no_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    for text in ('{"state": "fin', "[]", '{"state": 7, "cause": "", "goes_on": true}', "{}"):
+        (run / "run.json").write_text(text)
+        assert read_state(run)["goes_on"] is True and f"{run / 'run.json'} is damaged" in caplog.text
+        caplog.clear()
+        assert (found := resume.resolve_resume(replace(settings, resume="auto"))) and found.run == run.resolve()
+    (run / "settings.json").write_bytes(b"\xff{")
+    resume.note_settings(run, settings)
+    assert json.loads((run / "settings.json").read_text())["held_out"] == settings.held_out
+
+
+def test_lines_that_a_checkpoint_had_and_that_are_gone_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings, positions={"metrics.jsonl": 20})
+    resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run))))
+    assert f"{run.resolve() / 'metrics.jsonl'} has 13 bytes, but had 20" in caplog.text
 
 
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])

@@ -33,7 +33,7 @@ from monarch_rl.checkpoint.folders import (
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
-from monarch_rl.observe.lines import LineFile, truncate
+from monarch_rl.observe.lines import LineFile, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
@@ -191,7 +191,9 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
-        raise SettingsError(f"resume {run}: {error}") from error
+        raise SettingsError(
+            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run"
+        ) from error
     before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
     check_same(before, to_plain(settings), manifest.optimizer_steps, run)
@@ -202,7 +204,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         if installed.get(package) != version
     ]
     resumes = _resumes(run)
-    generation, since = _last_generation(run, resumes) + 1, _last_without_journal(resumes)
+    last = _last_generation(run, resumes)
+    generation, since = last + 1, _last_without_journal(resumes, last)
     return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
 
 
@@ -233,7 +236,7 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
     """Write the settings of a resumed run, once it has restored its checkpoint with them. A failure is only logged:
     each checkpoint stores its settings, too."""
     try:
-        if (folder / SETTINGS).read_text() != _text(settings):
+        if (folder / SETTINGS).read_bytes() != _text(settings).encode():
             write_whole(folder / SETTINGS, _text(settings))
     except OSError as error:
         logger.error(
@@ -355,17 +358,17 @@ def _last_generation(run: Path, resumes: Mapping[int, bool]) -> int:
     return max(found + plans_of(run / JOURNAL))
 
 
-def _last_without_journal(resumes: Mapping[int, bool]) -> int:
-    """The last generation that ran without a journal, so that its steps differ from the journaled ones; 0 if none."""
-    return max((generation for generation, journal in resumes.items() if not journal), default=0)
+def _last_without_journal(resumes: Mapping[int, bool], last: int) -> int:
+    """The last generation, up to ``last``, that ran without a journal, so that its steps differ from the journaled
+    ones; 0 if none. One whose line is lost may have."""
+    return max((generation for generation in range(1, last + 1) if not resumes.get(generation)), default=0)
 
 
 def _resumes(run: Path) -> dict[int, bool]:
-    """For each generation with a line in the run's file of resumes: whether it kept a journal."""
-    found = {}
-    with suppress(FileNotFoundError):
-        for line in (run / RESUMES).read_text(errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                row = json.loads(line)
-                found[int(row["generation"])] = bool(row.get("journal", True))
-    return found
+    """For each generation with a line in the run's file of resumes: whether it kept a journal. Logs damaged lines."""
+    if not (run / RESUMES).is_file():
+        return {}
+    rows, damage = read_rows(run / RESUMES)
+    for problem in damage:
+        logger.warning("%s: steps from before that resume are not replayed from the journal", problem)
+    return {row["generation"]: row.get("journal") is True for row in rows if isinstance(row.get("generation"), int)}

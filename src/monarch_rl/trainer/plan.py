@@ -18,7 +18,7 @@ from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
-from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.folders import read_checked, write_checked
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
 from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.runtime.by_value import ByValue
@@ -56,8 +56,8 @@ class TrainerPlan:
 
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
 #
-#     {"format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
-#      "normaliser_tokens": ..., "generation": ..., "functions": null, or
+#     {"crc32": ..., "format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ...,
+#      "temperature": ..., "normaliser_tokens": ..., "generation": ..., "functions": null, or
 #         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 #
 # A FUNCTION of this package is stored by its name and arguments, or as an objective and the settings ``trainer.loss``,
@@ -82,7 +82,7 @@ def write_plan(folder: Path, plan: TrainerPlan) -> None:
         "generation": plan.generation,
         "functions": None if plan.functions is None else _functions(plan.functions),
     }
-    write_whole(folder / PLAN.format(generation=plan.generation), json.dumps(values, indent=1) + "\n")
+    write_checked(folder / PLAN.format(generation=plan.generation), values)
 
 
 def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
@@ -101,8 +101,8 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
         raise SettingsError(
             f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
         )
-    values = json.loads(path.read_text())
-    writer = values["monarch_rl"]
+    values = read_checked(path)
+    writer = str(values.get("monarch_rl", ""))
     try:
         if values["format"] != FORMAT:
             raise SettingsError(f"its format is {values['format']}, not {FORMAT}")
