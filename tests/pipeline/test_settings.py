@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -205,15 +206,35 @@ def test_small_machines_have_one_rank_and_one_replica_unless_told_otherwise(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     offered = Devices(kind, 1, 8)
 
-    def sizes(*flags: str, default: RunSettings) -> tuple[int, int]:
-        settings = sized(cli(type(default), args=list(flags)), offered)
+    def sizes(*flags: str) -> tuple[int, int]:
+        settings = sized(cli(grpo.Settings, args=list(flags)), offered)
         assert sized(settings, offered) == settings, "they are given now"
         return settings.trainer.ranks, settings.generator.replicas
 
-    for default in (RunSettings(), grpo.Settings()):
-        assert sizes(default=default) == (expected, expected)
-        assert sizes("--trainer.ranks=2", default=default) == (2, expected)
-        assert sizes("--generator.replicas=2", "--trainer.lr=0.1", default=default) == (expected, 2)
+    assert sizes("--trainer.ranks=2") == (2, expected)
+    assert sizes("--generator.replicas=2", "--trainer.lr=0.1") == (expected, 2)
     experts = RunSettings(trainer=TrainerSettings(expert_parallel=2))
     assert sized(experts, offered).trainer.ranks == 2, "experts are divided among two ranks"
     assert chosen_sizes(experts, sized(experts, offered)) == ["trainer.ranks 2", f"generator.replicas {expected}"]
+
+
+def test_trainer_ranks_are_refused_beyond_the_machines_memory_and_the_limit_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model's logits, of 8,192 tokens at most: two ranks on the CPU, none on GPUs of unknown memory."""
+    trainer = TrainerSettings(ranks=2, logprob_chunk=65_536)
+    generator = GeneratorSettings(max_total_tokens=4096)
+    settings = RunSettings(model=str(random_model(tmp_path / "tiny")), trainer=trainer, generator=generator)
+    settings = replace(settings, output=tmp_path / "runs")
+    logits = 20 * 8192 * check(settings, CPUS).vocab_size
+    for limited in ("the machine", "a process"):
+        with monkeypatch.context() as patch:
+            if limited == "the machine":
+                patch.setattr("monarch_rl.pipeline.settings.memory_limit", lambda: 2 * logits)
+            else:
+                patch.setattr(resource, "getrlimit", lambda kind: (logits, resource.RLIM_INFINITY))
+            with pytest.raises(
+                ValueError, match=r"2 trainer ranks .*logits of 8192 tokens .*--trainer.logprob-chunk at"
+            ):
+                check(settings, CPUS)
+            check(replace(settings, trainer=replace(trainer, logprob_chunk=1024)), CPUS)
