@@ -15,6 +15,8 @@ from monarch_rl.trainer.settings import TrainerSettings
 
 LOGITS_BYTES = 24
 """Most bytes per token of a chunk and entry of the vocabulary (``trainer.logprob_chunk``)."""
+NEGLIGIBLE = 64 << 20
+"""Bytes of logits below which a smaller chunk does not help."""
 _WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory", "alloc_failed")
 """In errors of torch and its libraries that have no type of their own."""
 
@@ -52,11 +54,12 @@ def advice_for(settings: TrainerSettings, vocabulary: int, *, on_gpu: bool) -> s
     """The flags that lower a rank's need of memory, with their values."""
     chunk = min(settings.logprob_chunk, settings.tokens_per_microbatch)
     logits = LOGITS_BYTES * chunk * vocabulary // settings.tp
-    lower = [
-        f"--trainer.logprob-chunk (now {settings.logprob_chunk}: logits over {vocabulary:,} entries of the vocabulary "
-        f"take up to {logits / 2**30:.1f} GiB)",
-        f"--trainer.tokens-per-microbatch (now {settings.tokens_per_microbatch}, also the limit of an episode)",
-    ]
+    lower = [f"--trainer.tokens-per-microbatch (now {settings.tokens_per_microbatch}, also the limit of an episode)"]
+    if logits >= NEGLIGIBLE:
+        chunk_flag = (
+            f"--trainer.logprob-chunk (now {settings.logprob_chunk}: logits over {vocabulary:,} entries of the "
+        )
+        lower.insert(0, f"{chunk_flag}vocabulary take up to {logits / 2**30:.1f} GiB)")
     other = ["--trainer.activation-checkpoint full"] if settings.activation_checkpoint != "full" else []
     if not settings.lora.rank and settings.tp == 1:
         other.append("--trainer.lora.rank 16")
