@@ -15,6 +15,7 @@ from typing import Any
 
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.errors import SettingsError
+from monarch_rl.observe.console_relay import end_relay
 from monarch_rl.observe.lines import read_object
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
@@ -86,6 +87,7 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
         if not decide(ending_of(error), checkpoint=newest_checkpoint(run), limit=restarts).restart:
             raise
         traceback.print_exc()
+        end_relay()  # the restarted program has its own
         program = [sys.executable, *sys.orig_argv[1:]]
         sys.exit(supervisor.Supervisor(program, restarts).run(run, _describe(error)))
 
