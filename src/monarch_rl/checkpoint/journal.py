@@ -474,7 +474,7 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
         yield Damage(path, 0, 0, 0, "the file has no records")
         return
     if data[:place] != MAGIC and _record_at(data, place) is None:  # otherwise only these bytes are damaged
-        if data.startswith(MAGIC[:-2]):
+        if data.startswith(MAGIC[:-2]) and data[len(MAGIC) - 2 : len(MAGIC)].isdigit():
             raise SettingsError(
                 f"{path} has format {data[:place]!r}, but this program reads {MAGIC!r}: use the version of monarch_rl "
                 "that wrote it"
