@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,14 +27,17 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TypeVar
 
+from monarch.actor import ActorError
+
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
+from monarch_rl.checkpoint.folders import Measurement, write_whole
+from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
@@ -47,9 +51,9 @@ from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
-from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
-from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare
+from monarch_rl.pipeline.resume import Resumed, how_to_resume, keep_sizes, note_settings, resolve_resume, take_folder
+from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
+from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -72,6 +76,7 @@ from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.restart import raised_by_actor
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row, as_rows
@@ -86,6 +91,7 @@ from monarch_rl.trainer.functions import (
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
+from monarch_rl.trainer.settings import lr_warnings
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import Watch, watched
 
@@ -318,6 +324,7 @@ class Run:
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
         warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
+        warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             warnings.append(warning)
         for warning in warnings:
@@ -773,6 +780,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     try:
+        given, settings = settings, keep_sizes(settings)
         made = None if task is None else task(settings)
         settings, _ = prepare(settings, devices(), made)
         if made is not None:
@@ -794,6 +802,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             return
         folder = take_folder(settings, resumed)
         relay.log_to(folder)
+        if chosen := chosen_sizes(given, settings):
+            print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):
@@ -802,6 +812,11 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         except (EpisodesFail, FrozenRefused) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
+        except ActorError as error:
+            if not isinstance(cause := raised_by_actor(error), OutOfMemory):
+                raise
+            write_whole(folder / ERROR, "".join(traceback.format_exception(error)))
+            sys.exit(f"error: {cause}. The traceback is in {folder / ERROR}")
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise
