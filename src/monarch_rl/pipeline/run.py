@@ -33,6 +33,7 @@ from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -81,6 +82,7 @@ from monarch_rl.trainer.functions import (
     check_that_columns_are_read,
     check_unread_objective,
     equal_rewards_warning,
+    without_rewards,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
@@ -178,6 +180,8 @@ class Run:
         """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
+        buffer, groups = settings.buffer, settings.groups_per_step
+        self._learning_signal = LearningSignal(groups, buffer.max_filtered * groups * buffer.drop_equal_rewards)
         # A generator may be restarted during a step. Its deadline is computed here, because settings that are not
         # resolved for the devices have none.
         floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
@@ -317,6 +321,7 @@ class Run:
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
+        self._learning_signal.reads_rewards = not without_rewards(functions)
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             cluster,
@@ -506,6 +511,8 @@ class Run:
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
         outputs.show(self.version, values)
+        if warning := self._learning_signal.note(values):
+            outputs.note(f"warning: {warning}")
         return values
 
     async def step(self) -> dict[str, float]:
