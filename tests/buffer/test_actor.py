@@ -75,6 +75,28 @@ def test_steps_through_waiting_calls(process: Any) -> None:
     run(test)
 
 
+def test_a_batch_is_awaited_until_it_is_complete_and_names_what_it_lacks(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 4, 1)
+        assert await buffer.awaited_batch.call_one() is None, "no rank waits"
+        (done,) = await fill(buffer, 1)
+        await buffer.drop.call_one((await buffer.admit.call_one("worker 0", WAIT_S)).group_id, "before", 0, 0)
+        taking = asyncio.ensure_future(buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S))
+        for reason in ("meanwhile", ""):
+            ticket = await buffer.admit.call_one("worker 0", WAIT_S)
+            if reason:
+                await buffer.drop.call_one(ticket.group_id, reason, 0, 0)
+        batch = await buffer.awaited_batch.call_one()
+        assert (batch.groups, batch.missing, batch.unstarted) == (4, [ticket.group_id], 2)
+        assert (batch.running, batch.dropped) == (1, {"meanwhile": 1}) and done not in batch.missing
+        await buffer.submit.call_one(serialize_group(group(ticket.group_id, [0], [0])))
+        await fill(buffer, 2)
+        await within(WAIT_S, taking, "the batch")
+        assert await buffer.awaited_batch.call_one() is None, "the trainer computes"
+
+    run(test)
+
+
 def test_a_held_buffer_serves_only_the_batch_in_training(process: Any) -> None:
     async def test() -> None:
         buffer = buffer_actor(process, 2, 1)

@@ -131,6 +131,36 @@ def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
     assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
 
 
+def test_the_longest_running_episode_of_some_groups_is_described(template: ChatTemplate) -> None:
+    echo, ends = Echo(template, "8"), asyncio.Event()
+
+    async def episode(turns: int, policy: Policy) -> float:
+        for _ in range(turns):
+            await policy.reply("no: ")
+        await ends.wait()
+        return 1.0
+
+    async def test() -> None:
+        runner, letters = EpisodeRunner(echo, template, SETTINGS), task(episode, name="letters")
+        playing = [
+            asyncio.ensure_future(runner.play(letters, index, turns, Sampling(), group))
+            for index, turns, group in ((7, 2, 0), (8, 5, 0), (9, 9, 1), (3, 1, -4))
+        ]
+        await asyncio.sleep(0.1)
+        longest, held_out = runner.longest([0]), runner.longest(None)
+        assert longest is not None and held_out is not None
+        assert (longest.item, longest.group, longest.turns, longest.task) == (8, 0, 5, "letters")
+        turn = len(template.opening([user("no: ")])) + len(echo.completion.token_ids)
+        assert longest.tokens == 5 * turn
+        assert longest.in_own_code and longest.seconds > 0
+        assert (held_out.item, held_out.turns) == (3, 1) and runner.longest([5]) is None
+        ends.set()
+        await asyncio.gather(*playing)
+        assert runner.longest([0, 1]) is None
+
+    run(test())
+
+
 @pytest.mark.parametrize("read_first", [False, True])
 def test_a_refused_message_leaves_the_policy_unchanged(template: ChatTemplate, read_first: bool) -> None:
     async def episode(item: Any, policy: Policy) -> float:

@@ -43,6 +43,7 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
+from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
@@ -116,6 +117,9 @@ class NoWatch:
     def loop_lag(self) -> dict[str, float]:
         return {}
 
+    def state_of(self, name: str) -> str:
+        return ""
+
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -129,6 +133,7 @@ class RunComponents:
     watch: Watch | NoWatch
     outputs: RunOutputs | NoOutputs
     evaluations: Evaluations
+    progress: Progress
 
 
 class Run:
@@ -367,6 +372,7 @@ class Run:
         # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
         await publisher.wait_until_served()
+        outputs.note(f"version {self.version} is served")
         if resumed is not None:
             await on_disk(disk_limit_s(0), "the run's settings", note_settings, resumed.run, s)
             await take_snapshots(actors, self.version, self.folder, resumed=True)
@@ -389,6 +395,9 @@ class Run:
                 generation=resumed.generation if resumed else 0,
                 metric=self._best.metric,
             )
+        progress = Progress(
+            None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
+        )
         evaluations = Evaluations(
             s,
             s.generator.running_requests(self._on_gpu),
@@ -400,11 +409,14 @@ class Run:
             self._best,
             self.on_best,
             checkpoints,
+            progress,
         )
         self._lifetimes.callback(evaluations.cancel)
         await self._lifetimes.enter_async_context(failures.summary_at_end(observer, outputs.note))
         frozen = FrozenMeter(actors.frozen)
-        self._begun = RunComponents(actors, publisher, observer, recovery, frozen, watch, outputs, evaluations)
+        self._begun = RunComponents(
+            actors, publisher, observer, recovery, frozen, watch, outputs, evaluations, progress
+        )
         self._checkpoints = checkpoints
         # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
         if self.version > restored:
@@ -479,7 +491,8 @@ class Run:
         """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
+        async with self._components.progress.step(self.version + 1):
+            metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
         self._note_update(metrics)
         return metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
@@ -21,6 +21,7 @@ from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.statistics import EpisodeProgress
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time, within
 from monarch_rl.tasks.task import EpisodeCode, Returned, Task
@@ -56,6 +57,8 @@ class EpisodeRunner:
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
         self._context = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
+        self._running: dict[Rollout, tuple[str, int]] = {}
+        """Running episodes in the order of their start, with the name of the task and the index of the item."""
         self._leaving: set[asyncio.Task[Any]] = set()
         """Code of ended or cancelled episodes that is still running."""
 
@@ -67,6 +70,19 @@ class EpisodeRunner:
         _, stuck = await asyncio.wait(self._leaving, timeout=LEAVE_S)
         if stuck:
             logger.warning("%d cancelled episodes did not end within %g s; the process ends them", len(stuck), LEAVE_S)
+
+    def longest(self, groups: Collection[int] | None) -> EpisodeProgress | None:
+        """The running episode with most tokens, and the earliest of equals; None if none is running.
+
+        Args:
+            groups: only episodes of these groups; None: only those of held-out items.
+        """
+        running = [
+            EpisodeProgress(task, item, rollout.group, *rollout.length, *rollout.clock.state)
+            for rollout, (task, item) in self._running.items()
+            if (rollout.group < 0 if groups is None else rollout.group in groups)
+        ]
+        return max(running, key=lambda progress: progress.tokens, default=None)
 
     async def play(
         self, task: Task, index: int, item: Any, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
@@ -91,6 +107,7 @@ class EpisodeRunner:
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
         rollout = Rollout(self._context, conversation, sampling, group, reward, share)
+        self._running[rollout] = task.name, index
         running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group))
         try:
             return rollout.sequences(await self._outcomes(task.episode, item, rollout))
@@ -99,6 +116,7 @@ class EpisodeRunner:
             failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
             raise
         finally:
+            del self._running[rollout]
             rollout.end()
             RUNNING_EPISODE.reset(running)
 

@@ -130,6 +130,13 @@ class Rollout:
         return as_rows(line.conversation.messages)
 
     @property
+    def length(self) -> tuple[int, int]:
+        """Turns and tokens of the longest conversation so far."""
+        lines = (line for branch in self.branches.all for line in branch.lines.values())
+        tokens, turns = max((len(line.conversation.ids), len(line.turns)) for line in lines)
+        return turns, tokens
+
+    @property
     def num_trainable(self) -> int:
         """Number of trainable tokens so far."""
         return sum(int(span.turn.trainable[span.start : span.end].sum()) for span in self.branches.spans)

@@ -26,7 +26,7 @@ from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder, Stage
-from monarch_rl.rollout.statistics import Statistics, WorkerStats
+from monarch_rl.rollout.statistics import Statistics, WorkerProgress, WorkerStats
 from monarch_rl.rollout.submit import GroupSubmitter, TicketQueue
 from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
@@ -94,6 +94,8 @@ class RolloutWorker(AsksFrozenModels):
         self._resources: Resources | None = None
         self._running: asyncio.Task[None] | None = None
         self._evaluating: set[asyncio.Task[Evaluation]] = set()
+        self._held_out_ended = 0
+        """Held-out episodes that have ended since the evaluation began."""
         self._statistics = Statistics(self._name)
         self._permits = asyncio.Semaphore(settings.concurrent_groups)
         self._transcripts = Transcripts()
@@ -187,6 +189,8 @@ class RolloutWorker(AsksFrozenModels):
             max_concurrent: number of episodes that run at once; None means as many as for training.
         """
         settings = self._settings
+        if not self._evaluating:
+            self._held_out_ended = 0
         evaluation = run_held_out(
             plan,
             self._task,
@@ -206,6 +210,7 @@ class RolloutWorker(AsksFrozenModels):
 
     async def _run_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         result = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
+        self._held_out_ended += 1
         if not isinstance(result, EpisodeFailed):
             wait_registry.progress("held-out item played")
         return result
@@ -214,6 +219,11 @@ class RolloutWorker(AsksFrozenModels):
     async def stats(self) -> WorkerStats:
         """Counters of this worker."""
         return self._statistics.stats()
+
+    @persistent_endpoint
+    async def progress(self, groups: list[int] | None) -> WorkerProgress:
+        """How far the longest running episode of these groups is; of a held-out item if ``groups`` is None."""
+        return WorkerProgress(self._held_out_ended, self._runner.longest(groups))
 
     @persistent_endpoint
     async def rollouts(

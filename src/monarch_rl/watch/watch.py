@@ -45,7 +45,7 @@ from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience, on_disk, within
 from monarch_rl.runtime.wait_registry import CONTROLLER
-from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
+from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LAG_ALARM_S, LoopLag, ProcessPoller
 from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
@@ -90,6 +90,8 @@ class Watch:
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
         self._last_advance = time.monotonic()
+        self._picture = RunPicture()
+        """The last one."""
         self._heartbeat = wait_registry.Heartbeat()
         """Heartbeat of the watch's own event loop."""
         self._pause_reported = False
@@ -108,6 +110,12 @@ class Watch:
     def loop_lag(self) -> dict[str, float]:
         """Metrics of event-loop lag since the last call, by kind of actor, in milliseconds: see docs/metrics.md."""
         return self._lag.metrics()
+
+    def state_of(self, name: str) -> str:
+        """The state of a process at the last poll; completes a sentence that begins with its name. Empty if there is no
+        such process."""
+        process = self._picture.processes.get(name)
+        return "" if process is None else process.describe(LAG_ALARM_S)
 
     def start(self) -> None:
         starvation.warn_if_not_counted()
@@ -180,7 +188,7 @@ class Watch:
         # Checked before and after the picture: its times are wrong if they include a stop of this process.
         if self._did_not_run() or self._ended.is_set():
             return
-        picture = await self._poller.picture()
+        picture = self._picture = await self._poller.picture()
         if self._did_not_run() or self._ended.is_set():
             return
         self._note_progress(picture)
