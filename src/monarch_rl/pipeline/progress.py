@@ -131,12 +131,9 @@ class Progress:
         if batch is None:
             return f"step {step}: the trainer has not finished it after {seconds:.0f} s"
         answers, silent = await self._ask(batch.missing)
-        if not batch.missing:
-            longest = []
-        elif not any(answer.longest for answer in answers):
+        longest = _longest(answers)
+        if batch.missing and not longest and not silent:
             longest = ["no episode of them is running: items, group rewards or stages take the time"]
-        else:
-            longest = _longest(answers)
         return "; ".join([f"step {step}: {describe_batch(batch)}", *longest, *silent])
 
     async def _of_evaluation(self, version: int, episodes: int, seconds: float) -> str:

@@ -145,11 +145,12 @@ class Recovery:
         running, self._running = self._running, None
         await asyncio.gather(*running.values())  # waits: they end with the buffer; lost ones have ended
 
-    async def recover(self, culprit: str) -> bool:
+    async def recover(self, culprit: str, state: str) -> bool:
         """Replace a stuck process, if the run can continue without it.
 
         Args:
             culprit: the watch's name for the process, such as ``"generator 1"`` or ``"the engine of generator 1"``.
+            state: its state, for the cause of the loss: "has blocked its event loop for 15 s at ...".
 
         Returns:
             Whether the run can continue: the process belongs to a pool that has other processes left, or in which it
@@ -163,7 +164,7 @@ class Recovery:
             lost = int(match[1] or match[2])
             name, others_left = pool.name(lost), any(index != lost for index in pool.handles)
             if others_left or (pool.replaceable and self._losses.recent(name) < self._settings.restarts):
-                self._report_loss(name, RuntimeError(f"{culprit} is stopped or stuck"))
+                self._report_loss(name, RuntimeError(f"{culprit} {state}"))
                 return True
         return False
 

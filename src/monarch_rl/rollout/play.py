@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, ScoringFailed
+from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, LoopBlocked, ScoringFailed
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
@@ -175,6 +175,14 @@ class EpisodeRunner:
         if error is not None:
             raise error
         returned = task.result()
+        if isinstance(returned, LoopBlocked):
+            place, stack = describe(returned)
+            report = (
+                f"{stack}\nIt blocked the event loop of its worker, and with it all other episodes there: await "
+                "asyncio.to_thread(...) for computation and blocking calls. If it may take longer, raise "
+                "--rollout.episode-deadline-s."
+            )
+            raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         if isinstance(returned, BaseException):
             raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
@@ -188,6 +196,10 @@ async def _with_turn_rewards(coroutine: Awaitable[Returned], rollout: Rollout) -
         returned = CONTEXT_FULL
     await rollout.turn_rewards.settled()
     return returned
+
+
+CALLS_EPISODE = _with_turn_rewards.__code__
+"""In the stack of a thread, it shows that the thread runs an episode's code."""
 
 
 async def value_or_exit(coroutine: Awaitable[T]) -> T | BaseException:

@@ -15,6 +15,7 @@ from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.blocked_loop import GRACE_S, LoopGuard
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect_frozen_models
@@ -89,7 +90,8 @@ class RolloutWorker(AsksFrozenModels):
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
-        wait_registry.register(self._name)
+        wait_registry.register(self._name, block_limit_s=settings.episode_deadline_s + GRACE_S)
+        self._guard: LoopGuard | None = None
         self._scorer: Scorer | None = None
         self._resources: Resources | None = None
         self._running: asyncio.Task[None] | None = None
@@ -138,6 +140,7 @@ class RolloutWorker(AsksFrozenModels):
 
     def guard_process(self) -> None:
         """Limit what episodes' code can do to this process, which belongs to the worker alone."""
+        self._guard = LoopGuard(self._name, self._settings.episode_deadline_s)
         bound_printing(f"the code of {self._name}")
         end_copies()
 
@@ -264,12 +267,14 @@ class RolloutWorker(AsksFrozenModels):
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running}, timeout=BUFFER_DEADLINE_S)
-        await self._close_scorer()
+        await self._end_helpers()
 
     async def __cleanup__(self, exc: Exception | None) -> None:
-        await self._close_scorer()
+        await self._end_helpers()
 
-    async def _close_scorer(self) -> None:
+    async def _end_helpers(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
         scorer, self._scorer = self._scorer, None
         if scorer is not None:
             await asyncio.to_thread(scorer.close)

@@ -68,8 +68,9 @@ END_S = 20.0
 RECOVER_DEADLINE_S = 5.0
 """Seconds for ``recover`` to decide whether the run can continue. The replacement itself comes later."""
 
-Recover = Callable[[str], Awaitable[bool]]
-"""Takes a culprit's name; returns whether the run can continue."""
+Recover = Callable[[str, str], Awaitable[bool]]
+"""Takes a culprit's name and its state, in words that complete a sentence beginning with the name; returns whether the
+run can continue."""
 
 
 class Watch:
@@ -254,7 +255,7 @@ class Watch:
             )
             return
         message = await self._report(picture, paused_s)
-        replaced = [culprit for culprit in culprits if await self._try_recover(culprit.name)]
+        replaced = [culprit for culprit in culprits if await self._try_recover(culprit)]
         if culprits and replaced == culprits:
             await asyncio.gather(*(self._poller.kill(culprit) for culprit in culprits))
             self._reset_timers()
@@ -282,10 +283,11 @@ class Watch:
         logger.error("the run cannot continue: %s\n%s Stacks:\n%s", message, where, stacks)
         return message
 
-    async def _try_recover(self, culprit: str) -> bool:
+    async def _try_recover(self, process: Process) -> bool:
+        culprit, state = process.name, process.describe(self._stall_s)
         if self._recover is None or culprit == CONTROLLER:  # a controller that hangs cannot run ``recover``
             return False
-        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit)), self._main_loop)
+        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit, state)), self._main_loop)
         try:
             what = f"{culprit} to be replaced"
             return await within(RECOVER_DEADLINE_S, asyncio.wrap_future(on_main), what, on=CONTROLLER)
