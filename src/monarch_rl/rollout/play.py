@@ -56,7 +56,9 @@ class EpisodeRunner:
         self._template = template
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
-        self._context = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
+        self._context = EpisodeContext(
+            generator, scorer, stops, settings.episode_deadline_s, episode_limit, settings.max_turns
+        )
         self._running: dict[Rollout, tuple[str, int]] = {}
         """Running episodes in the order of their start, with the name of the task and the index of the item."""
         self._leaving: set[asyncio.Task[Any]] = set()
@@ -96,7 +98,7 @@ class EpisodeRunner:
 
         Returns:
             The episode's sequences: one, or one per seat and branch. ``finish_reason`` is ``context`` if there was no
-            room left, else that of the last turn.
+            room left, ``turns`` if it was refused one more than ``max_turns``, else that of the last turn.
 
         Raises:
             EpisodeFailed: the episode's code raised, did not end in time or returned a value that is not a reward, its

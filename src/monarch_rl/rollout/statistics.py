@@ -74,6 +74,8 @@ class WorkerStats:
     """Number of scored episodes."""
     full_contexts: int = 0
     """Number of scored episodes that a full context ended."""
+    turn_limits: int = 0
+    """Number of scored episodes that ``max_turns`` ended."""
     failed: dict[str, int] = field(default_factory=dict)
     """Number of failed episodes, by reason."""
     tokens: int = 0
@@ -137,6 +139,7 @@ class Statistics:
                 stats.episodes += 1
                 stats.tokens += sum(sequence.num_trainable for sequence in result)
                 stats.full_contexts += any(sequence.finish_reason == "context" for sequence in result)
+                stats.turn_limits += any(sequence.finish_reason == "turns" for sequence in result)
 
     def add_stage(self, name: str, waited_s: float, seconds: float) -> None:
         """Count the time of a group in a stage."""
