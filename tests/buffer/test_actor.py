@@ -16,6 +16,7 @@ from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue, TicketQueue
@@ -266,6 +267,21 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_submissions_are_igno
         await buffer.submit.call_one(serialize_group(restarted))
         shard = await buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S)
         assert shard.num_episodes == 4
+
+    run(test)
+
+
+def test_a_group_that_has_blocked_its_worker_is_dropped_and_the_others_are_restarted(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 3, 0)
+        for worker in ("worker 0", "worker 0", "worker 1"):
+            await buffer.admit.call_one(worker, WAIT_S)
+        failure = Failure("episode blocked its worker", report="mistakes.py:62")
+        assert await buffer.requeue.call_one("worker 0", (1, failure)) == [0]
+        assert (await buffer.counts.call_one()).dropped == {failure.reason: 1}
+        assert (await buffer.failures.call_one(0, 600.0)).failures == [failure]
+        assert await buffer.requeue.call_one("worker 0", (2, failure)) == [], "another worker has it"
+        assert (await buffer.counts.call_one()).dropped == {failure.reason: 1}
 
     run(test)
 

@@ -172,10 +172,16 @@ def test_the_groups_of_a_lost_worker_are_requeued_and_a_new_worker_runs(tmp_path
             elif cause == "its work":
                 lost.work.set_exception(RuntimeError("no such item"))
             else:
-                assert await stage.recovery.recover("rollout worker 0", STATE)
+                assert await stage.recovery.recover("rollout worker 0", STATE, 4)
             await until(stage.returns, "a return")
             (new,) = stage.started["rollout worker"]
-            assert stage.events == [("requeue", "rollout worker 0"), ("dispatch",)]
+            (_, name, dropped), dispatched = stage.events
+            assert name == "rollout worker 0" and dispatched == ("dispatch",)
+            if cause == "the watch":
+                group, failure = dropped
+                assert group == 4 and STATE in failure.report
+            else:
+                assert dropped is None
             await until(lambda: new.runs, "its run")  # the task that calls run starts after the return is recorded
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # has an effect only because run was called

@@ -42,8 +42,8 @@ HUNG = threading.Event()
 """Set once the worker has ended."""
 CLOSED: list[int] = []
 LOOPED: set[int] = set()
-BLOCKED_AT: list[str] = []
-"""The blocking line that the monitor of the process reported."""
+BLOCKED_AT: list[tuple[str, int]] = []
+"""The blocking line that the monitor of the process reported, and the group of its episode."""
 
 
 class Generator:
@@ -154,9 +154,9 @@ async def blocks(item: int, policy: Policy) -> float:
 
 def look(seen: threading.Event) -> None:
     """From another thread, as a monitor does."""
-    while not (place := own_report().blocked_at):
+    while not (report := own_report()).blocked_at or report.blocking_group is None:
         time.sleep(0.05)
-    BLOCKED_AT.append(place)
+    BLOCKED_AT.append((report.blocked_at, report.blocking_group))
     seen.set()
 
 

@@ -86,7 +86,7 @@ def test_episodes_cancelled_at_the_end_of_the_run_close_their_resources(faults: 
 
 def test_an_episode_that_blocks_the_workers_loop_is_named_with_its_line(faults: Faulty) -> None:
     result = faults.results["blocks"]
-    assert result["blocked_at"] == [f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}"]
+    assert result["blocked_at"] == [[f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}", 0]]
     assert (result["submitted"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
 
 

@@ -212,7 +212,7 @@ def test_the_first_cause_of_the_end_is_raised(cluster: Cluster, tmp_path: Path, 
         _, pids = await scripted_actors(cluster, "generator")
         asked, failed = asyncio.Event(), asyncio.Event()
 
-        async def recover(culprit: str, state: str) -> bool:
+        async def recover(culprit: str, state: str, group: int | None) -> bool:
             asked.set()
             await within(PATIENCE_S, failed.wait(), "the run to fail", on="the test")
             await asyncio.sleep(0.5)  # its end has begun
@@ -242,7 +242,7 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
         asked: list[str] = []
         replaced = asyncio.Event()
 
-        async def recover(culprit: str, state: str) -> bool:
+        async def recover(culprit: str, state: str, group: int | None) -> bool:
             asked.append(f"{culprit} {state}")
             asyncio.get_running_loop().call_later(2 * STALL_S, replaced.set)
             return True

@@ -31,6 +31,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.buffer.waiting import Interruptions, WaitQueue
 from monarch_rl.episode.episode import Ticket
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import SerializedGroup
 from monarch_rl.episode.shard import PackedShard
@@ -177,19 +178,30 @@ class Buffer(FailureReports):
     @persistent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` tokens were sampled. Raises ValueError if it is not in the buffer."""
+        self._drop(group_id, reason, tokens, attempt)
+
+    def _drop(self, group_id: int, reason: str, tokens: int, attempt: int) -> None:
         if self._core.drop(group_id, reason, tokens, attempt):
             self.note_dropped(group_id, reason, self._core.groups.next_id)
         self._end_lease(group_id, attempt)
         self._serve()
 
     @persistent_endpoint
-    async def requeue(self, worker: str) -> list[int]:
+    async def requeue(self, worker: str, dropped: tuple[int, Failure] | None = None) -> list[int]:
         """A worker is lost: other workers restart its groups, in the same slots and queue places.
 
         Groups that it still submits are ignored, and its calls that wait for a slot get none. Another worker may use
         its name from now on. Returns the ids of the requeued groups.
+
+        Args:
+            dropped: one of them that is dropped instead, and why.
         """
         self._lost[worker] += 1
+        if dropped is not None:
+            group_id, failure = dropped
+            if (lease := self._leases.get(group_id)) is not None and lease.worker == worker:
+                self._failures.note(failure)
+                self._drop(group_id, failure.reason, 0, lease.attempt)
         held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
         for group_id in held:
             del self._leases[group_id]

@@ -53,24 +53,28 @@ class LoopGuard:
             heartbeat, thread = registered
             if heartbeat.last_beat != beat:
                 beat, blocked_s, had = heartbeat.last_beat, 0.0, core_time(os.getpid())
+                wait_registry.note_blocking_group(None)
                 continue
             # A tick that took much longer: this process was stopped as a whole.
             passed_s = min(moment - before, 2 * tick_s)
             has = core_time(os.getpid())
             blocked_s += passed_s * (1 - has.queued_share(had, moment - before))
             had = has
-            if blocked_s >= self._limit_s and _runs_user_code(thread):
+            others_code, group = _code_on(thread)
+            wait_registry.note_blocking_group(group)
+            if blocked_s >= self._limit_s and others_code:
                 # At each tick again, because code may catch it. The loop cannot go on between the line above and this
                 # one: that takes microseconds, and Python switches threads only every few milliseconds.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(LoopBlocked))
 
 
-def _runs_user_code(thread: int) -> bool:
-    """Whether the thread runs an episode, an installed environment's included, or any other code of a recipe, and not
-    only this package's."""
-    frame = sys._current_frames().get(thread)
+def _code_on(thread: int) -> tuple[bool, int | None]:
+    """Whether the thread runs code of an episode or a recipe, and not only this package's; and the episode's group, if
+    it is an episode. Installed environments are known by their episode alone."""
+    others_code, frame = False, sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code is CALLS_EPISODE or monitor.is_user_code(frame):
-            return True
+        if frame.f_code is CALLS_EPISODE:
+            return True, frame.f_locals["rollout"].group
+        others_code = others_code or monitor.is_user_code(frame)
         frame = frame.f_back
-    return False
+    return others_code, None

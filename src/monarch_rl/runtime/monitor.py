@@ -69,6 +69,8 @@ class ProcessReport:
     :data:`wait_registry.PAUSE_S`."""
     block_limit_s: float = math.inf
     """Seconds for which its event loops may be blocked, whatever they do."""
+    blocking_group: int | None = None
+    """Group of the episode that blocks an event loop, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def own_report() -> ProcessReport:
         helpers_operations,
         _blocked_at(),
         wait_registry.block_limit_s(),
+        wait_registry.blocking_group(),
     )
 
 

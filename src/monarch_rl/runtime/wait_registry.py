@@ -101,6 +101,7 @@ _names: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.Weak
 _heartbeats: dict[str, tuple[Heartbeat, asyncio.Task[None], int]] = {}
 """By actor name: the heartbeat, its task, and the loop's thread."""
 _block_limits: dict[str, float] = {}
+_blocking_group: int | None = None
 _more_waits: dict[str, Callable[[], Sequence[Wait]]] = {}
 _helpers: dict[int, str] = {}
 _helpers_operations: dict[int, Callable[[], GpuOperation | None]] = {}
@@ -228,6 +229,17 @@ def heartbeats() -> dict[str, tuple[Heartbeat, int]]:
         for name, (heartbeat, beating, thread) in _heartbeats.copy().items()
         if not (beating.done() or beating.get_loop().is_closed())
     }
+
+
+def note_blocking_group(group: int | None) -> None:
+    """Record the group of the episode that blocks an event loop of this process; None: none does, as far as known."""
+    global _blocking_group
+    _blocking_group = group
+
+
+def blocking_group() -> int | None:
+    """The group last noted by :func:`note_blocking_group`."""
+    return _blocking_group
 
 
 def block_limit_s() -> float:

@@ -68,9 +68,9 @@ END_S = 20.0
 RECOVER_DEADLINE_S = 5.0
 """Seconds for ``recover`` to decide whether the run can continue. The replacement itself comes later."""
 
-Recover = Callable[[str, str], Awaitable[bool]]
-"""Takes a culprit's name and its state, in words that complete a sentence beginning with the name; returns whether the
-run can continue."""
+Recover = Callable[[str, str, int | None], Awaitable[bool]]
+"""Takes a culprit's name, its state, in words that complete a sentence beginning with the name, and the group of the
+episode that blocks it, if known; returns whether the run can continue."""
 
 
 class Watch:
@@ -285,9 +285,10 @@ class Watch:
 
     async def _try_recover(self, process: Process) -> bool:
         culprit, state = process.name, process.describe(self._stall_s)
+        group = process.report.blocking_group if process.report is not None else None
         if self._recover is None or culprit == CONTROLLER:  # a controller that hangs cannot run ``recover``
             return False
-        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit, state)), self._main_loop)
+        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit, state, group)), self._main_loop)
         try:
             what = f"{culprit} to be replaced"
             return await within(RECOVER_DEADLINE_S, asyncio.wrap_future(on_main), what, on=CONTROLLER)
