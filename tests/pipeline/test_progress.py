@@ -137,7 +137,7 @@ def of_batch(batch: AwaitedBatch, *workers: AskedWorker, state_of: Callable[[str
     async def wait() -> None:
         mesh: Any = LocalMesh
         pool: ActorPool[Any] = ActorPool("rollout worker", "rollout", {i: mesh([w]) for i, w in enumerate(workers)})
-        async with Progress(noted.append, mesh([AskedBuffer(batch)]), pool, state_of).step(3):
+        async with Progress(noted.append, mesh([AskedBuffer(batch)]), pool, state_of).step("step 3"):
             await asyncio.sleep(FIRST_S + 10)
 
     run_virtual(wait())

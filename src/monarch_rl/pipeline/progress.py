@@ -114,8 +114,8 @@ class Progress:
         self._note, self._buffer, self._workers = note, buffer, workers
         self._state_of = state_of
 
-    def step(self, step: int) -> AbstractAsyncContextManager[None]:
-        """While a step is made: what its batch lacks, or that the trainer computes."""
+    def step(self, step: str) -> AbstractAsyncContextManager[None]:
+        """While a step, called ``step``, is made: what its batch lacks, or that the trainer computes."""
         return self._reporting(partial(self._of_step, step))
 
     def evaluation(self, version: int, episodes: int) -> AbstractAsyncContextManager[None]:
@@ -125,16 +125,16 @@ class Progress:
     def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._note is None else reporting(self._note, describe)
 
-    async def _of_step(self, step: int, seconds: float) -> str:
+    async def _of_step(self, step: str, seconds: float) -> str:
         call = self._buffer.awaited_batch.call_one()
         batch = await within(ANSWER_S, call, "the buffer to report on the batch", on="buffer")
         if batch is None:
-            return f"step {step}: the trainer has not finished it after {seconds:.0f} s"
+            return f"{step}: the trainer has not finished it after {seconds:.0f} s"
         answers, silent = await self._ask(batch.missing)
         longest = _longest(answers)
         if batch.missing and not longest and not silent:
             longest = ["no episode of them is running: items, group rewards or stages take the time"]
-        return "; ".join([f"step {step}: {describe_batch(batch)}", *longest, *silent])
+        return "; ".join([f"{step}: {describe_batch(batch)}", *longest, *silent])
 
     async def _of_evaluation(self, version: int, episodes: int, seconds: float) -> str:
         answers, silent = await self._ask(None)
