@@ -57,7 +57,7 @@ class LearningSignal:
         other groups, they need not be."""
         if not self.reads_rewards or values.get("reward/equal_groups_share") != 1:
             return False
-        return _is_zero(values["advantage/std"], values)
+        return _is_zero(values.get("advantage/std", 0.0), values)
 
 
 def _is_zero(deviation: float, values: Mapping[str, float]) -> bool:
