@@ -28,12 +28,15 @@ ANSWER_S = 5.0
 
 
 @asynccontextmanager
-async def reporting(note: Note, describe: Callable[[float], Awaitable[str]]) -> AsyncIterator[None]:
+async def reporting(
+    note: Note, describe: Callable[[float], Awaitable[str]], steadily: bool = False
+) -> AsyncIterator[None]:
     """While the block runs, print what it waits for: after :data:`FIRST_S`, and each time the wait has become twice as
     long.
 
     Args:
         describe: returns the line, given the seconds since the block began. If it raises, there is no line.
+        steadily: print it every :data:`FIRST_S` instead.
     """
     began = now()
 
@@ -45,7 +48,7 @@ async def reporting(note: Note, describe: Callable[[float], Awaitable[str]]) -> 
                 note(await describe(now() - began))  # waits: for processes, within ANSWER_S
             except Exception as error:  # the wait itself reports a lost process
                 logger.debug("no progress to report: %s", last_line(error))
-            passed_s *= 2
+            passed_s += FIRST_S if steadily else passed_s
 
     reporter = asyncio.ensure_future(report())
     try:
@@ -85,8 +88,8 @@ class Start:
         return result
 
     def reporting(self) -> AbstractAsyncContextManager[None]:
-        """While the block runs, print which parts are not done; see :func:`reporting`."""
-        return reporting(say, self._describe)
+        """While the block runs, print regularly which parts are not done; see :func:`reporting`."""
+        return reporting(say, self._describe, steadily=True)
 
     async def _describe(self, seconds: float) -> str:
         return f"starting for {seconds:.0f} s; waiting for {', '.join(self._pending)}"
