@@ -185,5 +185,5 @@ def test_a_start_reports_each_part_when_it_is_done_and_which_ones_take_long(caps
     run_virtual(begin())
     trainer, *waiting, generators = capsys.readouterr().out.splitlines()
     assert "trainer ranks up: 2 (12 s)" in trainer and "generators up: 1 (94 s)" in generators
-    assert ["30 s", "60 s", "90 s"] == [re.findall(r"\d+ s", line)[0] for line in waiting]
+    assert [re.findall(r"\d+ s", line)[0] for line in waiting] == ["30 s", "60 s", "90 s"]
     assert all("the engines" in line and "the trainer" not in line for line in waiting)

@@ -41,14 +41,15 @@ async def reporting(
     began = now()
 
     async def report() -> None:
-        passed_s = FIRST_S
+        next_s = FIRST_S
         while True:
-            await asyncio.sleep(began + passed_s - now())
+            await asyncio.sleep(began + next_s - now())
+            passed_s = now() - began  # much more than next_s if the process was stopped
             try:
-                note(await describe(now() - began))  # waits: for processes, within ANSWER_S
+                note(await describe(passed_s))  # waits: for processes, within ANSWER_S
             except Exception as error:  # the wait itself reports a lost process
                 logger.debug("no progress to report: %s", last_line(error))
-            passed_s += FIRST_S if steadily else passed_s
+            next_s = passed_s + FIRST_S if steadily else 2 * passed_s
 
     reporter = asyncio.ensure_future(report())
     try:
