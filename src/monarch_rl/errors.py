@@ -254,3 +254,9 @@ class LoopBlocked(BaseException):
 
     No Exception, because a loop that catches these would go on.
     """
+
+    def __str__(self) -> str:  # raised by its class alone, without arguments
+        return (
+            "this code blocked the event loop of its worker, and with it all other episodes there, for longer than "
+            "--rollout.episode-deadline-s: await asyncio.to_thread(...) for computation and blocking calls"
+        )

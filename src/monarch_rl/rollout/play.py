@@ -179,12 +179,7 @@ class EpisodeRunner:
         returned = task.result()
         if isinstance(returned, LoopBlocked):
             place, stack = describe(returned)
-            report = (
-                f"{stack}\nIt blocked the event loop of its worker, and with it all other episodes there: await "
-                "asyncio.to_thread(...) for computation and blocking calls. If it may take longer, raise "
-                "--rollout.episode-deadline-s."
-            )
-            raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
+            raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, stack)
         if isinstance(returned, BaseException):
             raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
