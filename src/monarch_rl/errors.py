@@ -170,7 +170,7 @@ class JudgeFailed(EpisodeError):
 
 
 class ContextFull(EpisodeError):
-    """The episode has no room for another turn.
+    """The episode has no room for another turn, or has had ``rollout.max_turns``.
 
     If the coroutine does not catch it, the episode ends with ``policy.reward_so_far`` and is trained like any other.
     """

@@ -121,7 +121,7 @@ class SerializedGroup:
 
     @property
     def cut(self) -> np.ndarray:
-        """bool[G]: whether the episode was truncated by a token limit."""
+        """bool[G]: whether the episode was truncated by a limit on tokens or turns."""
         return np.asarray([episode.finish_reason in ("length", "context", "turns") for episode in self.episodes], bool)
 
     @property
