@@ -113,10 +113,12 @@ class Watch:
         return self._lag.metrics()
 
     def state_of(self, name: str) -> str:
-        """The state of a process at the last poll; completes a sentence that begins with its name. Empty if there is no
-        such process."""
+        """How a process was silent or blocked at the last poll; completes a sentence that begins with its name. Empty
+        if it was not."""
         process = self._picture.processes.get(name)
-        return "" if process is None else process.describe(LAG_ALARM_S)
+        if process is None or max(process.silent_s, process.blocked_s) < LAG_ALARM_S:
+            return ""
+        return process.describe(LAG_ALARM_S)
 
     def start(self) -> None:
         starvation.warn_if_not_counted()
