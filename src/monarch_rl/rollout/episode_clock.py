@@ -9,7 +9,7 @@ from typing import Protocol
 
 from monarch_rl.errors import JudgeFailed
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import DeadlineClock
+from monarch_rl.runtime.deadlines import DeadlineClock, now
 
 
 class StoppableClock(Protocol):
@@ -82,7 +82,7 @@ class EpisodeClock:
         what: owner of the clock, for the wait registry.
     """
 
-    __slots__ = ("_seconds", "_stops", "_wait", "_what", "deadline", "ended")
+    __slots__ = ("_changed_at", "_seconds", "_stops", "_wait", "_what", "deadline", "ended")
 
     def __init__(self, seconds: float, what: str = OWN_CODE) -> None:
         self._seconds, self._what = seconds, what
@@ -92,12 +92,20 @@ class EpisodeClock:
         """Whether the episode is over."""
         self.deadline: DeadlineClock | None = None
         """Deadline of the running interval; None while the clock is stopped."""
+        self._changed_at = 0.0
+        """When it was last stopped or restarted, by :func:`now`."""
         self.resume()
+
+    @property
+    def state(self) -> tuple[bool, float]:
+        """Whether it runs, and for how many seconds it has been running or stopped."""
+        return self.deadline is not None, now() - self._changed_at
 
     def resume(self) -> None:
         """Restart at 0 once every :meth:`stop` has been matched, unless the episode is over."""
         self._stops -= 1
         if not self._stops and not self.ended:
+            self._changed_at = now()
             self._wait = wait_registry.begin_wait(self._what, "an episode's code", self._seconds)
             self.deadline = DeadlineClock(self._seconds, self._what)
 
@@ -105,6 +113,7 @@ class EpisodeClock:
         """Stop the clock until a matching call of :meth:`resume`."""
         self._stops += 1
         if self.deadline is not None:
+            self._changed_at = now()
             wait_registry.end_wait(self._wait)
             self.deadline = None
 
