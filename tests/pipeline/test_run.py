@@ -136,7 +136,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     cluster: Any = SimpleNamespace(
         devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
     )
-    unpicklable = (number for number in ())
+    unpicklable = (number for number in range(0))
     async with Run.open(RunSettings(), cluster) as run:
 
         async def episode(item: Any, policy: Any) -> Any:
