@@ -475,18 +475,25 @@ def test_a_mistral_may_have_a_second_copy_of_its_weights_under_its_own_names(
         check_model(folder)
 
 
-def test_extra_files_of_mistral_repositories_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
-    """By the pattern rules of the Hub itself."""
-    taken: list[str] = []
-    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model.v3"]
+def test_of_a_hub_repository_only_the_files_that_are_read_are_downloaded(
+    monkeypatch: pytest.MonkeyPatch, good: Path
+) -> None:
+    """By the pattern rules of the Hub itself. Mistral's repositories have the weights twice, others in sub-folders."""
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]
+    unwanted = ["consolidated.safetensors", "original/model.safetensors", "original/params.json", "tokenizer.model.v3"]
+    asked: list[tuple[str, str | None]] = []
 
-    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = [*unwanted, *wanted]
+        taken = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        assert list(taken) == wanted
+        asked.append((name, revision))
         return str(good)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3").folder == good
-    assert taken == files[:2]
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3@refs/pr/3").folder == good
+    assert asked == [("mistralai/Mistral-7B-Instruct-v0.3", revision) for revision in (None, "refs/pr/3")]
 
 
 def test_a_qwen3_moe_may_have_null_as_decoder_sparse_step(families: dict[str, Path], tmp_path: Path) -> None:

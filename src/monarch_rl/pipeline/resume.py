@@ -32,6 +32,7 @@ from monarch_rl.checkpoint.folders import (
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
+from monarch_rl.model.folder import is_named
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
@@ -170,6 +171,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     except BrokenCheckpoint as error:
         raise SettingsError(f"resume {run}: {error}") from error
     before = manifest.settings
+    if is_named(settings.model, before["model"]):  # as version 0.1 recorded it
+        before = before | {"model": settings.model}
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
     check_same(before, to_plain(settings))
     installed = versions_of_packages()

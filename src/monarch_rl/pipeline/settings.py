@@ -29,7 +29,7 @@ from monarch_rl.generator.settings import (
     engine_limits,
 )
 from monarch_rl.model.config import ModelConfig
-from monarch_rl.model.folder import resolve_model
+from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_cache, check_gpu_memory, plan_memory
@@ -65,7 +65,8 @@ class RunSettings(CheckedSettings, flags=""):
     """The settings of every run. A recipe subclasses it to change defaults and add fields."""
 
     model: str = "Qwen/Qwen3-0.6B"
-    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
+    """Model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3): a Hugging Face folder, or a Hub name,
+    `org/name` or `org/name@revision`. The run's settings record the absolute path or the commit."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Batches to train on. Each produces one policy version, in trainer.epochs x trainer.minibatches optimiser steps
     (1 by default)."""
@@ -175,9 +176,11 @@ class RunSettings(CheckedSettings, flags=""):
 
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
-    """Run :func:`check`; returns the settings with automatic values resolved, and the model's config. Idempotent."""
+    """Run :func:`check`; returns the settings with automatic values resolved and the model's full name, and the model's
+    config. Idempotent."""
     model = check(s, offered, task)
-    return resolve(s, offered, model), model
+    # Checkpoints, adapters and tools use the model's name later, from other directories, when a branch may have moved.
+    return replace(resolve(s, offered, model), model=full_name(model.folder)), model
 
 
 def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelConfig:

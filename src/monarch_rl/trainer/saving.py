@@ -23,7 +23,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from monarch_rl.checkpoint.folders import finish_replacing, partial_folder, replace_folder
 from monarch_rl.model.config import ModelConfig
-from monarch_rl.model.folder import TEXT_FILES
+from monarch_rl.model.folder import copy_files
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
@@ -94,9 +94,7 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    for file in {path for pattern in TEXT_FILES for path in source.glob(pattern)}:
-        if not file.name.endswith(".safetensors.index.json"):  # of the old weights
-            shutil.copy(file, partial / file.name)
+    copy_files(source, partial)
     for name, text in index_of(files).items():
         (partial / name).write_text(text)
     for planned in files:
