@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,3 +325,26 @@ def test_text_ends_before_a_stop_string_and_has_no_special_tokens(tmp_path: Path
     assert (reply.text, reply.raw) == ("It is 3.", "It<|start|> is 3. Next: 4")
     assert conversation.ids[-len(sampled) :] == sampled
     assert conversation.messages[-1] == Message("assistant", reply.raw)
+
+
+def test_a_turn_ends_at_the_end_tokens_of_every_file(tmp_path: Path) -> None:
+    """Engines stop at those of both configs."""
+    write_model(tmp_path, "qwen3")
+    plain = ChatTemplate(str(tmp_path))
+    ids = {token: plain.tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "</think>")}
+    assert not {*ids.values()} & {*plain.stop_token_ids}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": ids["<think>"]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["</think>"]]}))
+    assert {*ChatTemplate(str(tmp_path)).stop_token_ids} == {*ids.values(), *plain.stop_token_ids}
+
+
+def test_named_templates_without_a_default_one_are_refused(tmp_path: Path) -> None:
+    """transformers ignores the one in tokenizer_config.json if there are named ones."""
+    write_model(tmp_path, "tagged")
+    named = tmp_path / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("{{ tools | length }} TOOLS " + TAGGED)
+    assert ChatTemplate(str(tmp_path)).opening([user("?")])
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ChatError, match=r"tool_use .*chat_template\.jinja"):
+        ChatTemplate(str(tmp_path))

@@ -113,6 +113,21 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> other/model" in resumed.differences
 
 
+def test_a_model_that_was_recorded_by_a_relative_path_or_without_a_commit_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 0.1 recorded it."""
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for number, (before, now) in enumerate((("tiny", str(tmp_path / "tiny")), ("org/tiny", "org/tiny@1234"))):
+        settings = RunSettings(model=before, output=tmp_path, trainer=TrainerSettings(lora=LoraSettings(rank=1)))
+        run = finished_step(settings, name=str(number))
+        resumed = resume.resolve_resume(replace(settings, model=now, resume=str(run)))
+        assert resumed is not None and not [change for change in resumed.differences if "model" in change]
+        with pytest.raises(ValueError, match="--model was"):
+            resume.resolve_resume(replace(settings, model="org/other@1234", resume=str(run)))
+
+
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
     saved = to_plain(RunSettings(output=tmp_path, trainer=without))

@@ -15,7 +15,15 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.publishing import TransferGroup
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, normaliser_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.settings import (
+    RunSettings,
+    check,
+    episode_limits,
+    normaliser_tokens,
+    prepare,
+    prepare_engine,
+    resolve,
+)
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
@@ -178,3 +186,15 @@ def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_i
         assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
     given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
     assert normaliser_tokens(given, limit) == 64
+
+
+def test_a_relative_model_folder_is_recorded_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that checkpoints, exports and evaluations find it from other directories."""
+    random_model(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    settings, config = prepare(RunSettings(model="tiny", output=tmp_path), CPUS)
+    assert settings.model == str(tmp_path / "tiny") == str(config.folder)
+    monkeypatch.chdir("/")
+    assert prepare(settings, CPUS) == (settings, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
 from monarch_rl.model.messages import Message, ParsedReply, Role
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
+from monarch_rl.model.tokens import END_FILES, end_tokens
 from monarch_rl.model.tools import ToolSet
 
 OPENINGS_CACHED = 16
@@ -52,11 +52,12 @@ class ChatTemplate:
         """By template source."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
         self._check_options()
-        tokens = {*_end_tokens(folder), self.tokenizer.eos_token_id} - {None}
+        named = {token for file in END_FILES for token in end_tokens(Path(folder) / file)}
+        tokens = {*named, self.tokenizer.eos_token_id} - {None}
         self._end_tokens = [self.tokenizer.decode([token]) for token in sorted(tokens)]
         own_end = self._plain(self.shape().end)
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_end}))
-        """Ids that end a turn: from the tokenizer, ``generation_config.json`` and the template."""
+        """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the template."""
         if system:
             self.require("system")
 
@@ -191,8 +192,14 @@ class ChatTemplate:
 
     def _source(self, tools: ToolSet | None = None) -> str:
         """The template's text. A tokenizer may have a separate template for conversations with tools."""
-        if not self.tokenizer.chat_template:
+        templates = self.tokenizer.chat_template
+        if not templates:
             return FALLBACK_TEMPLATE
+        if isinstance(templates, dict) and "default" not in templates:
+            raise ChatError(
+                f"{self.tokenizer.name_or_path} has chat templates named {', '.join(templates)} and no default one: "
+                "save it as chat_template.jinja"
+            )
         source: str = self.tokenizer.get_chat_template(None, tools and tools.schemas)
         return source
 
@@ -268,11 +275,3 @@ def _row(message: Message) -> Row:
         if (value := getattr(message, key)) is not None:
             row[key] = value
     return row
-
-
-def _end_tokens(folder: str) -> list[int]:
-    path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return []
-    ids = json.loads(path.read_text()).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]

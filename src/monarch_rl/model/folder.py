@@ -47,9 +47,14 @@ def resolve_model(name: str, tokenizer: bool = True) -> ModelConfig:
             f"leaves them out). Add the values of {architecture.label}'s own config: {json.dumps(lacking)}"
         )
     _check_weights_exist(name, folder)
-    if tokenizer and not any((folder / file).is_file() for file in TOKENIZERS):
+    if tokenizer and not has_tokenizer(folder):
         raise SettingsError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return config
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZERS)
 
 
 def resolve_frozen(name: str) -> ModelConfig:

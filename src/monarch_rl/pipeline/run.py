@@ -626,7 +626,8 @@ class Run:
         Face folder; replaces an earlier one once complete. LoRA is merged, and also written to ``model_adapter/``."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
-        await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
+        actors = self.actors
+        await save(actors.trainer, self.folder / "model", actors.model_bytes, actors.end_tokens)
         self.saved = self.folder / "model"
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
