@@ -207,6 +207,7 @@ YARN: dict[str, Any] = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+UNORDERED = {"factor": 2.0, "original_max_position_embeddings": 16, "high_freq_factor": 1.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a list": (written("config.json", "[]"), ["config.json", "list", "object"]),
     "config is truncated": (written("config.json", '{"architectures": ['), ["config.json is not JSON"]),
@@ -225,6 +226,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "layer types": (config(layer_types=["sliding_attention"] * 2), ["layer_types sliding_attention"]),
     "rope kind": (config(rope_parameters={"rope_type": "linear", "factor": 2.0}), ["rotary scaling 'linear'"]),
     "rope lacks": (config(rope_parameters=ROPE), ["llama3", "factor, at most 1e+12, got None"]),
+    "rope factors": (config(rope_parameters=ROPE | UNORDERED), ["high_freq_factor 1.0", "low_freq_factor 1.0"]),
     "rope is a word": (config(rope_parameters="default"), ["rope_parameters 'default'", "object"]),
     "quantised": (config(quantization_config={"quant_method": "fp8"}), ["quantised"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), ["no *.safetensors file"]),

@@ -11,7 +11,7 @@ from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
 from monarch_rl.model.messages import Message, ParsedReply, Role
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
-from monarch_rl.model.tokens import END_FILES, end_tokens
+from monarch_rl.model.tokens import END_FILES, check_templates, end_tokens
 from monarch_rl.model.tools import ToolSet
 
 OPENINGS_CACHED = 16
@@ -33,6 +33,7 @@ class ChatTemplate:
 
     Raises:
         OSError: the folder has no tokenizer.
+        ValueError: the folder has a chat template only where transformers does not look for one.
         ChatError: the template does not read an option, cannot render ``system``, or loses messages.
     """
 
@@ -41,6 +42,7 @@ class ChatTemplate:
     ) -> None:
         from transformers import AutoTokenizer
 
+        check_templates(Path(folder))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.options = dict(options or {})
         self.system, self.tool_parser = system, tool_parser
@@ -192,14 +194,8 @@ class ChatTemplate:
 
     def _source(self, tools: ToolSet | None = None) -> str:
         """The template's text. A tokenizer may have a separate template for conversations with tools."""
-        templates = self.tokenizer.chat_template
-        if not templates:
+        if not self.tokenizer.chat_template:
             return FALLBACK_TEMPLATE
-        if isinstance(templates, dict) and "default" not in templates:
-            raise ChatError(
-                f"{self.tokenizer.name_or_path} has chat templates named {', '.join(templates)} and no default one: "
-                "save it as chat_template.jinja"
-            )
         source: str = self.tokenizer.get_chat_template(None, tools and tools.schemas)
         return source
 

@@ -481,6 +481,11 @@ def _check_rope(config: ModelConfig) -> None:
     _check_rope_numbers(rope, ("rope_theta", *(LLAMA3_ROPE if kind == "llama3" else ())))
     if kind not in ("default", "llama3"):
         raise SettingsError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise SettingsError(
+            f"rotary embeddings have high_freq_factor {rope['high_freq_factor']}, which must be above low_freq_factor "
+            f"{rope['low_freq_factor']}: the frequencies between would be infinite"
+        )
     if (config.raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise SettingsError(
             "partial_rotary_factor is not supported: rotary embeddings rotate whole heads. Take a model without it"

@@ -23,8 +23,8 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be saved, by safetensors name."""
-_BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""The same, by the names in ``config.json``."""
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes' names in ``config.json`` by those of safetensors."""
 COMPARED_BYTES = 16 << 20
 """Bytes of two tensors that are compared at a time."""
 LISTED = 3
@@ -159,7 +159,20 @@ def _experts(config: ModelConfig) -> Shapes:
 
 def model_bytes(config: ModelConfig) -> int:
     """Bytes of a model's weight files, computed from its config."""
-    return _BYTES_BY_DTYPE[config.dtype] * sum(map(math.prod, expected_tensors(config).values()))
+    nbytes = {name: ITEM_BYTES[dtype] for dtype, name in DTYPE_NAMES.items()}[config.dtype]
+    return nbytes * sum(map(math.prod, expected_tensors(config).values()))
+
+
+def saved_dtype(config: ModelConfig) -> str:
+    """Dtype in which a model is saved again, such as ``bfloat16``: the one that its config states, or else that of its
+    embeddings, which transformers takes then."""
+    if config.raw.get("dtype") or config.raw.get("torch_dtype"):
+        return config.dtype
+    for path in config.folder.glob("*.safetensors"):
+        if EMBEDDINGS in read_header(path):
+            with path.open("rb") as file:
+                return DTYPE_NAMES[_seek(file, EMBEDDINGS)[0]]
+    return config.dtype
 
 
 def read_header(path: Path) -> Shapes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig, read_object
+from monarch_rl.model.folder import CHAT_TEMPLATES
 
 UNKNOWN_LENGTH = 1024
 """Assumed upper bound on the characters of a token, if the vocabulary is unknown."""
@@ -44,6 +45,7 @@ class FolderTokenizer:
                 f"({token!r}): config.json says vocab_size {vocabulary}. It belongs to another model, or tokens were "
                 "added to it without embeddings"
             )
+        check_templates(folder)
         lacking = [token for token in _named_tokens(settings, added) if token not in own]
         if own and lacking and highest + len(lacking) >= vocabulary:
             raise SettingsError(
@@ -114,6 +116,45 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
     for end in end_tokens(path):
         if type(end) is not int or not 0 <= end < vocabulary:
             raise SettingsError(f"{path} has eos_token_id {end!r}, which is not one of the model's {vocabulary} ids")
+
+
+# -- the files of a chat template --------------------------------------------------------------------------------------
+
+TEMPLATE = "chat_template.jinja"
+
+
+def check_templates(folder: Path) -> None:
+    """Raise ValueError if a folder has a chat template only where transformers does not look for one."""
+    stated = _object(folder / "tokenizer_config.json").get("chat_template")
+    named = {path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")}
+    if (folder / TEMPLATE).is_file() or "default" in named or (stated and not named):
+        return
+    elsewhere = [
+        folder / "chat_template.json",
+        *folder.glob(f"*/{TEMPLATE}"),
+        *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"),
+    ]
+    if found := next((path for path in elsewhere if path.is_file()), None):
+        also = " and ignores the one in tokenizer_config.json" if stated else ""
+        raise SettingsError(
+            f"{found}: transformers does not take a conversation's default chat template from here{also}: copy the "
+            f"template to {folder / TEMPLATE}"
+        )
+
+
+def template_warning(folder: Path) -> str:
+    """A warning about two different default chat templates of a folder; "" if there is no more than one."""
+    stated = _object(folder / "tokenizer_config.json").get("chat_template")
+    if not stated or not (folder / TEMPLATE).is_file():
+        return ""
+    if isinstance(stated, list):
+        stated = next((entry["template"] for entry in stated if entry.get("name") == "default"), "")
+    if str(stated).strip() == (folder / TEMPLATE).read_text().strip():
+        return ""
+    return (
+        f"{folder / TEMPLATE} and tokenizer_config.json have different chat templates: the former is used, as by "
+        "transformers; versions before 4.53 use the latter"
+    )
 
 
 # -- comparing two vocabularies: token ids of one model may be passed to another only if they mean the same text ------

@@ -33,6 +33,7 @@ from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.model.tokens import template_warning
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -314,6 +315,8 @@ class Run:
         check_that_columns_are_read(functions, columns_for_training(stages))
         warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
+            warnings.append(warning)
+        if warning := template_warning(model.folder):
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")

@@ -25,6 +25,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from monarch_rl.checkpoint.folders import finish_replacing, partial_folder, replace_folder
 from monarch_rl.model.config import EXTRA_LAYERS, ModelConfig, read_object
 from monarch_rl.model.folder import copy_files
+from monarch_rl.model.tensors import saved_dtype
 from monarch_rl.model.tokens import GENERATION
 from monarch_rl.model.tokens import end_tokens as end_tokens_of
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
@@ -67,7 +68,7 @@ def save_model(
         OSError: this rank could not write; names the file. What was written stays in :func:`partial_folder`, which the
             next save to ``folder`` replaces.
     """
-    dtype = TORCH_DTYPE_MAP.get(dtype_name or model.hf_config.dtype, torch.float32)
+    dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
     limit_s = disk_limit_s(sum(file.nbytes for file in files))
     with device_work.operation("a save of the model", limit_s=limit_s):
