@@ -10,7 +10,15 @@ import pytest
 from huggingface_hub import constants
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.model.folder import copied_files, copy_files, find_folder, full_name, is_named, name_and_revision
+from monarch_rl.model.folder import (
+    abbreviates,
+    copied_files,
+    copy_files,
+    find_folder,
+    full_name,
+    is_named,
+    name_and_revision,
+)
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
@@ -80,6 +88,15 @@ def test_an_earlier_records_name_is_recognised(tmp_path: Path, monkeypatch: pyte
     assert not is_named(f"org/tiny.model-large@{COMMITS['v1']}", "org/tiny.model")
 
 
+def test_flags_of_another_directory_abbreviate_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert abbreviates(".cache/tiny", "/home/me/.cache/tiny") and abbreviates("org/tiny", f"org/tiny@{'a' * 40}")
+    assert not abbreviates(".cache/tiny", "/home/me/.cache/tiny-qwen3") and not abbreviates("tin", "org/tiny@1")
+    assert not abbreviates("org/tiny@v1", f"org/tiny@{'a' * 40}"), "another revision may be asked for"
+    (tmp_path / ".cache" / "tiny").mkdir(parents=True)
+    assert not abbreviates(".cache/tiny", "/home/me/.cache/tiny"), "it is another folder here"
+
+
 KEPT = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "qwen.tiktoken"),
@@ -88,7 +105,7 @@ KEPT = [
 ]
 LEFT = [
     *("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
-    *("pytorch_model.bin.index.json", "consolidated.safetensors", "model.gguf", "training_args.bin", "optimizer.pt"),
+    *("pytorch_model.bin.index.json", "consolidated.safetensors", "model.gguf", "training_args.bin", "made_with.stamp"),
     *("original/params.json", "original/tokenizer.model", "onnx/model.onnx", ".gitattributes", ".cache/huggingface/x"),
     *("additional_chat_templates/notes.txt", "checkpoint-500/config.json"),
 ]

@@ -18,9 +18,10 @@ CHAT_TEMPLATES = "additional_chat_templates"
 """The only sub-folder of a model folder that transformers reads: one ``*.jinja`` for each named chat template."""
 WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".ot", ".npz", ".onnx", ".onnx_data"),
-    ".index.json",
+    *(".index.json", ".stamp"),
 )
-"""Endings of files with weights, of a trainer's state, and of their indices. Only safetensors are read."""
+"""Endings of files with weights (only safetensors are read), with a trainer's state, and about either: their index, and
+the note of tools/make_tiny_model.py of how it made them."""
 MISTRALS_OWN = "consolidated"
 """Prefix of files in a Mistral folder that hold the weights a second time, under other than the Hugging Face tensor
 names. They are not read."""
@@ -152,6 +153,15 @@ def is_named(full: str, name: str) -> bool:
     without a revision."""
     folder = _local_folder(name)
     return full == (full_name(folder) if folder is not None else name) or full.startswith(f"{name}@")
+
+
+def abbreviates(name: str, full: str) -> bool:
+    """Whether ``name``, given in another directory or later, may mean what :func:`full_name` recorded: the Hub name
+    without its commit, or the end of its path, which leads nowhere from here."""
+    if full.startswith(f"{name}@"):
+        return True
+    parts = Path(name).parts
+    return _local_folder(name) is None and Path(full).parts[-len(parts) :] == parts
 
 
 # -- copying a folder --------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_rl.buffer.actor import SavedBuffer
 from monarch_rl.checkpoint.folders import (
@@ -32,7 +32,7 @@ from monarch_rl.checkpoint.folders import (
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
-from monarch_rl.model.folder import is_named
+from monarch_rl.model.folder import abbreviates, is_named
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
@@ -52,6 +52,7 @@ from monarch_rl.settings.ranges import to_plain
 
 logger = logging.getLogger("monarch_rl")
 
+S = TypeVar("S", bound=RunSettings)
 RESUMES = "resumes.jsonl"
 """File in the run's folder with a line for each resume."""
 BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
@@ -107,6 +108,17 @@ def resolve_resume(settings: RunSettings) -> Resumed | None:
         process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
         raise SettingsError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
+
+
+def with_recorded_model(settings: S) -> S:
+    """The settings with the model's full name from the run to resume, if they abbreviate it: a resume repeats the
+    flags, maybe in another directory, or after the Hub's branch has moved. ``auto`` looks for the run later."""
+    run = os.environ.get(supervisor.RESUMES, settings.resume)
+    try:
+        recorded = str(json.loads((Path(run or "") / SETTINGS).read_text())["model"])
+    except (OSError, ValueError, LookupError):  # resolve_resume() reports what is wrong with the run
+        return settings
+    return replace(settings, model=recorded) if run and abbreviates(settings.model, recorded) else settings
 
 
 def _run_to_resume(settings: RunSettings) -> Path | None:

@@ -46,7 +46,14 @@ from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
-from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
+from monarch_rl.pipeline.resume import (
+    Resumed,
+    how_to_resume,
+    note_settings,
+    resolve_resume,
+    take_folder,
+    with_recorded_model,
+)
 from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, prepare
 from monarch_rl.pipeline.start import (
@@ -720,6 +727,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     leave_heap()
     supervisor.follow_supervisor()
     try:
+        settings = with_recorded_model(settings)
         settings, _ = prepare(settings, devices(), None if task is None else task(settings))
         resumed = resolve_resume(settings)
     except ValueError as error:
