@@ -28,7 +28,7 @@ from monarch_rl.model.folder import copy_files
 from monarch_rl.model.tensors import saved_dtype
 from monarch_rl.model.tokens import GENERATION
 from monarch_rl.model.tokens import end_tokens as end_tokens_of
-from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
+from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, dtype_of, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import world_store
@@ -38,6 +38,7 @@ from monarch_rl.trainer.shards import by_rows, local_span
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """safetensors' names of dtypes."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 CHUNK_ELEMENTS = 4 << 20
 """Elements that are converted and written at a time: 16 MiB of float32."""
 SHORTEST_POLL_S, LONGEST_POLL_S = 1e-3, 0.05
@@ -178,7 +179,7 @@ class _PlannedFiles:
 
     Args:
         folder: the folder, with files at their full size.
-        dtype: dtype of the weights in the files.
+        dtype: the model's dtype.
         open_files: stack that closes the files.
     """
 
@@ -190,9 +191,10 @@ class _PlannedFiles:
     def write(self, name: str, run: torch.Tensor, start: int) -> OSError | None:
         """Write ``run`` to tensor ``name``, from its element ``start`` on; returns the error, if any."""
         file, place = self._places[name]
+        dtype = _DTYPES[dtype_of(name, DTYPE_NAMES[self._dtype])]
         try:
             with naming(self._folder / file):
-                _write_run(self._descriptor(file), place + start * self._dtype.itemsize, run, self._dtype)
+                _write_run(self._descriptor(file), place + start * dtype.itemsize, run, dtype)
         except OSError as error:
             return error
         return None
