@@ -68,7 +68,7 @@ def summarise(rows: list[dict[str, float]]) -> dict[str, float]:
         return float(np.mean(found)) if found else float("nan")
 
     on_policy = np.asarray([row["trainer/on_policy_share"] * row["trainer/tokens"] for row in steps])
-    mismatch = np.asarray([row["trainer/mismatch_k3_on_policy"] for row in steps])
+    mismatch = np.asarray([row.get("trainer/mismatch_k3_on_policy", 0.0) for row in steps])
     last = steps[-max(len(steps) // 10, 1) :]
     return {
         "before": before,

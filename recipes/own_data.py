@@ -37,7 +37,7 @@ class Settings(RunSettings):
     steps: int = 150
     """Training steps, each on one batch."""
     supervised_steps: Annotated[int, Range(0, 10**9, "0 is none")] = 0
-    """Number of the first of the `steps` that train on correct answers only; 0 is none."""
+    """Steps on correct answers only, before the first of the `steps`; 0 is none."""
     supervised_share: Annotated[float, Range(0, 0.99, "0 is none")] = 0.0
     """Share of correct answers in each later batch; 0 is none."""
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))

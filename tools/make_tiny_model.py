@@ -199,12 +199,16 @@ def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], s
     trainer = TrainerSettings(ranks=world, lr=settings.lr, lr_warmup_steps=10, lr_min_factor=0.0)
     policy = Policy(folder, trainer, total_steps=settings.steps)
     metrics: dict[str, float] = {}
+    started = time.monotonic()
     for step in track(range(settings.steps), "supervised warm start", disable=rank != 0):
         batch = examples[step * settings.examples_per_step : (step + 1) * settings.examples_per_step]
         tokens = sum(episode.num_trainable for episode in batch)
         mine = batch[rank::world]
         weights = torch.full((len(mine),), 1.0 / tokens)
         metrics = policy.update([pack(mine, torch.ones(len(mine)), weights, 0, policy.device)], supervised)
+        if rank == 0 and not sys.stdout.isatty() and (step + 1) % max(settings.steps // 10, 1) == 0:
+            left = (time.monotonic() - started) / (step + 1) * (settings.steps - step - 1)
+            print(f"supervised step {step + 1}/{settings.steps}, about {left:.0f} s left", flush=True)
     policy.save(target)
     policy.close()
     if rank == 0:

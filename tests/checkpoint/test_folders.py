@@ -241,15 +241,15 @@ def test_a_field_of_a_later_version_is_refused_with_that_version(tmp_path: Path)
         folders.read_manifest(folder)
 
 
-def test_a_measurement_may_be_missing(tmp_path: Path) -> None:
+def test_a_measurement_and_the_supervised_steps_may_be_missing(tmp_path: Path) -> None:
     folder = made(tmp_path, 1, 0.5)
     values = json.loads((folder / "manifest.json").read_text())
     optional = {field.name for field in fields(Manifest) if field.default is None}
-    assert optional == {"measured", "best"}
+    assert optional == {"measured", "best", "warm_up_steps"}
     required = {name: value for name, value in values.items() if name not in optional}
     (folder / "manifest.json").write_text(json.dumps(required))
     manifest = folders.read_manifest(folder)
-    assert manifest.version == 1 and manifest.measured is manifest.best is None
+    assert manifest.version == 1 and manifest.measured is manifest.best is None and manifest.warm_up_steps is None
 
 
 def test_when_a_checkpoint_is_due() -> None:

@@ -73,6 +73,14 @@ def test_a_column_without_a_metric_yet_is_left_out() -> None:
     assert "held-out" not in out.getvalue() and "entropy" not in out.getvalue()
 
 
+def test_what_an_objective_or_a_task_reports_has_a_column() -> None:
+    out = io.StringIO()
+    with Console(10, Terminal(file=out, width=200)) as console:
+        reported = {"trainer/reverse_kl": 0.25, "trainer/mine": 3.0, "turn_reward/a": 0.5, "turn_reward/b/white": 1.0}
+        console.show(1, {"reward/mean": 0.5} | reported)
+    assert out.getvalue() == "step 1/10 | reward 0.500 | reverse KL 0.25 | turn reward 0.500/1.000 | mine 3\n"
+
+
 def test_bars() -> None:
     assert bars([0, math.nan, 7]) == "\u2581 \u2588"
     assert bars([2.0]) == "\u2581"

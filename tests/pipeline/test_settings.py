@@ -178,14 +178,20 @@ def test_engines_on_gpus_are_refused_in_float32(tmp_path: Path) -> None:
         check(settings, GPUS)
 
 
-def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_is_given() -> None:
+def test_an_episode_is_limited_by_micro_batches_and_by_the_context() -> None:
     config = qwen3(max_position_embeddings=4096)
     for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
         settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
-        limits = episode_limits(settings, config, on_gpu=False)
-        assert normaliser_tokens(settings, min(limits.values())) == min(limits.values()) == limit
-    given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
-    assert normaliser_tokens(given, limit) == 64
+        assert min(episode_limits(settings, config, on_gpu=False).values()) == limit
+
+
+def test_the_constant_aggregation_divides_by_the_tokens_of_an_answer_unless_a_number_is_given() -> None:
+    rollout = RolloutSettings(max_new_tokens=8)
+    assert normaliser_tokens(RunSettings(rollout=rollout)) == 8
+    given = RunSettings(rollout=rollout, trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
+    assert normaliser_tokens(given) == 64
+    assert "8 tokens (rollout.max-new-tokens)" in LossSettings().normaliser(8)
+    assert "64 tokens (trainer.loss.max-tokens)" in given.trainer.loss.normaliser(64)
 
 
 def test_a_relative_model_folder_is_recorded_by_its_absolute_path(

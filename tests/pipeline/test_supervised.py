@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.checkpoint.folders import complete
+from monarch_rl.checkpoint.folders import Manifest, complete, read_manifest
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run import Run, plan_mixed_rows, plan_rows
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
@@ -24,17 +25,19 @@ ROWS = [{"prompt": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(10)]
 NONE = CheckpointSettings(every_minutes=0.0, grace_s=0.0)
 
 
-def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them(tmp_path: Path) -> None:
+def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a lag of at most 1, a group sampled by the initial model could not be trained after 3 versions."""
 
     async def warm() -> tuple[list[int], Counts]:
-        async with simulated_run(tmp_path, NONE) as (run, trainer):
+        async with simulated_run(tmp_path, CheckpointSettings(every_steps=2, every_minutes=0)) as (run, trainer):
             await run.supervised(ROWS, steps=3, rows_per_step=5, lr_factor=2.0)
             assert (await run.counts()).published in (0, 3) and trainer.plans[0].rows_per_step == 5
             await run.supervised(ROWS, steps=3)  # as in a resumed recipe
             await run.mix(ROWS, share=0.2)
             steps = []
-            async for step in run.steps(8):
+            async for step in run.steps(5):
                 steps.append(step)
                 await run.step()
                 counts = await run.counts()
@@ -42,12 +45,35 @@ def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them
             return steps, counts
 
     steps, counts = run_virtual(warm())
-    assert steps == [4, 5, 6, 7, 8]
+    assert steps == [1, 2, 3, 4, 5]
     assert counts.trained == 5 * 4 and not counts.dropped and counts.version == 8
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert ["trainer/supervised_loss" in row for row in rows] == [True] * 3 + [False] * 5
     assert [row["buffer/admitted"] for row in rows[:3]] == [0, 0, 0]
+    assert not any("weights/swap_ms" in row for row in rows[:3])
+    found = {version: read_manifest(path).warm_up_steps for version, path in complete(tmp_path / "checkpoints").items()}
+    assert found[8] == 3 and set(found.values()) <= {2, 3}
+    said = [line.split(" |")[0] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert said == [*(f"warm-up {n}/3" for n in (1, 2, 3)), *(f"step {n}/{RunSettings().steps}" for n in range(1, 6))]
+
+
+@pytest.mark.parametrize(
+    ("version", "counted", "left"),
+    [(0, 0, True), (2, 2, True), (3, 3, False), (5, 3, False), (5, None, False), (5, 0, None), (2, None, None)],
+)
+def test_a_resumed_run_makes_the_supervised_steps_that_are_left(
+    tmp_path: Path, version: int, counted: int | None, left: bool | None
+) -> None:
+    """After ``counted`` supervised steps (None: of a version that counted them as steps); None left: it is refused."""
+    manifest = Manifest(version, version, 0, 0.0, {}, warm_up_steps=counted)
+    run = Run(RunSettings(), resumed=Resumed(tmp_path, tmp_path, manifest, 1))
+    assert run.version - run.warm_up_steps == (version if counted is None else version - counted)
+    if left is None:
+        with pytest.raises(ValueError, match=r"run\.supervised\(steps=3\)"):
+            run._warms_up(3)
+    else:
+        assert run._warms_up(3) is left
 
 
 def test_a_warm_start_that_is_interrupted_is_saved(tmp_path: Path) -> None:

@@ -174,13 +174,18 @@ changes; or they make a run costly (a compiled trainer, an engine that generates
 
 
 def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """The model is saved merged; the adapter next to it belongs to the model that the run started from."""
+    """The model is saved merged, and stops as in training; the adapter next to it belongs to the model that the run
+    started from."""
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')  # config.json and the tokenizer have 1
     run = run_sample("grpo_lora", model, given=SMALL_RUN | ONE_REPLICA, fixed=FIXED, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
     config = json.loads(adapter.read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
     assert adapter.with_name("adapter_model.safetensors").is_file()
+    saved = json.loads((adapter.parents[1] / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 1]
     program("export.py", adapter.parents[1], str(tmp_path / "alone"), "--adapter")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "alone" / name).read_bytes() == adapter.with_name(name).read_bytes()
@@ -325,14 +330,14 @@ def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     """Advantage, objective and a stage (which fills a column that the objective reads) are functions of the recipe's
-    file. Held-out items are evaluated during training. The first step is supervised, and rows are mixed into the
+    file. Held-out items are evaluated during training. A supervised step comes first, and rows are mixed into the
     others; all steps can be replayed from the journal, also by a run that resumes from a checkpoint. Trainer ranks are
     deterministic (``--trainer.deterministic``) in the run and in the replay. Without a lag bound the buffer still
     filters groups by its rules, counts them, and fills the batches."""
     (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
     rules += ["--evaluate-every=2", "--trainer.deterministic"]
-    rules += ["--steps=4", "--journal.mib=8", "--checkpoint.every-steps=3", "--checkpoint.keep=5"]
+    rules += ["--steps=3", "--journal.mib=8", "--checkpoint.every-steps=3", "--checkpoint.keep=5"]
     _, *arguments = recipe(model, tmp_path / "runs", *rules)
     run = start([sys.executable, str(own), *arguments])
     finished(run)
@@ -343,8 +348,10 @@ def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and
     assert [row["trainer/own_metric"] for row in steps] == [7.0] * len(steps) and steps
     assert all(0 < row["stage/offset/seconds"] <= row["seconds"] for row in steps)
     assert all(row["stage/offset/waited_s"] >= 0 for row in steps)
-    assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
+    assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 3]
     assert re.search(r"step 2, versions? [0-9 to]+: held-out", run.output())
+    assert re.search(r"^warm-up 1/1 \| loss \d", run.output(), re.MULTILINE)
+    assert re.findall(r"^step (\d+)/", run.output(), re.MULTILINE) == ["1", "2", "3"]
 
     assert re.search(r"^.* stream: ", run.output(), re.MULTILINE)
     assert [row["buffer/trained"] for row in steps] == [8, 16, 24]
@@ -356,7 +363,7 @@ def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and
     check_supervised(file.parent, rows)
 
     shutil.rmtree(file.parent / "checkpoints" / "step-000004")  # as if the run had been lost before it
-    again = start([sys.executable, str(own), *arguments, f"--resume={file.parent}", "--steps=5"])
+    again = start([sys.executable, str(own), *arguments, f"--resume={file.parent}", "--steps=4"])
     finished(again)
     assert re.search(r"^step 4 .*journal.*bit for bit, after all 1", again.output(), re.MULTILINE), again.output()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -365,12 +372,12 @@ def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and
 
 
 def check_supervised(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Step 1 has only 10 rows; in all other steps a quarter of the sequences are rows."""
+    """The supervised step has 10 rows; in all others a quarter of the sequences are rows."""
     losses = {row["step"]: row["trainer/supervised_loss"] for row in rows if "trainer/supervised_loss" in row}
     assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
     first, *others = (row for row in rows if "trainer/tokens" in row)
     assert first["trainer/tokens"] == 0 and first["buffer/admitted"] == 0 and "reward/mean" not in first
-    assert [row["trainer/optimizer_steps"] for row in (first, *others)] == [1, 2, 3, 4]
+    assert [row["trainer/optimizer_steps"] for row in (first, *others)] == [0, 1, 2, 3]
     mixed = round(0.25 / 0.75 * 8 * 8)
     for step in (3, 4):
         assert rows_taken(folder, step) == 10 + (step - 1) * mixed

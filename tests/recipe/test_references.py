@@ -45,6 +45,8 @@ def test_a_run_of_version_0_1_is_resumed_and_exported_and_its_replay_refused(sta
     assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
     assert "plan-0.pickle" in done.stderr and "monarch_rl 0.1" in done.stderr
     arguments = [*ARGUMENTS, f"--model={REFERENCES / MODELS['dense']}", f"--resume={folder}", "--steps=6"]
-    run = start([sys.executable, str(RECIPE), *arguments])
+    refused = patience.run([sys.executable, str(RECIPE), *arguments], seconds=RUN_S, cwd=ROOT)
+    assert refused.returncode != 0 and "--trainer.loss.max-tokens" in refused.stderr, refused.stderr
+    run = start([sys.executable, str(RECIPE), *arguments, "--trainer.loss.max-tokens=1024"])
     finished(run)
     assert max(complete(folder / "checkpoints")) == 6, run.output()

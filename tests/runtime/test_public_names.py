@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,47 @@ def test_these_names_are_public_and_documented() -> None:
 
 
 def test_the_api_page_lists_the_public_names() -> None:
-    page = (ROOT / "docs/api.md").read_text().partition("## Errors")[0]
+    page = (ROOT / "docs/api.md").read_text().partition("## What your functions receive")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(PUBLIC)
+
+
+def test_the_api_page_names_fields_that_exist() -> None:
+    from monarch_rl.episode.episode import Episode, Group
+    from monarch_rl.tasks.reasoning_gym import Item
+
+    section = (
+        (ROOT / "docs/api.md").read_text().partition("## What your functions receive")[2].partition("## Errors")[0]
+    )
+    rows = re.findall(r"^\| (?:`(\w+)`|([a-z][^|]*?)) \| (.+) \|$", section, re.MULTILINE)[1:]
+    others = {"item of `ReasoningGym`": Item, "group of a stage": Group, "its episodes": Episode}
+    assert len(rows) == 11
+    for public, other, cell in rows:
+        kind = getattr(monarch_rl, public) if public else others[other]
+        named = set(re.findall(r"`(\w+)`", cell.partition(" (")[0] if kind is Item else cell))
+        source = ast.parse(Path(sys.modules[kind.__module__].__file__ or "").read_text())
+        (body,) = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == kind.__name__]
+        attributes = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute)}
+        assert named - set(dir(kind)) - set(getattr(kind, "__annotations__", ())) - attributes == set(), kind
+
+
+def test_the_flags_of_the_page_for_users_of_trl_exist() -> None:
+    page = (ROOT / "docs/from_trl.md").read_text()
+    flags = json.loads((ROOT / "tests/references/flags.json").read_text())["grpo"]
+    named = set(re.findall(r"--([a-z][\w.-]*)", page))
+    assert len(named) > 25
+    assert named - set(flags) == set()
+
+
+@pytest.mark.parametrize("page", ["api.md", "from_trl.md"])
+def test_the_programs_of_these_pages_run(page: str) -> None:
+    """Runs each indented block but for the loop of a recipe, which the tests of recipes cover."""
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    (block,) = [textwrap.dedent(block) for block in blocks if "launch(" not in block]
+    names: dict[str, object] = {"REWARD_FUNCS": [lambda completions, word: [float(completions == word)]]}
+    exec(block, names)
+    if page == "from_trl.md":
+        assert names["reward"]({"word": "a"}, "a") == {"<lambda>": 1.0}  # type: ignore[operator]
 
 
 def test_type_checkers_see_each_name_where_it_is_defined() -> None:

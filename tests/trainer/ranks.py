@@ -193,8 +193,6 @@ def check_old_and_drift(folder: Path) -> None:
         for each, expected in zip(flat, before, strict=True):
             assert torch.equal(each.columns["old"], expected), name
         assert metrics["drift_k3"] > 1e-5, (name, metrics["drift_k3"])
-        if name == "of a recipe":
-            continue
         mismatch = [mismatch_k3(each.columns["old"], each.behaviour_logprobs).sum() for each in flat]
         total = torch.stack(mismatch).sum()
         dist.all_reduce(total)

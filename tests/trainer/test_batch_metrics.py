@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import dr_grpo, grpo
+from monarch_rl.algorithms.functions import Columns
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.observe.registry import check_names, find
 from monarch_rl.trainer.advantages import advantages_of, flat, group_views
-from monarch_rl.trainer.metrics import batch_metrics
+from monarch_rl.trainer.batch import MicroBatch
+from monarch_rl.trainer.metrics import batch_metrics, reduced_metrics
+from monarch_rl.trainer.objective import common_sums
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 EPISODE = st.tuples(
     st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0]),
@@ -113,11 +121,12 @@ def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None
         "length/mean": np.mean([length for _, _, length, *_ in episodes]),
         "length/max": max(length for _, _, length, *_ in episodes),
         "length/cut_share": np.mean([cut for *_, cut, _ in episodes]),
-        "lag/mean": np.mean(lags) if lags else 0.0,
-        "lag/max": max(lags, default=0),
         "advantage/std": np.std([value for of_group in advantages for value in of_group]),
     }
+    if lags:
+        expected |= {"lag/mean": np.mean(lags), "lag/max": max(lags)}
     for task in {task for task, *_ in episodes} - {""}:
+        expected[f"groups/{task}"] = sum(name == task for name, _ in groups)
         expected[f"reward/{task}/mean"] = np.mean([reward for name, reward, *_ in episodes if name == task])
         expected[f"length/{task}/mean"] = np.mean([length for name, _, length, *_ in episodes if name == task])
         for part in ("format", "answer"):
@@ -148,6 +157,8 @@ def test_a_worked_example() -> None:
         "length/mean": 4.0,
         "length/max": 8.0,
         "length/cut_share": 0.25,
+        "groups/spell": 2.0,
+        "groups/sums": 1.0,
         "reward/spell/answer": 0.5,
         "reward/spell/format": 0.0,
         "reward/spell/mean": 0.5,
@@ -156,7 +167,48 @@ def test_a_worked_example() -> None:
         "length/sums/mean": 4.0,
     }
     own = {name for name in values if (metric := find(name)) is not None and metric.name == name}
-    assert {name for name in values if name.count("/") == 1} == own
+    assert {name for name in values if name.count("/") == 1 and not name.startswith("groups/")} == own
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """A torch.distributed world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@given(st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 2)), max_size=6))
+def test_a_mean_over_no_tokens_is_absent_and_all_others_are_those_of_numpy(
+    world: None, tokens: list[tuple[float, float, int]]
+) -> None:
+    old, behaviour, lags = np.asarray(tokens, np.float32).reshape(-1, 3).T
+    ones = torch.ones(len(tokens))
+    made: dict[str, Any] = dict.fromkeys(("token_ids", "positions", "attention", "sampled_after", "targets"), ones)
+    batch = MicroBatch(
+        **made,
+        advantages=ones,
+        weights=ones,
+        rows=None,
+        behaviour_logprobs=torch.tensor(behaviour),
+        lags=torch.tensor(lags).long(),
+        sequences=ones.long(),
+        num_sequences=1,
+        columns=Columns({"old": torch.tensor(old)}),
+    )
+    sums = common_sums(TokenLogprobs(torch.tensor(old), ones, ones), batch) | {"tokens": ones.sum(), "loss": ones.sum()}
+    metrics = reduced_metrics(sums, [], counts=True)
+    k3 = np.expm1(old - behaviour) - (old - behaviour)
+    expected = {"tokens": len(tokens), "loss": len(tokens)}
+    if tokens:
+        outside = np.mean(np.abs(old - behaviour) > np.log(2))
+        expected |= {"mismatch_k3_all": k3.mean(), "logprob": old.mean(), "entropy": 1, "kept_mass": 1}
+        expected |= {"on_policy_share": np.mean(lags == 0), "ratio_outside": outside}
+    if (lags == 0).any():
+        expected["mismatch_k3_on_policy"] = k3[lags == 0].mean()
+    found = {name: value for name, value in metrics.items() if not name.startswith("logprob_difference")}
+    assert found == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
+    assert ("logprob_difference_p50" in metrics) == ("mismatch_k3_on_policy" in metrics)
 
 
 def test_advantages_are_computed_per_group() -> None:

@@ -64,7 +64,7 @@ class Manifest:
     """Description of a checkpoint, readable without its tensors."""
 
     version: int
-    """Batches trained."""
+    """Steps trained, including supervised ones."""
     optimizer_steps: int
     generation: int
     """How often the run had been resumed when the checkpoint was made."""
@@ -82,6 +82,9 @@ class Manifest:
     """Settings of the run that made it."""
     packages: dict[str, str] = field(default_factory=dict)
     """Versions of all packages installed where the controller ran."""
+    warm_up_steps: int | None = None
+    """Supervised steps before the first step of reinforcement learning, which is step 1 of the run. None: written by an
+    earlier version, in which supervised steps counted as steps of the run and of the learning rate's schedule."""
     ranks: int = 1
     """Number of trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)

@@ -13,13 +13,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from monarch_rl.observe.registry import METRICS
+from monarch_rl.observe.registry import METRICS, OBJECTIVE, find
 
-COLUMNS = {
-    heading: [metric for metric in METRICS if metric.heading == heading]
-    for heading in dict.fromkeys(metric.heading for metric in METRICS if metric.heading)
-}
-"""The metrics that are shown, by column heading, in the order of the registry."""
+HEADINGS = list(dict.fromkeys(metric.heading for metric in METRICS if metric.heading))
+"""The columns that every run may have, in the order of the registry."""
 DROPPED = "dropped/"
 """Name prefix of the metrics of dropped groups and failed episodes; the reason follows."""
 BARS = " " + "".join(chr(code) for code in range(0x2581, 0x2589))
@@ -61,7 +58,7 @@ class Console:
         self._latest.update(values)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step. Metrics that are not in :data:`COLUMNS` are left out; absent ones keep their last value."""
+        """Show a step. Metrics without a heading are left out; absent ones keep their last value."""
         self.remember(values)
         self._steps.append((step, dict(values)))
         self._rewards.append(values.get("reward/mean", math.nan))
@@ -70,9 +67,17 @@ class Console:
         else:
             self._live.update(self._panel(step), refresh=True)
 
+    def show_warm_up(self, step: int, steps: int, loss: float) -> None:
+        """Show a supervised step: they precede the steps of the run."""
+        text = f"warm-up {step}/{steps} | loss {loss:.3g}"
+        if self._live is None or step == steps:
+            self.note(text)
+        else:
+            self._live.update(text, refresh=True)
+
     def line(self, step: int) -> str:
         """The step as one line of text."""
-        shown = [f"{heading} {text}" for heading in COLUMNS if (text := _cell(heading, self._latest))]
+        shown = [f"{heading} {text}" for heading, text in cells(self._latest).items()]
         dropped = self._dropped()
         return " | ".join([f"step {step}/{self._total}", *shown, *([f"dropped {dropped}"] if dropped else [])])
 
@@ -82,24 +87,43 @@ class Console:
 
     def _panel(self, step: int) -> Panel:
         table = Table(box=None, expand=True, pad_edge=False)
-        headings = [name for name, metrics in COLUMNS.items() if any(metric.name in self._latest for metric in metrics)]
+        headings = list(cells(self._latest))
         for heading in ("step", *headings):
             table.add_column(heading, justify="right")
         for at, values in self._steps:
-            shown = self._latest if at == step else values
-            table.add_row(str(at), *(_cell(heading, shown) for heading in headings))
+            shown = cells(self._latest if at == step else values)
+            table.add_row(str(at), *(shown.get(heading, "") for heading in headings))
         seconds = time.monotonic() - self._start
         dropped = self._dropped()
         footer = f"reward {bars(list(self._rewards))}   dropped {dropped or 'none'}"
         return Panel(table, title=f"step {step}/{self._total}, {seconds:.0f} s", subtitle=footer)
 
 
-def _cell(heading: str, values: Mapping[str, float]) -> str:
-    """The values of a column, separated by slashes; "-" for a value that is missing or not finite, "" if all are."""
-    shown = [(metric, values.get(metric.name, math.nan)) for metric in COLUMNS[heading]]
-    if not any(math.isfinite(value) for _, value in shown):
-        return ""
-    return "/".join(metric.form.format(value) if math.isfinite(value) else "-" for metric, value in shown)
+def cells(values: Mapping[str, float]) -> dict[str, str]:
+    """The text of each column by its heading; "-" for a value that is missing or not finite. Columns without a finite
+    value are left out."""
+    named: dict[str, list[str]] = {heading: [] for heading in HEADINGS}
+    """Names of the metrics in each column: those of the registry, and the given ones that match its patterns."""
+    for metric in METRICS:
+        if metric.heading and "*" not in metric.name:
+            named[metric.heading].append(metric.name)
+    for name in values:
+        if (entry := find(name)) is None or entry.name == name:
+            continue
+        heading = name.removeprefix(OBJECTIVE[:-1]) if entry.name == OBJECTIVE else entry.heading
+        if heading:
+            named.setdefault(heading, []).append(name)
+    return {
+        heading: "/".join(_text(name, values.get(name, math.nan)) for name in names)
+        for heading, names in named.items()
+        if any(math.isfinite(values.get(name, math.nan)) for name in names)
+    }
+
+
+def _text(name: str, value: float) -> str:
+    metric = find(name)
+    form = metric.form if metric is not None and metric.form else "{:.3g}"
+    return form.format(value) if math.isfinite(value) else "-"
 
 
 def bars(values: list[float]) -> str:

@@ -37,7 +37,7 @@ class Metric:
     group: GroupName
     heading: str = ""
     """Heading of the console column; empty hides the metric. Metrics with the same heading share a column, separated by
-    slashes."""
+    slashes, as do those that match a pattern."""
     form: str = ""
     """Format of a value in the console, for ``str.format``."""
 
@@ -138,8 +138,8 @@ METRICS = (
     Metric(
         "trainer/optimizer_steps",
         "steps",
-        "Optimizer steps so far: `--trainer.epochs` x `--trainer.minibatches` per step of the run, one per supervised "
-        "step, none while a critic warms up.",
+        "Optimizer steps so far: `--trainer.epochs` x `--trainer.minibatches` per step of the run, none while a "
+        "critic warms up. Supervised steps before step 1 are not counted.",
         "learning",
     ),
     Metric(
@@ -190,6 +190,8 @@ METRICS = (
         "Estimate of KL(policy, reference) selected by `--trainer.loss.kl-estimate`; mean over tokens. Only with "
         "`--trainer.loss.kl-coefficient`.",
         "learning",
+        "KL",
+        "{:.3g}",
     ),
     Metric(
         "trainer/supervised_loss",
@@ -210,12 +212,16 @@ METRICS = (
         "Estimate of KL(policy, teacher): log policy - log teacher; mean over tokens. Only with the objective "
         "`distillation`.",
         "learning",
+        "reverse KL",
+        "{:.3g}",
     ),
     Metric(
         "trainer/top_k_kl",
         "nats",
         "The divergence that the objective `distillation` minimises with `--objective.top`; mean over tokens.",
         "learning",
+        "top-k KL",
+        "{:.3g}",
     ),
     Metric("trainer/logprob", "nats", "Log-probability of the sampled tokens; mean over tokens.", "learning"),
     Metric("trainer/tokens", "tokens", "Trainable tokens of the batch.", "learning"),
@@ -267,6 +273,14 @@ METRICS = (
         "`turn_reward/<task>/<seat>`: of one of its seats. A turn shared by several branches counts once. Only if "
         "turns have rewards.",
         "learning",
+        "turn reward",
+        "{:.3f}",
+    ),
+    Metric(
+        "groups/*",
+        "groups",
+        "`groups/<task>`: number of the batch's groups that are of this task; missing if there is none.",
+        "learning",
     ),
     Metric(
         "advantage/std",
@@ -295,7 +309,8 @@ METRICS = (
         "nats",
         "k3 estimate of KL(engine, trainer) over tokens sampled by the version being updated: the numerical difference "
         "of the two, and what "
-        "[`--generator.in-flight continue` leaves behind](weights.md#what-continue-leaves-behind).",
+        "[`--generator.in-flight continue` leaves behind](weights.md#what-continue-leaves-behind). "
+        "Missing if the batch has no such token.",
         "agreement",
     ),
     Metric("trainer/mismatch_k3_all", "nats", "The k3 estimate over all tokens; includes staleness.", "agreement"),
@@ -588,7 +603,12 @@ METRICS = (
         "checkpoints",
     ),
     # -- custom objectives: last, because the pattern matches all metrics of the trainer ----------------------
-    Metric(OBJECTIVE, "", "A metric that a custom objective returns; mean over trainable tokens.", "learning"),
+    Metric(
+        OBJECTIVE,
+        "",
+        "A metric that a custom objective returns; mean over trainable tokens. The console shows it under its name.",
+        "learning",
+    ),
 )
 """In the order of the documentation and of the console's columns."""
 

@@ -60,6 +60,8 @@ class ControllerState:
     """Run totals that no actor keeps (``Observer.counters``)."""
     best: Measurement | None = None
     """Best evaluation result so far, as in ``best.json``."""
+    warm_up_steps: int | None = 0
+    """As in the manifest."""
 
 
 class Checkpoints:
@@ -209,6 +211,7 @@ class Checkpoints:
                 counters=state.counters,
                 measured=measured,
                 best=state.best,
+                warm_up_steps=state.warm_up_steps,
                 settings=self._run_settings,
                 ranks=len(shards),
                 files=[file for of_rank in shards for file in of_rank],
@@ -222,7 +225,9 @@ class Checkpoints:
         self._failure_logged_at = None
         self._write_s, self._nbytes = now() - started, manifest.nbytes
         size = f"{manifest.nbytes / 1e6:,.1f} MB"
-        self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
+        step = copy.version - (state.warm_up_steps or 0)
+        of_step = f"step {step}" if step else f"warm-up step {copy.version}"
+        self._note(f"checkpoint of {of_step} ({size}, {self._write_s:.1f} s) in {folder}")
         await self._kept.made(copy.version)
 
     async def _write_parts(self, partial: Path) -> list[list[FileSum]]:

@@ -99,8 +99,8 @@ class Observer:
         self._engines |= engines  # the next step counts an unresponsive replica from its last answer
         return values
 
-    def replayed_metrics(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
-        """Metrics of a step replayed from the journal: those of the update and of the buffer.
+    def without_rollouts(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
+        """Metrics of a step replayed from the journal, or of a supervised one: those of the update and of the buffer.
 
         Args:
             trained: the metrics that each trainer rank returned from the update.

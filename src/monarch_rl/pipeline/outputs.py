@@ -57,6 +57,8 @@ class RunOutputs:
 
     def __init__(self, metrics: Metrics, rollouts: RolloutLog, console: Console) -> None:
         self._metrics, self._rollouts, self._console = metrics, rollouts, console
+        self.warm_up_steps = 0
+        """Supervised steps so far: the version minus these is the step on the console."""
 
     def note(self, text: str) -> None:
         """Print a line on the console."""
@@ -66,21 +68,27 @@ class RunOutputs:
         """Rows of groups chosen at random from the last trained batch, for :meth:`write`."""
         return await self._rollouts.gather()
 
-    def write(self, step: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
-        """Write the metrics and the sampled rollouts of a step. Raises ValueError if a metric is not registered."""
-        self._metrics.log(step, values)
+    def write(self, version: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
+        """Write metrics and sampled rollouts of the step that produced ``version``. Raises ValueError if a metric is
+        not registered."""
+        self._metrics.log(version, values)
         self._rollouts.append(rollouts)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step on the console."""
+        """Show a step of reinforcement learning, 1, 2, ..., on the console."""
         self._console.show(step, values)
 
-    def evaluation(self, result: Evaluation, step: int) -> dict[str, float]:
-        """Write and print the evaluation after ``step``; returns its metrics."""
+    def show_warm_up(self, step: int, steps: int, loss: float) -> None:
+        """Show a supervised step on the console."""
+        self._console.show_warm_up(step, steps, loss)
+
+    def evaluation(self, result: Evaluation, version: int) -> dict[str, float]:
+        """Write and print the evaluation of ``version``; returns its metrics."""
         values, held_out = result.metrics(), result.plan.held_out
-        self._metrics.log(step, values)
+        self._metrics.log(version, values)
         self._console.remember(values)
-        when = f"after step {step}" if step else "before training"
+        step = version - self.warm_up_steps
+        when = f"after step {step}" if step else "after the warm-up" if version else "before training"
         self._console.note(f"{' on '.join(filter(None, (when, held_out)))}, {result}")
         return values
 
@@ -108,6 +116,7 @@ class NoOutputs:
     """The outputs of a run without a folder: nothing is written or printed."""
 
     seconds = 0.0
+    warm_up_steps = 0
 
     def note(self, text: str) -> None:
         pass
@@ -115,13 +124,16 @@ class NoOutputs:
     async def sample_rollouts(self) -> list[dict[str, Any]]:
         return []
 
-    def write(self, step: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
+    def write(self, version: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
         pass
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
-    def evaluation(self, result: Evaluation, step: int) -> dict[str, float]:
+    def show_warm_up(self, step: int, steps: int, loss: float) -> None:
+        pass
+
+    def evaluation(self, result: Evaluation, version: int) -> dict[str, float]:
         return result.metrics()
 
     def metrics(self) -> dict[str, float]:

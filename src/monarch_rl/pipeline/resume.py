@@ -85,11 +85,17 @@ class Resumed:
         return self.manifest.version
 
     @property
+    def warm_up_steps(self) -> int:
+        """Supervised steps among the first versions that are no steps of the run."""
+        return self.manifest.warm_up_steps or 0
+
+    @property
     def buffer(self) -> SavedBuffer:
         return SavedBuffer(self.checkpoint / GROUPS, self.generation)
 
     def __str__(self) -> str:
-        return f"Resumed after step {self.version} (resume {self.generation} of this run), from {self.checkpoint}"
+        step = self.version - self.warm_up_steps
+        return f"Resumed after step {step} (resume {self.generation} of this run), from {self.checkpoint}"
 
 
 def resolve_resume(settings: RunSettings) -> Resumed | None:
@@ -187,6 +193,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         before = before | {"model": settings.model}
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
     check_same(before, to_plain(settings))
+    if manifest.packages.get("monarch_rl", "").startswith("0.1."):
+        _check_normaliser(before, settings)
     installed = versions_of_packages()
     differences += [
         f"{package} {version} -> {installed.get(package, 'none')}"
@@ -290,6 +298,18 @@ def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
                 f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
                 "begin a new run without --resume"
             )
+
+
+def _check_normaliser(before: dict[str, Any], settings: RunSettings) -> None:
+    """Refuse a run of version 0.1 whose gradients would silently be scaled otherwise, which AdamW's restored moments
+    would turn into very large steps."""
+    loss, old = settings.trainer.loss, before["trainer"]
+    if loss.aggregation == "constant" and not loss.max_tokens and not old["loss"].get("max_tokens"):
+        raise SettingsError(
+            "cannot resume: version 0.1 divided gradients by the longest possible episode, the smallest of "
+            f"trainer.tokens-per-microbatch {old['tokens_per_microbatch']} and the limits of context and KV cache. "
+            "Give that number as --trainer.loss.max-tokens, or begin a new run without --resume"
+        )
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -55,7 +56,7 @@ from monarch_rl.pipeline.resume import (
     with_recorded_model,
 )
 from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, prepare
+from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -162,7 +163,10 @@ class Run:
         self.resumed = resumed
         """The state that the run resumed from; None for a new run."""
         self.version = resumed.version if resumed else 0
-        """The policy version: the number of batches trained so far."""
+        """The policy version: the number of steps trained so far, including supervised ones."""
+        self.warm_up_steps = resumed.warm_up_steps if resumed else 0
+        """The supervised steps among them (:meth:`supervised`), which precede step 1."""
+        self._warm_up_goal = 0
         self.saved: Path | None = None
         """Folder of the last :meth:`save`."""
         self.on_best: list[OnBest] = []
@@ -327,6 +331,10 @@ class Run:
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
+        print(
+            f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
+            f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
+        )
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             cluster,
@@ -365,6 +373,7 @@ class Run:
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
         outputs = self._lifetimes.enter_context(open_outputs(self.folder, actors, s, restored, seconds))
+        outputs.warm_up_steps = self.warm_up_steps
         self._lifetimes.callback(self._best.close)
         if resumed is not None:
             observer.restore(resumed.manifest.counters)
@@ -430,13 +439,16 @@ class Run:
 
         async def log(step: int, trained: list[dict[str, float]], counts: Counts) -> None:
             self.version = step
-            outputs.write(step, observer.replayed_metrics(trained, counts), await outputs.sample_rollouts())
+            # A supervised step precedes all batches. Those of an earlier version count as steps of the run.
+            if not counts.trained and resumed.manifest.warm_up_steps is not None:
+                self.warm_up_steps = outputs.warm_up_steps = step
+            outputs.write(step, observer.without_rollouts(trained, counts), await outputs.sample_rollouts())
 
-        s = self.settings
+        s, most = self.settings, self.warm_up_steps + self.settings.steps
         if s.journal.mib:
             limit_s = self._patient_settings.update_limit_s + s.trainer.compile_limit_s
             # waits: its calls have deadlines
-            async for message in replay_steps(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
+            async for message in replay_steps(actors, resumed, s.journal.mib << 20, most, limit_s, log):
                 outputs.note(message)
 
     def _check_first_start(self) -> asyncio.Task[object]:
@@ -452,6 +464,7 @@ class Run:
 
     async def steps(self, count: int) -> AsyncIterator[int]:
         """Yield the numbers of the steps to train, 1 to ``count``; a resumed run begins after its last trained step.
+        Supervised steps are not among them.
 
         Rollout workers generate from the first step to the last. Checkpoints are written after steps where one is due.
         After the last step, generation has stopped and the newest version is served. Can be used once.
@@ -461,7 +474,7 @@ class Run:
         self._phase = Phase.ROLLING_OUT
         await self._rollouts.enter_async_context(self._components.recovery.rolling_out())
         await self._components.observer.begin()
-        for step in range(self.version + 1, count + 1):
+        for step in range(self.version - self.warm_up_steps + 1, count + 1):
             yield step
             state = self._last_controller_state if step == count else self._controller_state
             await self._checkpoints.after_step(self.version, state, last=step == count)
@@ -490,6 +503,9 @@ class Run:
 
     def _note_update(self, metrics: list[dict[str, float]]) -> None:
         self.version += 1
+        if self._phase is Phase.SET_UP:
+            self.warm_up_steps += 1
+            self._components.outputs.warm_up_steps = self.warm_up_steps
         self._unlogged, self._updating = metrics, None
 
     async def publish(self) -> None:
@@ -515,7 +531,7 @@ class Run:
         values |= self._checkpoints.metrics() | outputs.metrics()
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
-        outputs.show(self.version, values)
+        outputs.show(self.version - self.warm_up_steps, values)
         return values
 
     async def step(self) -> dict[str, float]:
@@ -529,20 +545,22 @@ class Run:
     async def supervised(
         self, rows: Sequence[Row], *, steps: int, rows_per_step: int = 64, lr_factor: float = 1.0
     ) -> None:
-        """Warm start: train the first versions, up to ``steps``, by supervised updates only, and publish the last one.
+        """Warm up: train ``steps`` supervised steps before step 1 of the run, and publish the last one.
 
         The loss is the cross-entropy of the answers' tokens, averaged over the tokens of a step. Each step is one
-        optimiser step and produces a version: ``run.steps(n)`` continues from there to ``n``. A resumed run trains the
+        optimiser step and produces a version, but is no step of ``run.steps(n)`` and none of the learning rate's
+        schedule: its rate is ``trainer.lr`` times ``lr_factor``, after a warm-up of its own. A resumed run trains the
         remaining steps.
 
         Args:
             rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
                 ``tasks/rows.py``. They are rendered by the model's chat template.
             rows_per_step: rows per step; each pass over the rows has another order.
-            lr_factor: multiplies ``trainer.lr`` and its schedule: supervised steps usually use a higher rate.
+            lr_factor: multiplies ``trainer.lr``: supervised steps usually use a higher rate.
 
         Raises:
-            ValueError: the rows cannot be trained; says which and why.
+            ValueError: the rows cannot be trained; or the resumed run has begun without so many supervised steps, or in
+                an earlier version that counted them otherwise. Says which and why.
         """
         if self._phase is not Phase.SET_UP:
             raise RuntimeError(
@@ -550,16 +568,43 @@ class Run:
                 "await run.mix(rows, share=...) to train on rows alongside them"
             )
         plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
-        if self.version >= steps:
+        if not self._warms_up(steps):
             return
         actors = self.actors
+        self._warm_up_goal = steps
         await use_rows(actors.trainer, plan)
-        await self._components.observer.begin()
-        while self.version < steps:
+        while self.warm_up_steps < steps:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient_settings.update_limit_s)
-            await self.log(await self._updated(work))
+            await self._log_supervised(await self._updated(work))
             await self._checkpoints.after_step(self.version, self._controller_state, last=False)
         await self.publish()
+
+    def _warms_up(self, steps: int) -> bool:
+        """Whether supervised steps are left to train. Raises ValueError if they can no longer be trained."""
+        begun = self.version > self.warm_up_steps
+        if begun and self.resumed is not None and self.resumed.manifest.warm_up_steps is None:
+            if self.version >= steps:  # they are the first steps of this run, and go on counting as such
+                return False
+            raise SettingsError(
+                f"cannot resume: the checkpoint of step {self.version} was written before the end of "
+                f"run.supervised(steps={steps}) by an earlier version, which counted these steps otherwise. Begin a "
+                "new run without --resume"
+            )
+        if begun and steps > self.warm_up_steps:
+            raise SettingsError(
+                f"run.supervised(steps={steps}): the run that is resumed had {self.warm_up_steps} supervised steps "
+                f"before its first step. Give steps={self.warm_up_steps}, or begin a new run without --resume"
+            )
+        return self.warm_up_steps < steps
+
+    async def _log_supervised(self, update_metrics: list[dict[str, float]]) -> None:
+        """Write and print the metrics of a supervised step."""
+        components = self._components
+        values = components.observer.without_rollouts(update_metrics, await self.counts())
+        components.outputs.write(self.version, values, [])
+        self._unlogged = None
+        loss = values.get("trainer/supervised_loss", math.nan)
+        components.outputs.show_warm_up(self.warm_up_steps, self._warm_up_goal, loss)
 
     async def mix(self, rows: Sequence[Row], *, share: float) -> None:
         """From the next update on, train on ``rows`` in addition to each batch. The loss is (1 - share) x the
@@ -655,7 +700,13 @@ class Run:
             positions=positions,
             counters=components.observer.counters(),
             best=self._best.best,
+            warm_up_steps=self._recorded_warm_up(),
         )
+
+    def _recorded_warm_up(self) -> int | None:
+        """The supervised steps for a checkpoint. A run of an earlier version keeps counting them as steps."""
+        old = self.resumed is not None and self.resumed.manifest.warm_up_steps is None
+        return None if old and not self.warm_up_steps else self.warm_up_steps
 
     def _last_controller_state(self) -> ControllerState:
         # A longer limit, because no step waits for it.
@@ -681,7 +732,8 @@ class Run:
             if not self._updating.cancelled() and self._updating.exception() is None:
                 self._note_update(self._updating.result())
         if self._unlogged is not None:
-            await self.log(self._unlogged)
+            log = self._log_supervised if self._phase is Phase.SET_UP else self.log
+            await log(self._unlogged)
         if self.version:
             await self._checkpoints.now(self.version, self._last_controller_state)
 

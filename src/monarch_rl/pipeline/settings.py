@@ -312,9 +312,13 @@ def episode_limits(s: RunSettings, config: ModelConfig, on_gpu: bool) -> dict[st
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def normaliser_tokens(s: RunSettings, episode_limit: int) -> int:
-    """Tokens per episode in the normaliser of the ``constant`` aggregation."""
-    return s.trainer.loss.max_tokens or episode_limit
+def normaliser_tokens(s: RunSettings) -> int:
+    """Tokens per episode in the normaliser of the ``constant`` aggregation.
+
+    By default those of one answer, not of the longest possible episode: gradients divided by the latter are so small
+    that ``trainer.max_grad_norm`` never clips, and that AdamW's epsilon matters.
+    """
+    return s.trainer.loss.max_tokens or s.rollout.max_new_tokens
 
 
 def _check_combinations(s: RunSettings, task: Task | None) -> None:

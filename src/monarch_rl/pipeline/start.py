@@ -359,7 +359,7 @@ async def start_actors(
         settings=s.trainer,
         total_steps=updates,
         temperature=s.rollout.temperature,
-        normaliser_tokens=normaliser_tokens(s, episode_limit),
+        normaliser_tokens=normaliser_tokens(s),
         functions=functions,
         journal=journal,
         journal_bytes=s.journal.mib << 20,

@@ -57,6 +57,8 @@ class TrainerCheckpoint:
         self._limit_s = disk_limit_s(nbytes)
         self.group = checkpoint_group(self._limit_s)
         """Process group for agreeing on writes; :meth:`stage` may replace it."""
+        self.supervised_steps = 0
+        """Optimizer steps of this process outside of the schedule."""
         self._staged = StagedTensors(device)
         self._version, self._counted = 0, self._updates()
         self._noted = self._remembered = _saved({})
@@ -65,7 +67,7 @@ class TrainerCheckpoint:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the policy so far."""
+        """Optimizer steps of the policy so far, without supervised ones."""
         return int(self._schedulers.state_dict()["last_epoch"])
 
     @property
@@ -73,9 +75,9 @@ class TrainerCheckpoint:
         """The version of the last :meth:`note`."""
         return self._version
 
-    def _updates(self) -> tuple[int, int]:
-        """Optimizer steps so far of the policy, and of the critic."""
-        return self.optimizer_steps, 0 if self._critic is None else self._critic.updates
+    def _updates(self) -> tuple[int, int, int]:
+        """Optimizer steps so far of the policy, in and outside of the schedule, and of the critic."""
+        return self.optimizer_steps, self.supervised_steps, 0 if self._critic is None else self._critic.updates
 
     def note(self, version: int, remembered: Mapping[str, Any]) -> None:
         """Record that the weights are those of ``version``: every update of its batch is done.

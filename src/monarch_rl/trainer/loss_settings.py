@@ -77,10 +77,18 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     aggregation: Aggregation = "constant"
     """Normaliser of the sum of token losses. `constant`: episodes x `max_tokens` (Dr.GRPO); `token_mean`: tokens
     (DAPO); `sequence_mean`: the tokens of each episode, then episodes (GRPO)."""
-    max_tokens: Annotated[int, Range(0, 2**31 - 1, "0 is the episode limit")] = 0
-    """With `constant`: tokens per episode in the normaliser. 0 is the most tokens that an episode may have, the
-    smallest of `trainer.tokens-per-microbatch` and the limits of context and KV cache. Give a number to keep the
-    gradient's scale when those change."""
+    max_tokens: Annotated[int, Range(0, 2**31 - 1, "0 is rollout.max-new-tokens")] = 0
+    """With `constant`: tokens per episode in the normaliser. 0 is `rollout.max-new-tokens`, as in Dr.GRPO. Episodes of
+    many turns have larger gradients for it; give a number to keep the scale when that flag changes."""
+
+    def normaliser(self, tokens: int) -> str:
+        """What the gradient of a mini-batch is divided by, for the console; ``tokens``: those of ``constant``."""
+        flag = "trainer.loss.max-tokens" if self.max_tokens else "rollout.max-new-tokens"
+        return {
+            "constant": f"its episodes x {tokens} tokens ({flag})",
+            "token_mean": "its trained tokens",
+            "sequence_mean": "the tokens of each episode and the number of its episodes",
+        }[self.aggregation]
 
     @property
     def penalised_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,19 +42,26 @@ def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[
     lags, computed = shard.lag_counts, np.concatenate(advantages)
     trained = computed[np.isfinite(computed)]
     rewards, lengths = np.concatenate(shard.rewards), np.concatenate(shard.lengths)
-    return {
-        "lag/mean": float((lags * range(len(lags))).sum() / max(int(lags.sum()), 1)),
-        "lag/max": float(max((lag for lag, count in enumerate(lags) if count), default=0)),
-        "reward/mean": float(np.mean(rewards)),
-        "reward/std": float(np.std(rewards)),
-        "reward/equal_groups_share": float(np.mean([np.ptp(of_group) == 0 for of_group in shard.rewards])),
-        "reward/all_right_share": float(np.mean([np.all(of_group >= FULL_REWARD) for of_group in shard.rewards])),
-        "reward/all_wrong_share": float(np.mean([np.all(of_group <= NO_REWARD) for of_group in shard.rewards])),
-        "advantage/std": float(np.std(trained)) if len(trained) else 0.0,
-        "length/mean": float(np.mean(lengths)),
-        "length/max": float(np.max(lengths)),
-        "length/cut_share": float(np.mean(np.concatenate(shard.cut))),
-    } | (_task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
+    values: dict[str, float] = {}
+    if lags.sum():
+        values["lag/mean"] = float((lags * range(len(lags))).sum() / lags.sum())
+        values["lag/max"] = float(max(lag for lag, count in enumerate(lags) if count))
+    if len(trained):
+        values["advantage/std"] = float(np.std(trained))
+    return (
+        values
+        | {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "reward/equal_groups_share": float(np.mean([np.ptp(of_group) == 0 for of_group in shard.rewards])),
+            "reward/all_right_share": float(np.mean([np.all(of_group >= FULL_REWARD) for of_group in shard.rewards])),
+            "reward/all_wrong_share": float(np.mean([np.all(of_group <= NO_REWARD) for of_group in shard.rewards])),
+            "length/mean": float(np.mean(lengths)),
+            "length/max": float(np.max(lengths)),
+            "length/cut_share": float(np.mean(np.concatenate(shard.cut))),
+        }
+        | (_task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
+    )
 
 
 def _replay_metrics(shard: PackedShard) -> dict[str, float]:
@@ -71,7 +79,8 @@ def _task_metrics(shard: PackedShard) -> dict[str, float]:
         for seat, reward, of_episode, length in zip(seats, rewards, parts, lengths, strict=True):
             for name in _names(task, seat):
                 episodes.setdefault(name, []).append((float(reward), of_episode, int(length)))
-    values: dict[str, float] = {}
+    counts = Counter(task for task in shard.tasks if task)
+    values = {f"groups/{task}": float(count) for task, count in counts.items()}
     for name, of_name in episodes.items():
         values |= {f"reward/{name}/{part}": mean for part, mean in mean_parts([p for _, p, _ in of_name]).items()}
         values[f"reward/{name}/mean"] = float(np.mean([reward for reward, _, _ in of_name]))
@@ -101,7 +110,7 @@ def _turn_metrics(shard: PackedShard) -> dict[str, float]:
 
 
 def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) -> dict[str, float]:
-    """Add up the sums of all ranks, and divide each by the number of tokens that it covers.
+    """Add up the sums of all ranks, and divide each by the number of tokens that it covers, if there are any.
 
     Args:
         totals: this rank's sums by metric name; the same names on all ranks.
@@ -126,14 +135,14 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
     sums = {name: float(value) for name, value in reduced.items()}
     undivided = [name for name in ("loss", "tokens", MASKED_TOKENS, MASKED_EPISODES) if name in sums]
     metrics: dict[str, float] = {name: sums.pop(name) for name in undivided}
-    if ON_POLICY_TOKENS in sums:
-        count = sums.pop(ON_POLICY_TOKENS)
-        metrics["on_policy_share"] = count / max(metrics["tokens"], 1)
-        metrics[ON_POLICY_MISMATCH] = sums.pop(ON_POLICY_MISMATCH) / max(count, 1)
+    numbers = {ON_POLICY_MISMATCH: sums.get(ON_POLICY_TOKENS, 0.0), SUPERVISED_LOSS: sums.get(SUPERVISED_TOKENS, 0.0)}
     if SUPERVISED_TOKENS in sums:
-        metrics[SUPERVISED_TOKENS] = count = sums.pop(SUPERVISED_TOKENS)
-        metrics[SUPERVISED_LOSS] = sums.pop(SUPERVISED_LOSS) / max(count, 1)
-    return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()} | from_vectors
+        metrics[SUPERVISED_TOKENS] = sums.pop(SUPERVISED_TOKENS)
+    # A mean over no tokens is absent: 0 would say that engine and trainer agree, or that the loss is perfect.
+    for name, value in sums.items():
+        if number := numbers.get(name, metrics["tokens"]):
+            metrics["on_policy_share" if name == ON_POLICY_TOKENS else name] = value / number
+    return metrics | from_vectors
 
 
 def summed(value: float, device: torch.device) -> float:

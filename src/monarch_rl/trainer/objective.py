@@ -18,7 +18,7 @@ from monarch_rl.algorithms.advantages import positives_only
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
 from monarch_rl.algorithms.losses import LossInputs
-from monarch_rl.algorithms.mismatch import BINS, histogram
+from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.algorithms.objectives import TIS, Correction, Distillation, Objective, PolicyObjective
 from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
@@ -37,13 +37,13 @@ LossFunction = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
 """``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``. The loss, a scalar with gradient, is
 ``(token_loss * batch.weights).sum()``: the weights already contain the normaliser of ``trainer.loss.aggregation`` over
 the whole mini-batch and all ranks, so do not average. The sums must include ``tokens``; each other sum is logged as
-``trainer/<name>``, its mean over tokens."""
+``trainer/<name>``, its mean over tokens. The trainer itself adds :func:`common_sums`."""
 
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
 """Columns of log-probs: of the trainer's policy at the start of the batch (always there), of the reference model, and
 of a teacher."""
 ON_POLICY_TOKENS, ON_POLICY_MISMATCH = "on_policy_tokens", "mismatch_k3_on_policy"
-"""Sums over tokens that the version being updated sampled. An objective returns both or neither."""
+"""Sums over tokens that the version being updated sampled."""
 LOGPROB_DIFFERENCE = "logprob_difference"
 """A histogram of trainer - engine of these tokens (:func:`monarch_rl.algorithms.mismatch.histogram`)."""
 SUPERVISED_TOKENS, SUPERVISED_LOSS = "supervised_tokens", "supervised_loss"
@@ -55,7 +55,8 @@ ROUTES_DIFFER, LAYER_CHOICES = "routes_differ", "choices_of_a_layer"
 TRAINERS_OWN = (
     *("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share"),
     *(MASKED_TOKENS, MASKED_EPISODES, "reference_device_s", SUPERVISED_LOSS, SUPERVISED_TOKENS),
-    *("on_policy_share", f"{LOGPROB_DIFFERENCE}_*", ROUTES_DIFFER, f"{ROUTES_DIFFER}_*", LAYER_CHOICES),
+    *("entropy", "logprob", "mismatch_k3_*", ON_POLICY_TOKENS, "on_policy_share", "kept_mass", "ratio_outside"),
+    *(LOGPROB_DIFFERENCE, f"{LOGPROB_DIFFERENCE}_*", ROUTES_DIFFER, f"{ROUTES_DIFFER}_*", LAYER_CHOICES),
     *("wait_s", "step_s", "idle_share"),
 )
 """Patterns of names, after ``trainer/``, of the trainer's own metrics and their inputs, which no sum of an objective
@@ -138,7 +139,7 @@ def _loss_and_sums(
     corrections = settings.applied_corrections(objective)
     importance = _importance(inputs, [each for each in corrections if sampled_only or not each.has_importance_ratio])
     loss = loss * importance
-    sums = _sums(output, batch, inputs) | {"importance_weight": importance.sum()}
+    sums = {"tokens": torch.ones_like(importance).sum(), "importance_weight": importance.sum()}
     if settings.kl_coefficient:
         divergence = losses.ESTIMATES[settings.estimates_kl_by](inputs.new, batch.columns[REFERENCE])
         sums["kl_reference"] = divergence.detach().sum()
@@ -166,12 +167,15 @@ def _loss_inputs(output: TokenLogprobs, batch: MicroBatch, settings: LossSetting
     return LossInputs(output.logprobs, old, behaviour, advantages, batch.sequences)
 
 
-def _sums(output: TokenLogprobs, batch: MicroBatch, inputs: LossInputs) -> Sums:
-    """Sums that all loss functions but ``supervised`` report."""
-    new, difference, on_policy = inputs.new.detach(), inputs.old - inputs.behaviour, batch.lags == 0
-    mismatch = losses.mismatch_k3(inputs.old, inputs.behaviour)
+def common_sums(output: TokenLogprobs, batch: MicroBatch) -> Sums:
+    """Sums that do not depend on the loss function: the policy, and the engine compared with the trainer."""
+    new, difference, on_policy = (
+        output.logprobs.detach(),
+        batch.columns[OLD] - batch.behaviour_logprobs,
+        batch.lags == 0,
+    )
+    mismatch = losses.mismatch_k3(batch.columns[OLD], batch.behaviour_logprobs)
     return {
-        "tokens": torch.ones_like(new).sum(),
         "entropy": output.entropies.detach().sum(),
         "logprob": new.sum(),
         "mismatch_k3_all": mismatch.sum(),
@@ -185,20 +189,14 @@ def _sums(output: TokenLogprobs, batch: MicroBatch, inputs: LossInputs) -> Sums:
 
 def supervised(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """Cross-entropy of the trainable tokens, for a supervised start: the policy gradient with an advantage of 1."""
-    logprobs, entropies = output.logprobs, output.entropies
-    loss = losses.policy_gradient(logprobs, torch.ones_like(logprobs))
-    sums = {
-        "tokens": torch.ones_like(loss).sum(),
-        "entropy": entropies.sum(),
-        "logprob": logprobs.detach().sum(),
-    }
-    return (loss * batch.weights).sum(), sums
+    loss = losses.policy_gradient(output.logprobs, torch.ones_like(output.logprobs))
+    return (loss * batch.weights).sum(), {"tokens": torch.ones_like(loss).sum()}
 
 
 def rows_loss(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """:func:`supervised` for supervised rows: their sums have separate names, and they do not count in ``tokens``."""
     loss, sums = supervised(output, batch)
-    row_sums = {SUPERVISED_TOKENS: sums["tokens"], SUPERVISED_LOSS: -sums["logprob"]}
+    row_sums = {SUPERVISED_TOKENS: sums["tokens"], SUPERVISED_LOSS: -output.logprobs.detach().sum()}
     return loss, {"tokens": torch.zeros_like(sums["tokens"])} | row_sums
 
 
@@ -220,8 +218,6 @@ def _unusable_names(names: Collection[str]) -> str:
         return f"other names than {taken}, which are the trainer's own metrics"
     if whole := sorted(name for name in names if find(name) is not None):
         return f"other names than {whole}, which are full names of metrics of a run: yours are logged as trainer/<name>"
-    if (ON_POLICY_TOKENS in names) != (ON_POLICY_MISMATCH in names):
-        return f"{ON_POLICY_TOKENS} and {ON_POLICY_MISMATCH} together, or neither"
     return ""
 
 
@@ -246,11 +242,8 @@ def evaluate_loss(function: LossFunction, output: TokenLogprobs, batch: MicroBat
         raise _refused(function, f"the sums {sorted(sums)}", instead)
     values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in sums.items()}
     for name, value in values.items():
-        shape, instead = list[int](), "sums over tokens, which are scalars"
-        if name == LOGPROB_DIFFERENCE:
-            shape, instead = [BINS], f"a histogram of shape [{BINS}] (monarch_rl.algorithms.mismatch)"
-        if list(value.shape) != shape:
-            raise _refused(function, f"{name} of shape {list(value.shape)}", instead)
+        if value.ndim:
+            raise _refused(function, f"{name} of shape {list(value.shape)}", "sums over tokens, which are scalars")
     return loss, values
 
 

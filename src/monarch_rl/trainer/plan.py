@@ -41,8 +41,8 @@ class TrainerPlan:
     temperature: float
     """Sampling temperature, at which log-probs are computed."""
     normaliser_tokens: int
-    """Tokens per episode in the normaliser of the ``constant`` aggregation: ``trainer.loss.max_tokens``, or the limit
-    of an episode."""
+    """Tokens per episode in the normaliser of the ``constant`` aggregation: ``trainer.loss.max_tokens``, or
+    ``rollout.max_new_tokens``."""
     functions: TrainingFunctions | None = None
     """Advantage and loss function. None: the advantage that ``settings.loss`` names, and PPO's clip. With a custom loss
     function only the aggregation of these settings has an effect, through ``MicroBatch.weights``."""

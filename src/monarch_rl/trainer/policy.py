@@ -57,6 +57,7 @@ from monarch_rl.trainer.objective import (  # noqa: E402
     SUPERVISED_TOKENS,
     LossFunction,
     Sums,
+    common_sums,
     evaluate_loss,
     rows_loss,
 )
@@ -235,7 +236,7 @@ class Policy:
         objective: LossFunction,
         epochs: int = 1,
         learns: bool = True,
-        lr_factor: float = 1.0,
+        lr: float | None = None,
     ) -> dict[str, float]:
         """One optimiser step per mini-batch, ``epochs`` times over. In each mini-batch all ranks pass equally many
         micro-batches.
@@ -246,14 +247,15 @@ class Policy:
 
         Args:
             learns: if false, compute everything, but make no optimiser step.
-            lr_factor: factor on the schedule's learning rate.
+            lr: learning rate of supervised steps, which are outside of the schedule and do not advance it; None: the
+                schedule's.
 
         Returns:
             Metrics of the whole batch, equal on all ranks. Unless stated otherwise they are means over trainable tokens
-            and epochs.
+            and epochs, and absent if there are no such tokens.
 
             - ``loss`` and ``grad_norm`` (before clipping): means over steps. ``lr``: of the last step.
-              ``optimizer_steps``: made so far.
+              ``optimizer_steps``: of the schedule, made so far.
             - ``drift_k3``: from ``old``. ``tokens``: number of trained tokens.
             - ``padding``: share of computed positions that are padding; only ranks without episodes pad, with one
               token.
@@ -278,12 +280,12 @@ class Policy:
         read = self._fill_reference(flat) if reads_reference else {}
         if learns:
             self._fill_old(minibatches[1:])
-        totals, norms, lr = Sums(), list[float](), 0.0
+        totals, norms, used_lr = Sums(), list[float](), 0.0
         self.left_out = {}
         for _ in range(epochs):
             for microbatches in minibatches:
-                lr = lr_factor * self.schedulers.schedulers[0].get_last_lr()[0]
-                sums, norm = self._optimise(microbatches, objective, learns, lr_factor)
+                used_lr = self.schedulers.schedulers[0].get_last_lr()[0] if lr is None else lr
+                sums, norm = self._optimise(microbatches, objective, learns, lr)
                 norms.append(norm)
                 _add(totals, sums)
         with device_work.operation("the metrics of a batch"):
@@ -291,7 +293,7 @@ class Policy:
             waste = waste_metrics(flat, self.device, self._counts)
         counted = ("tokens", SUPERVISED_TOKENS, MASKED_TOKENS, MASKED_EPISODES)
         metrics |= {name: metrics[name] / epochs for name in counted if name in metrics}
-        done = {"lr": float(lr), "optimizer_steps": float(self.checkpoint.optimizer_steps)}
+        done = {"lr": float(used_lr), "optimizer_steps": float(self.checkpoint.optimizer_steps)}
         return metrics | {"loss": metrics["loss"] / steps, "grad_norm": sum(norms) / steps} | done | waste | read
 
     def _fill_old(self, minibatches: Sequence[Sequence[MicroBatch]]) -> None:
@@ -319,7 +321,7 @@ class Policy:
             return self.token_logprobs(batch, module=self._reference).logprobs
 
     def _optimise(
-        self, microbatches: Sequence[MicroBatch], objective: LossFunction, learns: bool, lr_factor: float
+        self, microbatches: Sequence[MicroBatch], objective: LossFunction, learns: bool, lr: float | None
     ) -> tuple[Sums, float]:
         """One optimiser step. Returns the sums over this rank's tokens, and the norm of the gradient."""
         self.optimizers.zero_grad()
@@ -329,7 +331,7 @@ class Policy:
                 _add(totals, self._add_gradient(batch, objective))
         # The step waits for the GPU operations enqueued above.
         with device_work.operation("an optimiser step", sum(batch.token_ids.numel() for batch in microbatches)):
-            return totals, self._step(totals, learns, lr_factor)
+            return totals, self._step(totals, learns, lr)
 
     def _add_gradient(self, batch: MicroBatch, objective: LossFunction) -> Sums:
         """Forward and backward pass of a micro-batch. Returns its sums."""
@@ -346,6 +348,7 @@ class Policy:
         # Not by evaluate_loss(), which would refuse the names of these sums.
         loss, sums = rows_loss(output, trained) if batch.supervised else evaluate_loss(objective, output, trained)
         if not batch.supervised:
+            sums |= common_sums(output, trained)
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {MASKED_TOKENS: left_out.tokens, MASKED_EPISODES: len(left_out.causes)}
         sums |= {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
@@ -354,7 +357,7 @@ class Policy:
             loss.backward()
         return sums
 
-    def _step(self, totals: Sums, learns: bool, lr_factor: float) -> float:
+    def _step(self, totals: Sums, learns: bool, lr: float | None) -> float:
         """Clip the gradient, and apply it if the policy learns. Returns its norm before clipping."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         # Experts and other parameters may be on different meshes: torchtitan adds up their norms.
@@ -364,11 +367,18 @@ class Policy:
         if not torch.isfinite(grad_norm):
             cause = why_not_finite(self.model, totals["loss"] if self._counts else torch.zeros(()))
             raise NotFinite(f"the gradient norm is {float(grad_norm)}, so no update was made. {cause}")
-        if learns:
-            for parameters in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-                parameters["lr"] *= lr_factor
+        if learns and lr is None:
             self.optimizers.step()
-            self.schedulers.step()  # also resets the learning rates
+            self.schedulers.step()
+        elif learns:
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            scheduled = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = lr
+            self.optimizers.step()
+            for group, of_schedule in zip(groups, scheduled, strict=True):
+                group["lr"] = of_schedule
+            self.checkpoint.supervised_steps += 1
         return float(grad_norm)
 
     def save(self, folder: Path, end_tokens: Sequence[int] = ()) -> None:

@@ -90,11 +90,15 @@ def train(
 
 
 def train_rows(policy: Policy, shard: PackedShard) -> dict[str, float]:
-    """One optimiser step on supervised rows alone. Raises NotFinite like :func:`train`."""
+    """One optimiser step on supervised rows alone, at the learning rate ``trainer.lr`` x the plan's factor, after a
+    linear warm-up over ``trainer.lr_warmup_steps`` steps like the schedule's. Raises NotFinite like :func:`train`."""
     assert shard.supervised is not None
+    # These steps make the first versions.
+    settings, number = policy.settings, shard.version + 1
+    lr = settings.lr * shard.supervised.lr_factor * min(1.0, number / max(settings.lr_warmup_steps, 1))
     minibatches = pack_rows(shard.supervised, policy.device)
     with _not_finite_in(f"step {shard.version + 1}, which is supervised"):
-        metrics = policy.update_batch(minibatches, rows_loss, lr_factor=shard.supervised.lr_factor)
+        metrics = policy.update_batch(minibatches, rows_loss, lr=lr)
     _report_rows_left_out(policy, minibatches, shard)
     return metrics
 
