@@ -584,6 +584,8 @@ def test_special_tokens_may_have_spare_embeddings(good: Path, tmp_path: Path) ->
     config(vocab_size=99)(folder)
     edited("tokenizer_config.json", eos_token="<|im_end|>")(folder)
     check_model(folder)
+    edited("tokenizer_config.json", added_tokens_decoder={"98": {"content": "<|im_end|>", "special": True}})(folder)
+    check_model(folder)
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 98
     edited("tokenizer_config.json", pad_token="<|more|>")(folder)
     with pytest.raises(ValueError, match="no embedding"):

@@ -47,7 +47,7 @@ class FolderTokenizer:
             )
         check_templates(folder)
         lacking = [token for token in _named_tokens(settings, added) if token not in own]
-        if own and lacking and highest + len(lacking) >= vocabulary:
+        if own and lacking and max(own.values()) + len(lacking) >= vocabulary:
             raise SettingsError(
                 f"{folder / 'tokenizer_config.json'} names {lacking[0]!r}, which tokenizer.json lacks: transformers "
                 "would give it the next id, for which the model has no embedding. Name a token of tokenizer.json"
