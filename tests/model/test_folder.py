@@ -17,6 +17,7 @@ from monarch_rl.model.folder import (
     find_folder,
     full_name,
     is_named,
+    left_out,
     name_and_revision,
 )
 
@@ -122,5 +123,7 @@ def test_a_copy_has_every_file_but_weights_and_foreign_sub_folders(tmp_path: Pat
     found = {str(path.relative_to(copy)): path for path in copy.rglob("*") if path.is_file()}
     assert found.keys() == set(KEPT) == set(map(str, copied_files(source)))
     assert all(path.read_text() == name and path.stat().st_mode & 0o200 for name, path in found.items())
+    named = {"checkpoint-500", "model.gguf", "onnx", "original", "pytorch_model.bin", "training_args.bin"}
+    assert left_out(source) == sorted(named)
     shutil.rmtree(source)
     assert all(path.is_file() for path in found.values())

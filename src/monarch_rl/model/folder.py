@@ -16,12 +16,13 @@ DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.ji
 """Files of a Hub repository that are downloaded."""
 CHAT_TEMPLATES = "additional_chat_templates"
 """The only sub-folder of a model folder that transformers reads: one ``*.jinja`` for each named chat template."""
+NOTES = (".index.json", ".stamp")
+"""Endings of files about weights: which file has which tensor, and how tools/make_tiny_model.py made them."""
 WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".ot", ".npz", ".onnx", ".onnx_data"),
-    *(".index.json", ".stamp"),
+    *NOTES,
 )
-"""Endings of files with weights (only safetensors are read), with a trainer's state, and about either: their index, and
-the note of tools/make_tiny_model.py of how it made them."""
+"""Endings of files with weights, of which only safetensors are read, with a trainer's state, or with notes on them."""
 MISTRALS_OWN = "consolidated"
 """Prefix of files in a Mistral folder that hold the weights a second time, under other than the Hugging Face tensor
 names. They are not read."""
@@ -174,6 +175,13 @@ def copied_files(folder: Path) -> Iterator[Path]:
     for path in sorted((*folder.iterdir(), *(folder / CHAT_TEMPLATES).glob("*.jinja"))):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
             yield path.relative_to(folder)
+
+
+def left_out(folder: Path) -> list[str]:
+    """What a copy of a model folder lacks besides the weights that are read: other files and sub-folders at its top."""
+    copied = {path.parts[0] for path in copied_files(folder)}
+    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(name for name in names if name not in copied and not name.endswith((".safetensors", *NOTES)))
 
 
 def copy_files(source: Path, folder: Path) -> None:
