@@ -51,9 +51,13 @@ def test_a_hub_name_is_recorded_with_its_commit(hub: Path, name: str, commit: st
     folder = find_folder(name)
     assert folder == hub / "snapshots" / commit
     assert name_and_revision(folder) == ("org/tiny.model", commit)
-    assert full_name(folder) == f"org/tiny.model@{commit}"
+    assert full_name(str(folder)) == f"org/tiny.model@{commit}"
     (hub / "refs" / "main").unlink()  # the branch may move, or be deleted
-    assert find_folder(full_name(folder)) == folder
+    assert find_folder(full_name(str(folder))) == folder
+
+
+def test_a_name_that_is_no_folder_is_full(hub: Path) -> None:
+    assert full_name("org/tiny.model") == "org/tiny.model"
 
 
 def test_a_revision_that_does_not_exist_is_refused_with_its_name(hub: Path) -> None:
@@ -72,7 +76,7 @@ def test_a_folder_is_recorded_by_its_absolute_path(
     monkeypatch.chdir(tmp_path)
     folder = find_folder(place)
     monkeypatch.chdir("/")
-    assert folder == (tmp_path / place).resolve() and find_folder(full_name(folder)) == folder
+    assert folder == (tmp_path / place).resolve() and find_folder(full_name(str(folder))) == folder
     assert name_and_revision(folder) == (str(folder), None)
 
 

@@ -23,6 +23,7 @@ from monarch_rl.pipeline.settings import (
     prepare,
     prepare_engine,
     resolve,
+    to_record,
 )
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
@@ -201,6 +202,13 @@ def test_a_relative_model_folder_is_recorded_by_its_absolute_path(
     random_model(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     settings, config = prepare(RunSettings(model="tiny", output=tmp_path), CPUS)
-    assert settings.model == str(tmp_path / "tiny") == str(config.folder)
+    assert settings.model == to_record(settings)["model"] == str(tmp_path / "tiny") == str(config.folder)
     monkeypatch.chdir("/")
     assert prepare(settings, CPUS) == (settings, config)
+
+
+def test_recipes_get_a_models_folder_and_records_its_hub_name(tmp_path: Path) -> None:
+    """transformers reads the former in a recipe's task, and takes no name with a revision."""
+    folder = random_model(tmp_path / "models--org--tiny" / "snapshots" / "1234")
+    settings, _ = prepare(RunSettings(model=str(folder), output=tmp_path), CPUS)
+    assert settings.model == str(folder) and to_record(settings)["model"] == "org/tiny@1234"

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 
 from monarch_rl.checkpoint.folders import partial_folder
 from monarch_rl.model.config import EXTRA_LAYERS, read_config
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.trainer import saving
+from monarch_rl.trainer.lora import save_lora
 from tests.trainer.programs import run_program, saved
 from tools.gpu_parts.common import TINY, Bench, make_model
 
@@ -114,6 +116,22 @@ def test_a_saved_model_is_prompted_and_stops_as_in_training(folder: Path) -> Non
     assert json.loads((path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7], "top_k": 20}
     stated = json.loads((path / "config.json").read_text())
     assert stated == json.loads((small / "config.json").read_text()) | {EXTRA_LAYERS: 0}
+
+
+@pytest.mark.parametrize(
+    ("base", "recorded"),
+    [("models--org--tiny/snapshots/1234", ("org/tiny", "1234")), ("snapshots/1234", ("{}/snapshots/1234", None))],
+)
+def test_an_adapter_names_its_base_by_hub_name_and_commit_or_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, recorded: tuple[str, str | None]
+) -> None:
+    """As peft reads them, from any directory."""
+    (tmp_path / base).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    save_lora(tmp_path / "adapter", iter({"a": torch.zeros(1)}.items()), LoraSettings(rank=1), Path(base), write=True)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    named, revision = recorded
+    assert (config["base_model_name_or_path"], config["revision"]) == (named.format(tmp_path), revision)
 
 
 def test_end_tokens_of_the_config_apply_without_a_generation_config(tmp_path: Path) -> None:

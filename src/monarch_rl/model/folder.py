@@ -142,18 +142,20 @@ def name_and_revision(folder: Path) -> tuple[str, str | None]:
     return str(folder), None
 
 
-def full_name(folder: Path) -> str:
-    """A name by which :func:`find_folder` finds the same model later, from any directory: ``org/name@commit``, or the
-    absolute path."""
-    name, revision = name_and_revision(folder)
-    return f"{name}@{revision}" if revision else name
+def full_name(name: str) -> str:
+    """A name by which :func:`find_folder` finds the same model later, from any directory: ``org/name@commit`` for a
+    folder in the Hub's cache, the absolute path for any other, and ``name`` itself if it is no folder."""
+    folder = _local_folder(name)
+    if folder is None:
+        return name
+    found, revision = name_and_revision(folder)
+    return f"{found}@{revision}" if revision else found
 
 
 def is_named(full: str, name: str) -> bool:
     """Whether ``name`` may have become ``full`` by :func:`full_name`: it is a path of the same folder, or the Hub name
     without a revision."""
-    folder = _local_folder(name)
-    return full == (full_name(folder) if folder is not None else name) or full.startswith(f"{name}@")
+    return full == full_name(name) or full.startswith(f"{name}@")
 
 
 def abbreviates(name: str, full: str) -> bool:

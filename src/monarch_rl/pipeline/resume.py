@@ -44,11 +44,10 @@ from monarch_rl.pipeline.run_folder import (
     read_state,
     recipe_name,
 )
-from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
-from monarch_rl.settings.ranges import to_plain
 
 logger = logging.getLogger("monarch_rl")
 
@@ -188,11 +187,11 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
         raise SettingsError(f"resume {run}: {error}") from error
-    before = manifest.settings
-    if is_named(settings.model, before["model"]):  # as version 0.1 recorded it
-        before = before | {"model": settings.model}
-    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
-    check_same(before, to_plain(settings))
+    before, after = manifest.settings, to_record(settings)
+    if is_named(after["model"], before["model"]):  # as version 0.1 recorded it
+        before = before | {"model": after["model"]}
+    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, after)]
+    check_same(before, after)
     if manifest.packages.get("monarch_rl", "").startswith("0.1."):
         _check_normaliser(before, settings)
     installed = versions_of_packages()
@@ -244,7 +243,7 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
 
 
 def _text(settings: RunSettings) -> str:
-    return json.dumps(to_plain(settings), indent=2)
+    return json.dumps(to_record(settings), indent=2)
 
 
 def _reset_folder(resumed: Resumed) -> None:

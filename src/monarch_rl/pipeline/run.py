@@ -56,7 +56,7 @@ from monarch_rl.pipeline.resume import (
     with_recorded_model,
 )
 from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare
+from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -80,7 +80,6 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -397,7 +396,7 @@ class Run:
                 self.folder,
                 actors,
                 s.checkpoint,
-                run_settings=to_plain(s),
+                run_settings=to_record(s),
                 note=outputs.note,
                 version=restored,
                 generation=resumed.generation if resumed else 0,

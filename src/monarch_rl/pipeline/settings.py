@@ -46,7 +46,7 @@ from monarch_rl.rollout.settings import (
 )
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range, to_plain
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
@@ -176,11 +176,16 @@ class RunSettings(CheckedSettings, flags=""):
 
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
-    """Run :func:`check`; returns the settings with automatic values resolved and the model's full name, and the model's
+    """Run :func:`check`; returns the settings with automatic values resolved and the model's folder, and the model's
     config. Idempotent."""
     model = check(s, offered, task)
-    # Checkpoints, adapters and tools use the model's name later, from other directories, when a branch may have moved.
-    return replace(resolve(s, offered, model), model=full_name(model.folder)), model
+    return replace(resolve(s, offered, model), model=str(model.folder)), model
+
+
+def to_record(s: RunSettings) -> dict[str, Any]:
+    """The settings as JSON, with the full name of the model, by which checkpoints and tools find it later, from other
+    directories, and when a branch on the Hub has moved."""
+    return to_plain(s) | {"model": full_name(s.model)}
 
 
 def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelConfig:
