@@ -340,6 +340,17 @@ def test_a_turn_ends_at_the_end_tokens_of_every_file(tmp_path: Path) -> None:
     assert {*ChatTemplate(str(tmp_path)).stop_token_ids} == {*ids.values(), *plain.stop_token_ids}
 
 
+def test_a_turn_ends_at_the_end_token_of_a_template_for_tools_too(tmp_path: Path) -> None:
+    """As of Llama 3.1, whose calls end with a token of their own. A template that cannot be rendered has no end."""
+    write_model(tmp_path, "tagged", special=["<|end|>", "<|start|>", "<|call|>"])
+    plain = ChatTemplate(str(tmp_path))
+    (call,) = plain._plain("<|call|>")
+    (tmp_path / "additional_chat_templates").mkdir()
+    for source, stops in ((TAGGED.replace("<|end|>", "<|call|>"), {call}), ("{{ tools | length }}", set())):
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(source)
+        assert {*ChatTemplate(str(tmp_path)).stop_token_ids} == {*plain.stop_token_ids} | stops
+
+
 def test_a_template_that_transformers_would_not_find_is_refused(tmp_path: Path) -> None:
     """It ignores the one in tokenizer_config.json if there are named ones, and those of processors and sub-folders."""
     write_model(tmp_path, "tagged")

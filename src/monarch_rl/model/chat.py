@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,12 @@ class ChatTemplate:
         named = {token for file in END_FILES for token in end_tokens(Path(folder) / file)}
         tokens = {*named, self.tokenizer.eos_token_id} - {None}
         self._end_tokens = [self.tokenizer.decode([token]) for token in sorted(tokens)]
-        own_end = self._plain(self.shape().end)
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_end}))
-        """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the template."""
+        own_ends = self._plain(self.shape().end)
+        if isinstance(self.tokenizer.chat_template, dict) and (source := self.tokenizer.chat_template.get("tool_use")):
+            with suppress(ChatError):  # it is raised if a conversation has tools
+                own_ends += self._plain(self._shape_of(source).end)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_ends}))
+        """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the templates."""
         if system:
             self.require("system")
 
@@ -87,7 +91,9 @@ class ChatTemplate:
 
     def shape(self, tools: ToolSet | None = None) -> Shape:
         """The text that the template writes around a turn."""
-        source = self._source(tools)
+        return self._shape_of(self._source(tools))
+
+    def _shape_of(self, source: str) -> Shape:
         if source not in self._shapes:
             self._shapes[source] = find_shape(
                 lambda rows, prompt: self._render(rows, prompt, None, source),
