@@ -139,9 +139,11 @@ class Run:
         """Return the process of this kind and index; for scoring processes, the first one of a worker."""
         named = self.named()
         (actor,) = [process for process, name in named if name == name_in(OWNERS.get(kind, kind), index)]
-        if kind not in ("engine", "scorer"):
+        if kind == "scorer":  # each is a process group of its own
+            return [process for process, name in named if name == kind][index]
+        if kind != "engine":
             return actor
-        group = os.getpgid(actor.pid)  # processes that an actor starts are in its process group
+        group = os.getpgid(actor.pid)  # the engine is in its actor's process group
         return next(process for process, name in named if name == kind and os.getpgid(process.pid) == group)
 
     def may_survive(self) -> set[psutil.Process]:

@@ -188,6 +188,8 @@ def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     assert found, output
     folder = Path(found[1])
     assert re.search(rf"^metrics.* model .*{folder}$", output, re.MULTILINE), output
+    assert set((folder / "console.log").read_text().splitlines()) <= set(output.splitlines())
+    assert re.search(rf"^step {STEPS}/{STEPS} ", (folder / "console.log").read_text(), re.MULTILINE)
     window = window_of(max_policy_lag)
     slots = 8 * (max_policy_lag + 1) - window
     assert re.search(rf"lag <= {max_policy_lag}; .* {slots} groups; .* {window} groups", output), output

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from tests.recipe.running import (
     RECIPE,
     RUN_S,
     SMALL_RUN,
+    STAND_IN,
     STEPS,
     assert_no_traceback,
     check_run,
@@ -86,6 +88,17 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     check_exported(run_folder, tmp_path / "exported")
     check_evaluated_again(run_folder)
     check_replayed(run_folder)
+
+
+def test_a_run_continues_after_its_console_was_closed(start: Start, model: Path, tmp_path: Path) -> None:
+    """What reads standard output ends after the first line, which every process of the run could notice."""
+    command = shlex.join([sys.executable, STAND_IN, *recipe(model, tmp_path / "runs")])
+    run = start(["bash", "-c", f"{command} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"])
+    finished(run)
+    (folder,) = (tmp_path / "runs").iterdir()
+    log = (folder / "console.log").read_text()
+    assert "Broken pipe" in log and re.search(rf"^step {STEPS}/{STEPS} ", log, re.MULTILINE), log
+    assert len(run.output().splitlines()) == 1 and log.splitlines()[-1].endswith(f" are in {folder}")
 
 
 @pytest.mark.timeout(1800)
@@ -640,6 +653,19 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
     assert done.returncode == 1 and not done.stdout
     assert f'File "{script}", line 4, in task\n' in done.stderr
     assert done.stderr.endswith("\nValueError: invalid literal for int() with base 10: 'no number'\n")
+
+
+def test_a_reward_that_cannot_be_sent_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    lines = ["from monarch_rl import Questions, RunSettings, launch", "NUMBERS = (number for number in range(3))"]
+    lines += ["def reward(row, answer):", "    return float(next(NUMBERS))"]
+    lines += ["def task(s):", "    return Questions([{'question': str(n)} for n in range(9)], reward, held_out=1)"]
+    lines += [f"launch(None, RunSettings(model={str(model)!r}, held_out=1), task)"]
+    script.write_text("\n".join(lines))
+    done = on_command_line(script)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "_reward -> NUMBERS: cannot pickle 'generator'" in done.stderr
 
 
 @pytest.mark.heavy

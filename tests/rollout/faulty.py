@@ -36,6 +36,8 @@ GROUPS, SIZE = 40, 2
 PRINTED = 10**7
 OPENED = "/dev/zero"
 LEFT_OPEN: list[Any] = []
+PROGRAM = "the program of the faults"
+sys.modules[PROGRAM] = sys.modules[__name__]
 HUNG = threading.Event()
 """Set once the worker has ended."""
 CLOSED: list[int] = []
@@ -118,7 +120,7 @@ async def leaks_at_once(item: int, policy: Policy) -> float:
 async def calls_tools_that_hang(item: int, policy: Policy) -> float:
     def search() -> str:
         """Wait forever."""
-        sys.modules["__main__"].HUNG.wait()  # which cannot be sent
+        sys.modules[PROGRAM].HUNG.wait()  # not a copy that is sent
         return ""
 
     await policy.reply("a")

@@ -96,7 +96,7 @@ def test_each_failure_affects_one_score_and_has_a_reason() -> None:
             ]
             good_ones = asyncio.gather(*(scorer.score(scores.touchy_score, "8") for _ in range(4)))
             with pytest.raises(TypeError, match="pickle"):
-                await scorer.score(scores.touchy_score, threading.Lock())
+                await scorer.score(scores.touchy_score, (number for number in range(3)))
             assert await good_ones == [Outcome(8.0)] * 4
             parts = await scorer.score(scores.in_parts)
             assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'

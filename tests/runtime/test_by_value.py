@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.runtime.by_value import ByValue, register_modules, to_bytes
+from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Outcome
 from tests.patience import run
 
@@ -74,11 +74,15 @@ def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(
 
 
 def test_an_unpicklable_value_is_named() -> None:
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match="my task"):
-        ByValue(lambda: lock, "my task")
+    numbers = iter(range(3)), (number for number in range(3))
+
+    def reward(row: object, answer: str) -> object:
+        return numbers
+
+    with pytest.raises(TypeError, match=r"my task .*_reward -> numbers.* generator"):
+        ByValue(Questions([{"question": "?"}], reward), "my task")
     with pytest.raises(TypeError, match="the arguments of f"):
-        to_bytes((lock,), "the arguments of f")
+        to_bytes(numbers, "the arguments of f")
 
 
 def test_installed_modules_and_this_package_are_sent_by_name() -> None:

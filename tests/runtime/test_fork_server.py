@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -315,6 +316,30 @@ def test_multiprocessing_works_with_and_without_a_fork_server(
     assert here.recv() == (process.pid, forked, "question")
     wait_until(lambda: not process.is_alive(), "its end")
     assert process.exitcode == 3
+
+
+def start_program(connection: Connection) -> None:
+    os.setpgid(0, 0)
+    connection.send((subprocess.Popen(["sleep", "600"]).pid, os.fork() or os.getpid()))
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_what_a_killed_process_started_ends_with_its_group(
+    server: Server, monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
+    if not forked:
+        monkeypatch.delenv(fork_client.ADDRESS_VARIABLE)
+    context = ForkContext("small")
+    here, there = context.Pipe()
+    process = context.Process(target=start_program, args=(there,))
+    process.start()
+    started = {*here.recv(), *here.recv()}
+    process.kill()
+    wait_until(lambda: not process.is_alive(), "its end")
+    for pid in started - {process.pid}:
+        wait_until(functools.partial(gone, pid), f"the end of process {pid}")
+    assert len(started) > 1
 
 
 def test_multiprocessing_can_kill_its_processes(server: Server) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import output_of, wait_until
+from tests.patience import exit_code, output_of, wait_until
 from tests.patience import run as run_program
 
 PROGRAM = """
@@ -103,41 +103,44 @@ def test_a_run_is_restarted_as_often_as_allowed(
     assert message in output and started == ["None", *[str(run)] * (attempts - 1)]
 
 
-def waiting(run: Path, before: str) -> subprocess.Popen[str]:
-    """A supervised program that waits; the supervisor executes ``before`` first."""
-    code = f"import signal, sys\n{before}\nfrom monarch_rl.runtime import supervisor\nsupervisor.main()"
-    command = [sys.executable, "-c", code, "-c", PROGRAM, str(run), "waits"]
-    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.mark.parametrize("who", ["the supervisor", "its recipe"])
+def test_a_closed_terminal_does_not_end_a_supervised_run(tmp_path: Path, who: str) -> None:
+    """A SIGHUP that is not ignored would be the first signal, and the exit code."""
+    run = tmp_path / "run"
+    program = supervised(run, "waits")
     wait_for(run / "waits", program)
-    return program
-
-
-@pytest.mark.parametrize(("handler", "code"), [("SIG_IGN", 143), ("SIG_DFL", 129)])
-def test_a_closed_terminal_does_not_end_a_run_under_nohup(tmp_path: Path, handler: str, code: int) -> None:
-    """The program handles SIGHUP like a recipe; if SIGHUP ends it, its exit code shows that."""
-    program = waiting(tmp_path / "run", f"signal.signal(signal.SIGHUP, signal.{handler})")
-    program.send_signal(signal.SIGHUP)
-    if handler == "SIG_IGN":
-        program.send_signal(signal.SIGTERM)  # a SIGHUP that is not ignored would be the first, and the exit code
+    (recipe,) = psutil.Process(program.pid).children()
+    (program if who == "the supervisor" else recipe).send_signal(signal.SIGHUP)
+    program.send_signal(signal.SIGTERM)
     output_of(program)
-    assert program.returncode == code
+    assert program.returncode == 143
 
 
-@pytest.mark.parametrize(("handler", "output"), [("SIG_IGN", "continued"), ("SIG_DFL", "129")])
-def test_a_recipe_saves_at_sighup_unless_it_is_ignored(handler: str, output: str) -> None:
+@pytest.mark.parametrize(("handler", "says"), [("SIG_IGN", False), ("SIG_DFL", True)])
+def test_a_closed_terminal_does_not_end_a_recipe_which_reports_it_unless_it_is_ignored(
+    handler: str, says: bool
+) -> None:
     code = f"""
 import os, signal
 signal.signal(signal.SIGHUP, signal.{handler})
 from monarch_rl.runtime.signals import interrupts
-try:
-    with interrupts():
-        os.kill(os.getpid(), signal.SIGHUP)
-        print("continued")
-except SystemExit as end:
-    print(end.code)
+with interrupts():
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("continued")
 """
     done = run_program([sys.executable, "-c", code])
-    assert done.stdout.strip() == output, done.stderr
+    assert done.stdout.strip() == "continued", done.stderr
+    assert ("SIGHUP" in done.stderr) == says
+
+
+def test_a_supervisor_without_a_console_restarts_its_recipe(tmp_path: Path) -> None:
+    """What reads its output has ended, so every line that it prints is an error."""
+    run = tmp_path / "run"
+    program = supervised(run, "killed")
+    assert program.stdout is not None
+    program.stdout.close()
+    assert exit_code(program, lambda: "the supervisor's end", 600) == 0
+    assert len((run / "attempts").read_text().splitlines()) == 3
 
 
 def test_a_signal_is_passed_on_and_ends_the_supervisor(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class CheckpointSettings(CheckedSettings, flags="checkpoint"):
     """Also keep the checkpoint of the version with the best evaluation result, by evaluation.best. A checkpoint is made
     after each evaluation with a new best result, unless every-steps and every-minutes are 0."""
     grace_s: Annotated[float, Range(0, FOREVER_S, "0 saves nothing then")] = 20.0
-    """Seconds for a last checkpoint at a signal (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) or when the run fails; ending all
+    """Seconds for a last checkpoint at a signal (SIGTERM, SIGUSR1, Ctrl-C) or when the run fails; ending all
     processes takes up to 20 s more. Schedulers usually give 30 s in total before they kill a preempted run: configure
     more for large models."""
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
+from typing import Any, TextIO
 
 from rich.console import Console as Terminal
+from rich.console import ConsoleDimensions
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
+from monarch_rl.observe.console_relay import Relay
 from monarch_rl.observe.registry import METRICS, OBJECTIVE, find
 
 HEADINGS = list(dict.fromkeys(metric.heading for metric in METRICS if metric.heading))
@@ -29,11 +36,21 @@ class Console:
         total_steps: number of steps of the whole run.
         terminal: output; stdout by default.
         rows: number of steps in the live table.
+        log: gets what a terminal shows, with one line per step instead of the table; None if it is not logged here.
+        sync: called before and after the live table, with which other output must not mix.
     """
 
-    def __init__(self, total_steps: int, terminal: Terminal | None = None, rows: int = 8) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        terminal: Terminal | None = None,
+        rows: int = 8,
+        log: TextIO | None = None,
+        sync: Callable[[], object] = lambda: None,
+    ) -> None:
         self._total = total_steps
         self._terminal = terminal or Terminal()
+        self._log, self._sync = log, sync
         self._steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=rows)
         self._rewards: deque[float] = deque(maxlen=60)
         self._latest: dict[str, float] = {}
@@ -42,15 +59,21 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._live is not None:
+            self._sync()
             self._live.start()
+            if self._log is not None:  # until the table ends, which restores the streams
+                for name in ("stdout", "stderr"):
+                    setattr(sys, name, _Logged(getattr(sys, name), self._log))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
+            self._sync()
 
     def note(self, text: str) -> None:
         """Print a permanent line, above the live table."""
+        self._to_log(text)
         self._terminal.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def remember(self, values: Mapping[str, float]) -> None:
@@ -65,6 +88,7 @@ class Console:
         if self._live is None:
             self.note(self.line(step))
         else:
+            self._to_log(self.line(step))
             self._live.update(self._panel(step), refresh=True)
 
     def show_warm_up(self, step: int, steps: int, loss: float) -> None:
@@ -73,7 +97,12 @@ class Console:
         if self._live is None or step == steps:
             self.note(text)
         else:
+            self._to_log(text)
             self._live.update(text, refresh=True)
+
+    def _to_log(self, line: str) -> None:
+        if self._live is not None and self._log is not None:
+            print(line, file=self._log, flush=True)
 
     def line(self, step: int) -> str:
         """The step as one line of text."""
@@ -97,6 +126,43 @@ class Console:
         dropped = self._dropped()
         footer = f"reward {bars(list(self._rewards))}   dropped {dropped or 'none'}"
         return Panel(table, title=f"step {step}/{self._total}, {seconds:.0f} s", subtitle=footer)
+
+
+def console_of(relay: Relay | None, total_steps: int) -> Console:
+    """The console of a run whose output is relayed, or that prints itself."""
+    if relay is None or relay.screen is None:
+        return Console(total_steps)
+    return Console(total_steps, _Screen(relay.screen, relay.consoles[1]), log=relay.log, sync=relay.sync)
+
+
+class _Screen(Terminal):
+    """A terminal that is written to through the relay's pipe."""
+
+    def __init__(self, pipe: TextIO, terminal: int) -> None:
+        self._descriptor = terminal
+        super().__init__(file=pipe, force_terminal=True)
+
+    @property
+    def size(self) -> ConsoleDimensions:  # type: ignore[override]
+        with suppress(OSError):  # it was closed
+            width, height = os.get_terminal_size(self._descriptor)
+            if width and height:
+                return ConsoleDimensions(width, height)
+        return super().size
+
+
+class _Logged:
+    """A standard stream whose text is shown above the live table, and logged."""
+
+    def __init__(self, proxy: FileProxy, log: TextIO) -> None:
+        self._proxy, self._log = proxy, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proxy, name)
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._proxy.write(text)
 
 
 def cells(values: Mapping[str, float]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.frozen import FrozenModel
+from monarch_rl.runtime.by_value import run_recipe_code
 from monarch_rl.runtime.devices import devices
 from monarch_rl.settings.cli import saved_defaults
 from monarch_rl.tasks.task import Task
@@ -73,7 +74,8 @@ def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | Non
         saved_defaults(saved, writer) if saved else nullcontext(),
         capturing(lambda train, settings: launched.append((train, settings))),
     ):
-        runpy.run_path(str(path), run_name="__main__")
+        names = runpy.run_path(str(path), run_name="__main__")
+    run_recipe_code(names)
     if not launched:
         raise SettingsError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
     train, settings = launched[0]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.episode.shard import TrainedEpisode
-from monarch_rl.observe.console import Console
+from monarch_rl.observe.console import Console, console_of
+from monarch_rl.observe.console_relay import existing_relay
 from monarch_rl.observe.disk_thread import DiskThread, answers
 from monarch_rl.observe.lines import LineFile
 from monarch_rl.observe.metrics import Metrics
@@ -48,7 +49,8 @@ def open_outputs(
         seed=s.rollout.seed or 0,
         again=s.buffer.replay > 1,
     )
-    with Metrics(folder, version, seconds) as metrics, closing(rollout_log), Console(s.steps) as console:
+    console = console_of(existing_relay(), s.steps)
+    with Metrics(folder, version, seconds) as metrics, closing(rollout_log), console:
         yield RunOutputs(metrics, rollout_log, console)
 
 

@@ -35,6 +35,7 @@ from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.model.tokens import template_warning
+from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -80,7 +81,7 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.tasks.rows import Row
+from monarch_rl.tasks.rows import Row, as_rows
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import (
@@ -553,7 +554,7 @@ class Run:
 
         Args:
             rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
-                ``tasks/rows.py``. They are rendered by the model's chat template.
+                ``tasks/rows.py``. They are rendered by the model's chat template. Numbers are text as in templates.
             rows_per_step: rows per step; each pass over the rows has another order.
             lr_factor: multiplies ``trainer.lr``: supervised steps usually use a higher rate.
 
@@ -566,7 +567,8 @@ class Run:
                 "run.supervised(...) must come before run.steps(...), whose groups would become stale meanwhile: use "
                 "await run.mix(rows, share=...) to train on rows alongside them"
             )
-        plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
+        # In a thread, because all rows are checked.
+        plan = await asyncio.to_thread(plan_rows, rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if not self._warms_up(steps):
             return
         actors = self.actors
@@ -619,7 +621,8 @@ class Run:
         Raises:
             ValueError: the rows cannot be trained; says why.
         """
-        await use_rows(self.actors.trainer, plan_mixed_rows(rows, self.settings, share))
+        plan = await asyncio.to_thread(plan_mixed_rows, rows, self.settings, share)
+        await use_rows(self.actors.trainer, plan)
 
     # -- evaluation, frozen models, saving -------------------------------------------------------------------------
 
@@ -766,7 +769,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     """Run a recipe: check its settings, bring up the hosts, and call ``train`` with a :class:`Run` on the controller.
 
     Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Invalid settings
-    end the program with a one-line error that names the setting, before anything is spawned.
+    end the program with a one-line error that names the setting, before anything is spawned. What the run prints is
+    also in ``console.log`` in its folder; it does not depend on the console (``observe/console_relay.py``).
 
     Args:
         train: the recipe.
@@ -777,13 +781,19 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         return
     leave_heap()
     supervisor.follow_supervisor()
+    relay = relay_output()
     try:
         settings = with_recorded_model(settings)
-        settings, _ = prepare(settings, devices(), None if task is None else task(settings))
+        made = None if task is None else task(settings)
+        settings, _ = prepare(settings, devices(), made)
+        if made is not None:
+            register_modules()
+            ByValue(made, f"task {made.name}")  # here, because run.start() comes after the hosts
         resumed = resolve_resume(settings)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback
             raise
+        end_relay()  # no run begins
         sys.exit(f"error: {error}")
     if settings.trainer.deterministic:
         fix_nccl_order()
@@ -794,6 +804,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
             return
         folder = take_folder(settings, resumed)
+        relay.log_to(folder)
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):
@@ -847,13 +858,15 @@ def plan_rows(
     rows: Sequence[Row], s: RunSettings, rows_per_step: int, share: float = 1.0, lr_factor: float = 1.0
 ) -> SupervisedPlan:
     """The plan of supervised training on ``rows``. Raises ValueError for invalid rows or numbers."""
+    rows = as_rows(rows)
     check_rows(rows)
     if rows_per_step < 1:
         raise SettingsError(f"rows_per_step must be at least 1, got {rows_per_step}")
     if not 0 < lr_factor < float("inf"):
         raise SettingsError(f"lr_factor must be positive and finite, got {lr_factor:g}")
     by_value = ByValue(rows, "supervised rows")
-    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
+    chat = s.rollout.template_options, s.rollout.allow_control_tokens
+    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, *chat)
 
 
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.observe.console_relay import end_relay
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
@@ -81,6 +82,7 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
         if not decide(ending_of(error), checkpoint=newest_checkpoint(run), limit=restarts).restart:
             raise
         traceback.print_exc()
+        end_relay()  # the restarted program has its own
         program = [sys.executable, *sys.orig_argv[1:]]
         sys.exit(supervisor.Supervisor(program, restarts).run(run, _describe(error)))
 

@@ -109,6 +109,9 @@ class BoundedStream:
 def bound_printing(owner: str) -> None:
     """Limit what ``print`` writes in this process from now on. Loggers that are already set up are not affected."""
     if not isinstance(sys.stdout, BoundedStream):  # another worker of this process
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError):  # printing what a model wrote must not fail an episode
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         streams: Any = BoundedStream(sys.stdout, owner), BoundedStream(sys.stderr, owner)
         sys.stdout, sys.stderr = streams
 

@@ -13,13 +13,14 @@ for the run; its second deadline is longer by the lost time, up to half of :data
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import faulthandler
 import functools
 import itertools
 import math
+import multiprocessing.util
 import os
-import pickle
 import select
 import signal
 import sys
@@ -31,17 +32,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.errors import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.by_value import ByValue, to_bytes
+from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
-from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
+from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
 
 ScoreFunction = Callable[..., Any]
@@ -267,9 +268,22 @@ def _describe_exit(exit_code: int) -> tuple[str, str]:
 def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[Callable[[], object]] | None) -> None:
     die_with_parent(signal.SIGKILL, parent)
     print_into(output)
+    read_nothing()
+    run_recipe_code()
+    # As in a script: the default on Linux, and exit handlers, which pebble skips when it ends a process.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
+    os.setpgid(0, 0)  # what a score starts is killed with its process (runtime/process.py:end_group)
+    os.register_at_fork(after_in_child=_as_forked_by_a_script)
     if warm_up is not None:
         warm_up.load()()
     freeze_heap()
+
+
+def _as_forked_by_a_script() -> None:
+    """In a process that a score forks: end by SIGTERM at once, without writing a stack for the score's failure."""
+    faulthandler.unregister(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +315,7 @@ class _Call:
 def _load_call(function: bytes, args: bytes, convert: Convert) -> Any:
     """The function, its arguments and ``convert``; or the error of unpickling them, which must cost only this score."""
     try:
-        return ByValue.of_bytes(function).load(), pickle.loads(args), convert
+        return ByValue.of_bytes(function).load(), from_bytes(args), convert
     except BaseException as error:
         return error
 
@@ -317,11 +331,19 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
         # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
         outcome = convert(function(*args))
     except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
+        if os.getpid() != process:  # a forked copy ends as one of a script does
+            os._exit(exit_code_of(functools.partial(_raise, error)))
         place, report = describe(error)
         outcome = Raised(type(error).__name__, exception_message(error), place, report)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
     return outcome
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 # -- output of scoring processes, up to a limit, and their stacks when they are killed --------------------------------
@@ -418,6 +440,13 @@ def _print(data: bytes) -> None:
         os.write(2, data)
 
 
+def read_nothing() -> None:
+    """Let code and programs that read the standard input find its end: nobody writes to it, and they would wait."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
 def print_into(ends: tuple[Connection, Connection]) -> None:
     """In a scoring process: print into the pipe from now on, and write the stack when the process crashes or is killed.
 
@@ -425,10 +454,10 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
     has to wait for a C call to return.
     """
     writer, stacks = ends
+    for stream in (sys.stdout, sys.stderr):  # first, since it asks for the position of a file
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     for standard in (1, 2):
         os.dup2(writer.fileno(), standard)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(file=stacks.fileno())
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
 

@@ -17,6 +17,16 @@ REPORT_CHARACTERS = 6000
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _CALLERS = tuple(_PACKAGE + path for path in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_WAYS_OUT = (
+    ("signal only works in main thread", "Only scores run in the main thread of a process: use policy.in_scorer."),
+    (
+        "cannot be called from a running event loop",
+        "An episode is a coroutine: await instead, or use asyncio.to_thread.",
+    ),
+    ("it's not the same object as", "Import that module within the function: its objects were sent here by value."),
+    ("EOF when reading a line", "Nobody can answer: the processes of a run have no standard input."),
+)
+"""Messages of Python about what works in a script but not here, and what to do instead."""
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
 """A line of a stack that faulthandler wrote."""
 _FATAL = re.compile(r"^Fatal Python error: .*", re.MULTILINE)
@@ -28,8 +38,9 @@ def describe(error: BaseException) -> tuple[str, str]:
     while start is not None and start.tb_next is not None and _calls(start):
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
+    text = shortened(text, REPORT_CHARACTERS)
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start))
-    return place_of(frames), shortened(text, REPORT_CHARACTERS)
+    return place_of(frames), "\n".join([text, *(way_out for message, way_out in _WAYS_OUT if message in str(error))])
 
 
 def exception_message(error: BaseException) -> str:

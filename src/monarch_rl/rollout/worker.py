@@ -23,14 +23,14 @@ from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.run_tools import check_hung_tools
-from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring import Scorer, read_nothing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder, Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
 from monarch_rl.rollout.submit import GroupSubmitter, TicketQueue
 from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.runtime.by_value import ByValue, run_recipe_code
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.process import freeze_heap
@@ -53,8 +53,13 @@ class Resources:
     @classmethod
     async def load(cls, settings: RolloutSettings, pickled: ByValue[Task], model: str) -> Resources:
         """Load chat template and task, and start the scoring processes. Raises what loading raises."""
-        options, parser = settings.template_options, settings.tool_parser
-        template = await asyncio.to_thread(ChatTemplate, model, options, tool_parser=parser)
+        template = await asyncio.to_thread(
+            ChatTemplate,
+            model,
+            settings.template_options,
+            tool_parser=settings.tool_parser,
+            allow_control_tokens=settings.allow_control_tokens,
+        )
         task = await asyncio.to_thread(pickled.load)
         if task.warm_up is not None:
             await asyncio.to_thread(task.warm_up)
@@ -122,9 +127,9 @@ class RolloutWorker(AsksFrozenModels):
             self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
             self.connect(buffer, generator, self._resources, episode_limit)
             return self._template.stop_token_ids
+        self.guard_process()
         self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
         self.connect(buffer, generator, self._resources, episode_limit)
-        self.guard_process()
         freeze_heap(COLLECT_AFTER)
         return self._template.stop_token_ids
 
@@ -137,7 +142,9 @@ class RolloutWorker(AsksFrozenModels):
         await within(BUFFER_DEADLINE_S, ended, "cancelled episodes to end", on="an episode's code")
 
     def guard_process(self) -> None:
-        """Limit what episodes' code can do to this process, which belongs to the worker alone."""
+        """Prepare this process, which belongs to the worker alone, for episodes' code, and limit what it can do."""
+        run_recipe_code()
+        read_nothing()
         bound_printing(f"the code of {self._name}")
         end_copies()
 

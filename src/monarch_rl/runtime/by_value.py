@@ -7,11 +7,23 @@ first.
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import inspect
+import io
 import pickle
+import queue
+import subprocess
 import sys
 import sysconfig
+import threading
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -41,7 +53,7 @@ def register_modules(recipe: Path | None = None) -> list[str]:
     names = []
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
-        if name == "__main__" or origin is None or origin.startswith(_INSTALLED):  # nearly all modules
+        if name in ("__main__", "__mp_main__") or origin is None or origin.startswith(_INSTALLED):  # nearly all modules
             continue
         path = Path(origin).resolve()
         if path.is_relative_to(folder) and not _installed(path):
@@ -92,23 +104,164 @@ class ByValue(Generic[T]):
 
 @functools.lru_cache(maxsize=KEPT)
 def _read(data: bytes) -> Any:
-    return pickle.loads(data)
+    return from_bytes(data)
+
+
+def from_bytes(data: bytes) -> Any:
+    """The value that :func:`to_bytes` pickled, or a :class:`ByValue` holds."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    value = unpickler.load()
+    with suppress(EOFError):  # plain pickle, which has no names
+        names = unpickler.load()
+        if _main is not None:
+            vars(_main).update(names)
+    return value
 
 
 def to_bytes(value: object, what: str) -> bytes:
     """Pickle ``value``: by plain pickle, which is fast and sends functions and classes by name, or by value where that
     fails. Raises TypeError, which names ``what``."""
     try:
-        return pickle.dumps(value)
+        data = pickle.dumps(value)
     except Exception:  # whatever the objects raise
         return _by_value(value, what)
+    # A name in the recipe means something only where the recipe's object of this name has arrived already.
+    return _by_value(value, what) if b"__main__" in data else data
 
 
 def _by_value(value: object, what: str) -> bytes:
+    file = io.BytesIO()
     try:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        pickler.dump(pickler.names)
     except Exception as error:  # whatever the objects raise
+        culprit = _culprit(value, set())
         raise TypeError(
-            f"{what} cannot be pickled for another process ({error}). Functions and plain data can be pickled; create "
-            "open files, locks and connections in the process that uses them"
+            f"{what} cannot be pickled for another process ({f'{culprit}: ' if culprit else ''}{error}). Functions and "
+            "plain data can be pickled; create open files, threads, generators and connections in the process that "
+            "uses them"
         ) from error
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle's pickler, which also knows objects that scripts have as global variables: locks, caches, context
+    variables. They arrive as new ones, unlocked and empty, since every process has its own."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: dict[str, Any] = {}
+        """Functions and classes of the recipe's file that were pickled by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, threading.Thread | subprocess.Popen):
+            raise TypeError(f"cannot pickle a running {type(obj).__name__}")
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and _by_name(obj) is None:
+            reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
+        if reduced is not NotImplemented and getattr(obj, "__module__", "") == "__main__":
+            # The first of a name: decorators replace functions and classes by ones that hold the original.
+            self.names.setdefault(getattr(obj, "__qualname__", ""), obj)
+        return reduced
+
+
+def _new(kind: Callable[[], object]) -> Callable[[object], Any]:
+    return lambda _: (kind, ())
+
+
+_Pickler.dispatch_table = ChainMap(
+    {
+        type(threading.Lock()): _new(threading.Lock),
+        type(threading.RLock()): _new(threading.RLock),
+        threading.local: _new(threading.local),
+        queue.SimpleQueue: _new(queue.SimpleQueue),
+        contextvars.ContextVar: lambda var: (_context_variable, (var.name, *_default_of(var))),
+        weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
+        weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),
+    },
+    cloudpickle.Pickler.dispatch_table,
+)
+
+
+def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _context_variable(name: str, *default: Any) -> contextvars.ContextVar[Any]:
+    return contextvars.ContextVar(name, default=default[0]) if default else contextvars.ContextVar(name)
+
+
+def _default_of(var: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    try:
+        return (contextvars.Context().run(var.get),)
+    except LookupError:
+        return ()
+
+
+def _by_name(obj: Any) -> Any:
+    """The object itself, if other processes can import it by name; else None."""
+    module = getattr(obj, "__module__", None) or ""
+    found: Any = sys.modules.get(module)
+    if found is None or module == "__main__" or module in cloudpickle.list_registry_pickle_by_value():
+        return None
+    for name in getattr(obj, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found if found is obj else None
+
+
+def _culprit(value: Any, seen: set[int]) -> str | None:
+    """Names of the variables and attributes that lead to what cannot be pickled: "" for ``value`` itself, None if it
+    is in ``seen``."""
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    if isinstance(value, MethodType):
+        return _culprit(value.__self__, seen)
+    if isinstance(value, FunctionType):
+        variables = inspect.getclosurevars(value)
+        parts: dict[str, Any] = {**variables.nonlocals, **variables.globals}
+    else:
+        parts = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+    for name, part in parts.items():
+        try:
+            _Pickler(io.BytesIO()).dump(part)
+        except Exception:  # whatever the objects raise
+            if (deeper := _culprit(part, seen)) is not None:
+                return f"{name} -> {deeper}" if deeper else name
+    return ""
+
+
+# -- processes that run a recipe's code without being its main program ------------------------------------------------
+
+_main: ModuleType | None = None
+"""Takes the place of ``__main__`` in this process; None in the recipe's own."""
+_program: ModuleType | None = None
+"""The program of this process, whose functions still run."""
+
+
+def run_recipe_code(names: Mapping[str, Any] | None = None) -> None:
+    """Let the recipe's code find itself in this process as in a script: its functions and classes can be pickled, and
+    used in processes that it starts by ``multiprocessing``, in whatever way those are started.
+
+    Args:
+        names: global variables of the recipe; None: they are those of functions that arrive by value.
+    """
+    global _main, _program
+    if _main is None:
+        _main, _program = ModuleType("__main__"), sys.modules["__main__"]
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = _main
+        setattr(ForkingPickler, "reducer_override", _override)  # noqa: B010  a method for mypy
+    vars(_main).update({name: value for name, value in (names or {}).items() if not name.startswith("__")})
+
+
+def _override(pickler: object, obj: Any) -> Any:
+    """Pickle what a process of ``multiprocessing`` may be unable to import by value."""
+    if isinstance(obj, type | FunctionType) and _by_name(obj) is None:
+        return _in_child, (_by_value(obj, repr(obj)),)
+    return NotImplemented
+
+
+def _in_child(data: bytes) -> Any:
+    run_recipe_code()
+    return _read(data)

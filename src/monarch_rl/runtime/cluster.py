@@ -350,7 +350,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
             if cluster is not None:
                 asyncio.run(train(cluster))
 
-    Within the controller's block, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP raises KeyboardInterrupt. The process
+    Within the controller's block, the first SIGINT, SIGTERM or SIGUSR1 raises KeyboardInterrupt. The process
     is killed at the second signal, or if the block has not ended ``grace_s`` plus
     :data:`~monarch_rl.runtime.signals.CLEAN_EXIT_S` after the first.
     """

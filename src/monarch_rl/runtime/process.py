@@ -45,6 +45,12 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         os._exit(1)
 
 
+def end_group(leader: int) -> None:
+    """Kill what a process has left in its own process group, if it made one. Call it once the process has ended."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def signal_name(number: int) -> str:
     """Name of a signal, such as ``SIGKILL``; ``signal 40`` for real-time signals, most of which have no name."""
     try:

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly, and so can another thread.
+"""Ctrl-C, SIGTERM and SIGUSR1 end a run cleanly, and so can another thread. SIGHUP, of a terminal that is closed, does
+not: the run continues without it.
 
 A second signal, or a timeout, ends the run at once.
 
@@ -27,13 +28,8 @@ CLEAN_EXIT_S = 20.0
 """Seconds from the first signal after which the process is ended, even if something still runs."""
 SAME_S = 2.0
 """Seconds after the first signal within which the same signal is ignored."""
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Batch systems send SIGUSR1 some time before they end a job; a closing terminal sends SIGHUP."""
-
-
-def handled() -> list[signal.Signals]:
-    """:data:`HANDLED`, without SIGHUP if this process was started to ignore it, as nohup does."""
-    return [one for one in HANDLED if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Batch systems send SIGUSR1 some time before they end a job."""
 
 
 class Interrupts:
@@ -63,7 +59,7 @@ class Interrupts:
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
     """Within the block, the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
-    exits at once, unless it is the same signal within :data:`SAME_S`.
+    exits at once, unless it is the same signal within :data:`SAME_S`. SIGHUP is only logged.
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
@@ -97,7 +93,9 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
             raise KeyboardInterrupt from None
         loop.call_soon_threadsafe(state.take_over or _interrupt)
 
-    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in handled()}
+    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in HANDLED}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup, or the supervisor, ignores it already
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _note_hangup)
     state.armed = True
     try:
         yield state
@@ -122,6 +120,10 @@ def _watchdog(number: int, state: Interrupts) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
+
+
+def _note_hangup(number: int, frame: FrameType | None) -> None:
+    logger.warning("SIGHUP (the terminal was closed): the run continues; kill %d ends it", os.getpid())
 
 
 def _interrupt() -> None:

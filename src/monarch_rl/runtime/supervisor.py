@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from typing import Any
 from monarch_rl.runtime.process import adopt_orphans, die_with_parent, signal_name
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
 from monarch_rl.runtime.scratch import ScratchFolder
-from monarch_rl.runtime.signals import handled
+from monarch_rl.runtime.signals import HANDLED
 
 NOTES = "MONARCH_RL_SUPERVISED"
 """Variable with the file in which a supervised recipe writes the folder of its run and whether it may resume."""
@@ -39,6 +40,8 @@ RESTARTS = 3
 """Used until the recipe has reported its own number: the default of ``--checkpoint.restarts``."""
 STOPPED_S = 3600.0
 """Default of ``--stopped-s``: longer than a pause in a debugger, shorter than a night."""
+SAY_S = 1.0
+"""Seconds for a console to accept a line."""
 LOOK_S = 1.0
 """Seconds between two checks whether the recipe's process is stopped."""
 ENDED_S = 20.0
@@ -85,8 +88,9 @@ class Supervisor:
             resumed: folder of a run that has already ended, and is to be restarted.
             cause: why that run ended.
         """
-        for number in handled():
+        for number in HANDLED:
             signal.signal(number, self._pass_on)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the recipe inherits it: a closed terminal does not end a run
         adopt_orphans()
         limit = RESTARTS if self._limit is None else self._limit
         restarts, latest = (0, None) if resumed is None else (1, newest_checkpoint(resumed))
@@ -95,7 +99,7 @@ class Supervisor:
             notes = scratch.path / "state"
             while True:
                 if resumed is not None:
-                    print(f"resuming {resumed} from {latest} (restart {restarts} of {limit}): {cause}")
+                    _say(f"resuming {resumed} from {latest} (restart {restarts} of {limit}): {cause}")
                 code = self._attempt(notes, resumed)
                 _wait_for_orphans()
                 state = _read(notes)
@@ -113,10 +117,7 @@ class Supervisor:
                 )
                 if not decision.restart:
                     if ending is Ending.LOST or resumed is not None:
-                        print(
-                            f"not restarted: the run {decision.reason}. First cause of the run's end: {first_cause}",
-                            file=sys.stderr,
-                        )
+                        _say(f"not restarted: the run {decision.reason}. First cause of the run's end: {first_cause}")
                     return code
                 resumed, latest, restarts = run, checkpoint, decision.restarts
 
@@ -138,7 +139,6 @@ class Supervisor:
     def _attempt(self, notes: Path, resumed: Path | None) -> int:
         notes.unlink(missing_ok=True)
         environment = os.environ | {NOTES: str(notes)} | ({} if resumed is None else {RESUMES: str(resumed)})
-        sys.stdout.flush()
         # In its own session, so that a Ctrl-C in the terminal reaches only this process, which forwards it once.
         self._child = subprocess.Popen(self._command, env=environment, start_new_session=True)
         if self._interrupted:
@@ -175,6 +175,18 @@ class Supervisor:
         if self._child is not None:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
+
+
+def _say(text: str) -> None:
+    """Print on stderr, on a thread and without an error: the console may block or be gone, and the run continues."""
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(SAY_S)
 
 
 def _read(notes: Path) -> dict[str, Any]:

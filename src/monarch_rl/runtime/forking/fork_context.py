@@ -12,7 +12,7 @@ from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
 from monarch_rl.runtime.forking.fork_client import NoForkServer, fork, in_memory
-from monarch_rl.runtime.process import show_title
+from monarch_rl.runtime.process import end_group, show_title
 
 logger = logging.getLogger("monarch_rl")
 
@@ -54,7 +54,18 @@ class ForkedProcess(context.SpawnProcess):
             return _ForkPopen(process)
         except NoForkServer as reason:
             logger.debug("%s is spawned: %s", process.name, reason)
-            return SpawnPopen(process)
+            return _SpawnPopen(process)
+
+
+class _SpawnPopen(SpawnPopen):
+    """Ends the process group that the process made when it has ended, as the fork server does."""
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        ended = self.returncode is not None
+        code = super().poll(flag)
+        if code is not None and not ended:
+            end_group(self.pid)
+        return code
 
 
 class _ForkPopen(popen_forkserver.Popen):

@@ -12,7 +12,7 @@ The forked process
   server refuses an environment that differs in variables that are read while modules load (:data:`LOADED`): such a
   process is started without the server;
 - is killed by its server when its owner ends, and by the kernel when its server ends;
-- is waited for by its server, which reports its exit code to the owner.
+- is waited for by its server, which reports its exit code to the owner, and ends the process group that it made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from typing import Any, NoReturn
 
 from monarch_rl.runtime.forking.fork_client import FIXED_FDS, NUMBER, REFUSED, address_of, close_all, take_claim
 from monarch_rl.runtime.forking.lazy_compile import compiled_on_first_call
-from monarch_rl.runtime.process import die_with_parent, end_quickly, exit_code_of, prepare_titles, set_owner, show_title
+from monarch_rl.runtime.process import (
+    die_with_parent,
+    end_group,
+    end_quickly,
+    exit_code_of,
+    prepare_titles,
+    set_owner,
+    show_title,
+)
 
 logger = logging.getLogger("monarch_rl")
 
@@ -238,6 +246,7 @@ class Stage:
     def _reap(self, child: _Child) -> None:
         """Report to the owner how a child has ended."""
         _, status = os.waitpid(child.pid, 0)  # waits: it has ended
+        end_group(child.pid)
         _report(child.status, os.waitstatus_to_exitcode(status))
         self._poll.unregister(child.pidfd)
         if self._owners.pop(child.owner, None) is not None:

@@ -1,0 +1,217 @@
+"""Programs that print into consoles which end, are full, or block: real processes, pipes and terminals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.patience import exit_code, wait_until
+
+LINES = 4000
+"""Lines of a program, of 1000 characters: more than a pipe, a terminal and the relay's queue hold."""
+PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+from monarch_rl.observe.console_relay import end_relay, relay_output
+folder, how, lines = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+relay = relay_output()
+print("printed before the folder")
+relay.log_to(folder)
+
+def wait_for(file):
+    while not (folder / file).exists():
+        time.sleep(0.01)
+
+if "wait" in how:
+    (folder / "waits").touch()
+    wait_for("continue")
+for line in range(lines):
+    print(f"line {line} ".ljust(1000, "."))
+subprocess.run(["sh", "-c", "echo line of a child; echo error of a child >&2"], check=True, timeout=600)
+if "kills itself" in how:
+    os.kill(os.getpid(), 9)
+if how == "ends the relay":
+    end_relay()
+    print("printed after the relay")
+raise KeyError("the traceback at the exit")
+"""
+
+
+class Program:
+    """The program with its standard output and error at descriptor ``console``, which this process closes."""
+
+    def __init__(
+        self, folder: Path, console: int, how: str = "", lines: int = LINES, stderr: int | None = None
+    ) -> None:
+        self.folder = folder
+        command = [sys.executable, "-c", PROGRAM, str(folder), how, str(lines)]
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, stdout=console, stderr=console if stderr is None else stderr
+        )
+        os.close(console)
+
+    def wait(self) -> int:
+        return exit_code(self.process, lambda: f"the program's end\n{self.log()[-2000:]}")
+
+    def wait_for(self, file: str) -> None:
+        wait_until(lambda: (self.folder / file).exists() or self.process.poll() is not None, file)
+        assert (self.folder / file).exists(), self.log()
+
+    def log(self) -> str:
+        path = self.folder / "console.log"
+        return path.read_text() if path.exists() else ""
+
+    def check_log(self, lines: int = LINES) -> None:
+        """The log has all that was printed, in its order."""
+
+        def complete() -> bool:  # the relay may end a moment after the program
+            return "line of a child" in self.log() and ("KeyError" in self.log() or self.process.returncode < 0)
+
+        wait_until(complete, lambda: f"the whole log\n{self.log()[-2000:]}")
+        text = self.log()
+        assert text.startswith("printed before the folder\n")
+        assert [int(number) for number in re.findall(r"^line (\d+) ", text, re.MULTILINE)] == list(range(lines))
+        assert "error of a child" in text
+
+    def notes(self) -> list[str]:
+        """What happened to the console, as the log says it; each with a time."""
+        return re.findall(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: (.*); the run continues\]$", self.log(), re.MULTILINE)
+
+
+def read_all(descriptor: int) -> str:
+    chunks = []
+    try:
+        while chunk := os.read(descriptor, 2**16):
+            chunks.append(chunk)
+    except OSError:  # a terminal without programs
+        pass
+    os.close(descriptor)
+    return b"".join(chunks).decode()
+
+
+FEW = 20
+
+
+def check_lost(program: Program, named: str) -> None:
+    """It ends by its own exception, and its log names how its standard output was lost."""
+    assert program.wait() == 1
+    program.check_log(FEW)
+    assert "KeyError: 'the traceback at the exit'" in program.log()
+    (note,) = program.notes()
+    assert named in note and "standard output" in note
+
+
+@pytest.mark.parametrize("console", ["closed pipe", "full disk", "closed terminal"])
+def test_a_program_that_loses_its_console_continues_and_its_log_has_all_output(tmp_path: Path, console: str) -> None:
+    if console == "full disk":
+        check_lost(Program(tmp_path, os.open("/dev/full", os.O_WRONLY), lines=FEW), "No space left")
+        return
+    reader, writer = os.pipe() if console == "closed pipe" else pty.openpty()
+    program = Program(tmp_path, writer, "waits", lines=FEW)
+    program.wait_for("waits")
+    os.close(reader)
+    (tmp_path / "continue").touch()
+    check_lost(program, "Broken pipe" if console == "closed pipe" else "Input/output error")
+
+
+def test_a_stopped_terminal_does_not_block_the_program(tmp_path: Path) -> None:
+    """After Ctrl-S, until Ctrl-Q, every write to a terminal blocks."""
+    terminal, console = pty.openpty()
+    program = Program(tmp_path, console, "waits", lines=FEW)
+    program.wait_for("waits")
+    os.write(terminal, b"\x13")
+    (tmp_path / "continue").touch()
+    assert program.wait() == 1
+    program.check_log(FEW)
+    os.write(terminal, b"\x11")
+    assert "line of a child" in read_all(terminal)
+
+
+def test_a_killed_program_loses_no_output_and_a_killed_relay_is_replaced(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    program = Program(tmp_path, writer, "kills itself after waiting", lines=FEW)
+    program.wait_for("waits")
+    (relay,) = psutil.Process(program.process.pid).children()
+    relay.kill()
+    wait_until(lambda: psutil.Process(program.process.pid).children() not in ([], [relay]), "another relay")
+    (tmp_path / "continue").touch()
+    assert program.wait() == -signal.SIGKILL
+    program.check_log(FEW)
+    assert "line of a child" in read_all(reader)
+
+
+def test_output_is_relayed_in_its_order_and_streams_stay_apart(tmp_path: Path) -> None:
+    """A program that ends the relay prints on the console itself, as does one that it starts then."""
+    (stdout, output), (stderr, errors) = os.pipe(), os.pipe()
+    program = Program(tmp_path, output, "ends the relay", lines=FEW, stderr=errors)
+    os.close(errors)
+    assert program.wait() == 1
+    printed = read_all(stdout)
+    assert re.findall(r"line (\d+) ", printed) == [str(line) for line in range(FEW)]
+    assert printed.endswith("line of a child\nprinted after the relay\n")
+    assert "KeyError" in (text := read_all(stderr)) and text.startswith("error of a child\n")
+    assert "error of a child" in program.log() and "after the relay" not in program.log()
+
+
+def test_a_log_that_cannot_be_written_costs_only_the_log(tmp_path: Path) -> None:
+    (tmp_path / "console.log").symlink_to("/dev/full")
+    reader, writer = os.pipe()
+    assert Program(tmp_path, writer, lines=FEW).wait() == 1
+    text = read_all(reader)
+    assert re.findall(r"^line (\d+) ", text, re.MULTILINE) == [str(line) for line in range(FEW)]
+    assert re.search(r"^\[.*console.log.*No space left", text, re.MULTILINE)
+
+
+def test_a_pipe_that_nobody_reads_does_not_block_the_program(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    program = Program(tmp_path, writer)
+    assert program.wait() == 1
+    program.check_log()
+    text = read_all(reader)
+    assert text.startswith("printed before the folder\nline 0 ")
+    (left_out,) = re.findall(r"([\d,]+) bytes were left out", text)
+    assert len(text) + int(left_out.replace(",", "")) > LINES * 1000
+
+
+TABLE = """
+import sys
+from pathlib import Path
+from monarch_rl.observe.console import console_of
+from monarch_rl.observe.console_relay import relay_output
+relay = relay_output()
+relay.log_to(Path(sys.argv[1]))
+with console_of(relay, 2) as console:
+    console.note("a note")
+    for step in (1, 2):
+        print("a print of the recipe")
+        console.show(step, {"reward/mean": step / 4})
+print("the end")
+"""
+
+
+def test_a_terminal_shows_the_live_table_and_the_log_has_plain_lines(tmp_path: Path) -> None:
+    terminal, console = pty.openpty()
+    fcntl.ioctl(console, termios.TIOCSWINSZ, struct.pack("4H", 30, 111, 0, 0))
+    environment = os.environ | {"TERM": "xterm-256color"}
+    command = [sys.executable, "-c", TABLE, str(tmp_path)]
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, env=environment)
+    os.close(console)
+    text = read_all(terminal)
+    assert exit_code(program) == 0, text
+    borders = re.findall("\u2570.*\u256f", text)
+    assert borders and {len(border) for border in borders} == {111}  # the terminal's width, although stdin is none
+    assert "a print of the recipe" in text and text.rstrip().endswith("the end")
+    log = (tmp_path / "console.log").read_text().splitlines()
+    shown = ["a print of the recipe", "step 1/2 | reward 0.250", "a print of the recipe", "step 2/2 | reward 0.500"]
+    assert log == ["a note", *shown, "the end"]

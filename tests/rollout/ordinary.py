@@ -1,0 +1,279 @@
+"""A recipe whose rewards do what scripts do: ``ordinary.py OUT`` writes them pickled, and what each does here."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextvars
+import copy
+import enum
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import typing
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[2])
+    import beside  # type: ignore[import-not-found]  # a module next to the recipe, which the test writes
+
+LOCK, CONDITION, LOCAL = threading.RLock(), threading.Condition(), threading.local()
+SEMAPHORE = asyncio.Semaphore(1)
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+CACHE: dict[str, float] = {}
+logger = logging.getLogger("a recipe")
+
+
+@dataclass
+class Item:
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    value: float
+
+
+class Colour(enum.Enum):
+    RED = 1.0
+
+
+class Pair(typing.NamedTuple):
+    first: float
+
+
+class Parent:
+    @functools.cached_property
+    def value(self) -> float:
+        return 1.0
+
+
+class Child(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+@functools.lru_cache(maxsize=8)
+def cached(value: float) -> float:
+    return value + 1
+
+
+cached_partial = functools.lru_cache(functools.partial(lambda value, more: value + more, more=1.0))
+
+
+@functools.singledispatch
+def kind(value: object) -> float:
+    return 0.0
+
+
+@kind.register
+def _(value: int) -> float:
+    return 2.0
+
+
+def square(value: float) -> float:
+    return value * value
+
+
+def wrapped(value: float) -> Item:
+    return Item(value)
+
+
+def send(queue: Any) -> None:
+    queue.put(Item(5.0))
+
+
+def pool(method: str) -> float:
+    with multiprocessing.get_context(method).Pool(1) as processes:
+        return sum(item.value for item in processes.map(wrapped, [1.0, 2.0]))
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise TimeoutError("late")
+
+
+async def plain(value: float) -> float:
+    await asyncio.sleep(0)
+    async with SEMAPHORE:
+        return value
+
+
+# -- each of these works as in a script -------------------------------------------------------------------------------
+
+
+def pool_by_default() -> float:
+    with multiprocessing.Pool(1) as processes:
+        return sum(processes.map(square, [1.0, 2.0]))
+
+
+def pool_by_fork() -> float:
+    return pool("fork")
+
+
+def pool_by_spawn() -> float:
+    return pool("spawn")
+
+
+def executor_of_processes() -> float:
+    with concurrent.futures.ProcessPoolExecutor(1) as processes:
+        return processes.submit(square, 3.0).result() + processes.submit(beside.half, beside.Mark(4.0)).result()
+
+
+def process_and_queue() -> float:
+    queue: Any = multiprocessing.Queue()
+    process = multiprocessing.Process(target=send, args=(queue,))
+    process.start()
+    item = queue.get(timeout=600)
+    process.join(600)
+    return float(item.value)
+
+
+def fork() -> float:
+    if (pid := os.fork()) == 0:
+        sys.exit(3)
+    return float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def programs() -> float:
+    done = subprocess.run(["cat"], capture_output=True, timeout=600)  # without input it would wait
+    return float(subprocess.check_output(["echo", "4"], timeout=600)) + len(done.stdout) + os.system("true")
+
+
+def threads() -> float:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return sum(pool.map(lambda value: value + 1, [1.0, 2.0]))
+
+
+def event_loops() -> float:
+    async def program() -> bytes:
+        process = await asyncio.create_subprocess_exec("echo", "6", stdout=subprocess.PIPE)
+        return (await process.communicate())[0]
+
+    loop = asyncio.new_event_loop()
+    try:
+        return asyncio.run(plain(1.0)) + loop.run_until_complete(plain(2.0)) + float(asyncio.run(program()))
+    finally:
+        loop.close()
+
+
+def alarm() -> float:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        time.sleep(600)
+    except TimeoutError:
+        return 1.0
+    return 0.0
+
+
+def pickling() -> float:
+    things: Any = [Item(1.0), Frozen(1.0), Pair(1.0), Colour.RED, Child(), square, Item, copy.deepcopy(Item(2.0))]
+    read = pickle.loads(pickle.dumps(things))
+    assert read[3] is Colour.RED and read[5:7] == [square, Item]
+    import __main__
+
+    assert __main__.Item is Item
+    return float(read[0].value + read[1].value + read[2].first + read[4].value + read[7].value)
+
+
+def variables() -> float:
+    LOCAL.value = 1.0
+    with LOCK, CONDITION:
+        CACHE["sum"] = LOCAL.value + VARIABLE.get() + cached(1.0) + cached_partial(1.0) + kind(3)
+    return CACHE["sum"]
+
+
+def files() -> float:
+    with tempfile.TemporaryDirectory() as folder, sqlite3.connect(":memory:") as database:
+        Path(folder, "file").write_text("2")
+        (one,) = database.execute("select 1.0").fetchone()
+        return float(one) + float(Path(folder, "file").read_text()) + Path(__file__).exists()
+
+
+def output() -> float:
+    print("a reward prints")
+    logging.basicConfig()
+    logger.warning("a reward logs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return float(np.float32(0.5)) + (__name__ == "__main__")
+
+
+# -- each of these is refused, or affects only its own score ----------------------------------------------------------
+
+
+def exits() -> float:
+    sys.exit("no reward")
+
+
+def asks() -> float:
+    return float(input("the reward? "))
+
+
+def pickles_an_object_of_a_module_next_to_the_recipe() -> float:
+    return float(pickle.loads(pickle.dumps(beside.Mark(2.0))).value)
+
+
+def leaves_an_alarm() -> float:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return 1.0
+
+
+def is_not_interrupted() -> float:
+    time.sleep(0.5)
+    return 1.0
+
+
+def leads_a_group() -> float:
+    return float(os.getpgrp() == os.getpid())
+
+
+def tidies() -> float:
+    atexit.register(Path(os.environ["TIDIED"]).touch)
+    return 1.0
+
+
+async def handles_signals() -> float:
+    signal.signal(signal.SIGALRM, interrupt)
+    return 1.0
+
+
+async def nests_event_loops() -> float:
+    return asyncio.run(plain(1.0))
+
+
+WORKS: list[Callable[[], float]] = [
+    *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
+    *(event_loops, alarm, pickling, variables, files, output),
+]
+OTHERS: list[Callable[[], Any]] = [
+    *(exits, asks, pickles_an_object_of_a_module_next_to_the_recipe, leaves_an_alarm, is_not_interrupted),
+    *(leads_a_group, tidies, handles_signals, nests_event_loops),
+]
+
+if __name__ == "__main__":
+    from monarch_rl.runtime.by_value import ByValue, register_modules
+
+    register_modules()
+    pickled = {function.__name__: ByValue(function).data for function in [*WORKS, *OTHERS]}
+    Path(sys.argv[1]).write_bytes(pickle.dumps(pickled))
+    print(json.dumps({function.__name__: function() for function in WORKS}))
