@@ -5,7 +5,7 @@
             TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
-            ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft
+            ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft, OutOfMemory
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
@@ -99,6 +99,10 @@ class FolderChanged(RunError):
 
 class NotFinite(RunError):
     """A tensor holds NaN or infinity; the message names the tensor."""
+
+
+class OutOfMemory(RunError):
+    """A trainer rank could not allocate memory; the message names flags that lower its need."""
 
 
 class BufferClosed(RunError):

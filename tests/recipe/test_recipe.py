@@ -533,6 +533,7 @@ def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> No
     assert check(grpo.Settings(model=str(model), output=tmp_path / "runs"), devices()).folder == model
 
 
+TWO_RANKS = {"trainer": TrainerSettings(ranks=2)}
 TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
 MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
 
@@ -554,11 +555,18 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature", "at least"]),
         ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 data ranks"]),
         (
-            {"groups_per_step": 4096, "trainer": TrainerSettings(ranks=4096)},
+            {
+                "groups_per_step": 4096,
+                "trainer": TrainerSettings(ranks=4096),
+                "generator": GeneratorSettings(replicas=2),
+            },
             ["4098 ranks", "4096 trainer ranks", "2 generator replicas"],
         ),
-        ({"generator": GeneratorSettings(replicas=5000)}, ["5002 ranks", "5000 generator replicas"]),
-        ({"generator": GeneratorSettings(replicas=700, tp=4)}, ["2802 ranks", "700 generator replicas of 4"]),
+        ({"generator": GeneratorSettings(replicas=5000), **TWO_RANKS}, ["5002 ranks", "5000 generator replicas"]),
+        (
+            {"generator": GeneratorSettings(replicas=700, tp=4), **TWO_RANKS},
+            ["2802 ranks", "700 generator replicas of 4"],
+        ),
         ({"generator": GeneratorSettings(tp=3)}, ["tp 3 "]),
         ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "spell_backward"]),
         ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config", "JSON", "{min_terms: 2}"]),

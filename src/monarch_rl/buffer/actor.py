@@ -425,10 +425,15 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The inverse of :func:`write_state`. Raises OSError, and ValueError for another format or missing bytes."""
     with path.open("rb") as file:
-        start = file.read(len(FORMAT) + _LENGTH.size)
-        if start[: len(FORMAT)] != FORMAT:
-            raise ValueError(f"{path} cannot be read: its format is {start[: len(FORMAT)]!r}, not {FORMAT!r}")
-        state: dict[str, Any] = json.loads(file.read(_LENGTH.unpack(start[len(FORMAT) :])[0]))
-        state["live"] = [(*place, None if nbytes is None else file.read(nbytes)) for *place, nbytes in state["live"]]
+
+        def read(nbytes: int) -> bytes:
+            if len(data := file.read(nbytes)) < nbytes:
+                raise ValueError(f"{path} is cut off: it has {file.tell()} bytes, {nbytes - len(data)} too few")
+            return data
+
+        if (form := read(len(FORMAT))) != FORMAT:
+            raise ValueError(f"{path} cannot be read: its format is {form!r}, not {FORMAT!r}")
+        state: dict[str, Any] = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+        state["live"] = [(*place, None if nbytes is None else read(nbytes)) for *place, nbytes in state["live"]]
     state["attempts"] = {int(group_id): attempt for group_id, attempt in state["attempts"].items()}
     return state

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,14 +27,17 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TypeVar
 
+from monarch.actor import ActorError
+
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
+from monarch_rl.checkpoint.folders import Measurement, write_whole
+from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tokens import template_warning
 from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.pipeline.actor_pool import last_line
@@ -51,13 +55,14 @@ from monarch_rl.pipeline.replayed_steps import replay_steps
 from monarch_rl.pipeline.resume import (
     Resumed,
     how_to_resume,
+    keep_sizes,
     note_settings,
     resolve_resume,
     take_folder,
     with_recorded_model,
 )
-from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare, to_record
+from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
+from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -80,6 +85,7 @@ from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.restart import raised_by_actor
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.tasks.rows import Row, as_rows
 from monarch_rl.tasks.task import Task
@@ -93,6 +99,7 @@ from monarch_rl.trainer.functions import (
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
+from monarch_rl.trainer.settings import lr_warnings
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import Watch, watched
 
@@ -325,6 +332,7 @@ class Run:
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
         warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
+        warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             warnings.append(warning)
         if warning := template_warning(model.folder):
@@ -783,7 +791,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     try:
-        settings = with_recorded_model(settings)
+        given, settings = settings, keep_sizes(with_recorded_model(settings))
         made = None if task is None else task(settings)
         settings, _ = prepare(settings, devices(), made)
         if made is not None:
@@ -805,6 +813,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             return
         folder = take_folder(settings, resumed)
         relay.log_to(folder)
+        if chosen := chosen_sizes(given, settings):
+            print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):
@@ -813,6 +823,11 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         except (EpisodesFail, FrozenRefused) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
+        except ActorError as error:
+            if not isinstance(cause := raised_by_actor(error), OutOfMemory):
+                raise
+            write_whole(folder / ERROR, "".join(traceback.format_exception(error)))
+            sys.exit(f"error: {cause}. The traceback is in {folder / ERROR}")
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise
