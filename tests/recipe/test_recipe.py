@@ -82,6 +82,8 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     check_run(ended.output(), model, max_policy_lag=2)
     refused = re.findall(r"started without the fork server: .* differ", ended.output())
     assert not refused, "processes were not forked by the fork server"
+    for part in ("trainer ranks up: ", "generators up: ", "rollout workers up: ", "version 0 is served"):
+        assert re.search(f"^{part}", ended.output(), re.MULTILINE), f"not reported: {part}"
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]

@@ -40,6 +40,7 @@ from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tokens import template_warning
 from monarch_rl.observe.console_relay import end_relay, relay_output
+from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -49,6 +50,7 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
+from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
@@ -96,6 +98,7 @@ from monarch_rl.trainer.functions import (
     check_that_columns_are_read,
     check_unread_objective,
     equal_rewards_warning,
+    without_rewards,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
@@ -130,6 +133,9 @@ class NoWatch:
     def loop_lag(self) -> dict[str, float]:
         return {}
 
+    def state_of(self, name: str) -> str:
+        return ""
+
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -143,6 +149,7 @@ class RunComponents:
     watch: Watch | NoWatch
     outputs: RunOutputs | NoOutputs
     evaluations: Evaluations
+    progress: Progress
 
 
 class Run:
@@ -197,6 +204,8 @@ class Run:
         """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
+        buffer, groups = settings.buffer, settings.groups_per_step
+        self._learning_signal = LearningSignal(groups, buffer.max_filtered * groups * buffer.drop_equal_rewards)
         # A generator may be restarted during a step. Its deadline is computed here, because settings that are not
         # resolved for the devices have none.
         floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
@@ -339,6 +348,7 @@ class Run:
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
+        self._learning_signal.reads_rewards = not without_rewards(functions)
         print(
             f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
             f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
@@ -389,6 +399,7 @@ class Run:
         # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
         await publisher.wait_until_served()
+        outputs.note(f"version {self.version} is served")
         if resumed is not None:
             await on_disk(disk_limit_s(0), "the run's settings", note_settings, resumed.run, s)
             await take_snapshots(actors, self.version, self.folder, resumed=True)
@@ -411,6 +422,9 @@ class Run:
                 generation=resumed.generation if resumed else 0,
                 metric=self._best.metric,
             )
+        progress = Progress(
+            None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
+        )
         evaluations = Evaluations(
             s,
             s.generator.running_requests(self._on_gpu),
@@ -422,11 +436,14 @@ class Run:
             self._best,
             self.on_best,
             checkpoints,
+            progress,
         )
         self._lifetimes.callback(evaluations.cancel)
         await self._lifetimes.enter_async_context(failures.summary_at_end(observer, outputs.note))
         frozen = FrozenMeter(actors.frozen)
-        self._begun = RunComponents(actors, publisher, observer, recovery, frozen, watch, outputs, evaluations)
+        self._begun = RunComponents(
+            actors, publisher, observer, recovery, frozen, watch, outputs, evaluations, progress
+        )
         self._checkpoints = checkpoints
         # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
         if self.version > restored:
@@ -505,7 +522,11 @@ class Run:
         """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
+        step = f"step {self.version - self.warm_up_steps + 1}"
+        if self._phase is Phase.SET_UP:
+            step = f"warm-up {self.warm_up_steps + 1}"
+        async with self._components.progress.step(step):
+            metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
         self._note_update(metrics)
         return metrics
 
@@ -540,6 +561,8 @@ class Run:
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
         outputs.show(self.version - self.warm_up_steps, values)
+        if warning := self._learning_signal.note(values):
+            outputs.note(f"warning: {warning}")
         return values
 
     async def step(self) -> dict[str, float]:
