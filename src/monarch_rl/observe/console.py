@@ -143,7 +143,7 @@ class _Screen(Terminal):
         super().__init__(file=pipe, force_terminal=True)
 
     @property
-    def size(self) -> ConsoleDimensions:  # type: ignore[override]
+    def size(self) -> ConsoleDimensions:  # type: ignore[misc]
         with suppress(OSError):  # it was closed
             width, height = os.get_terminal_size(self._descriptor)
             if width and height:

@@ -21,6 +21,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -145,6 +146,10 @@ def _by_value(value: object, what: str) -> bytes:
     return file.getvalue()
 
 
+_OF_ONE_PROCESS = threading.Thread, subprocess.Popen, Connection
+"""Would be copied, now that locks can be, but what they stand for is not."""
+
+
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler, which also knows objects that scripts have as global variables: locks, caches, context
     variables. They arrive as new ones, unlocked and empty, since every process has its own."""
@@ -155,8 +160,8 @@ class _Pickler(cloudpickle.Pickler):
         """Functions and classes of the recipe's file that were pickled by value."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, threading.Thread | subprocess.Popen):
-            raise TypeError(f"cannot pickle a running {type(obj).__name__}")
+        if isinstance(obj, _OF_ONE_PROCESS):
+            raise TypeError(f"cannot pickle '{type(obj).__name__}' object")
         reduced = super().reducer_override(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and _by_name(obj) is None:
             reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
