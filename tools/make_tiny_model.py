@@ -144,6 +144,8 @@ def questions(tokenizer: Any, task: TaskSettings) -> Callable[[int], Example]:
 
     def example(index: int) -> Example:
         item = source.item(index)
+        if not item.answer:
+            raise ValueError(f"task.name: {task.name} has no answers of its own to learn from, only a scorer")
         prompt, answer = tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 

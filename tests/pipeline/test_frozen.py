@@ -102,6 +102,15 @@ def test_a_frozen_copy_of_the_policy_uses_the_policys_chat_settings_by_default(f
     assert chat_settings(other, chat_options='{"b": 2}', tool_parser="llama3") == ({"b": 2}, "llama3")
 
 
+def test_every_frozen_model_reads_control_tokens_as_the_rollouts_do(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    for allowed in (False, True):
+        rollout = RolloutSettings(allow_control_tokens=allowed)
+        for model in (folder, other):
+            built = plan_frozen("judge", str(model), FrozenSettings(), str(folder), CPU, rollout=rollout).model
+            assert built.allow_control_tokens is allowed
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -111,6 +111,11 @@ def settings(minibatches: int = 1) -> RunSettings:
     )
 
 
+def test_supervised_rows_are_rendered_with_the_chat_settings_of_the_rollouts() -> None:
+    plan = plan_rows(ROWS, RunSettings(rollout=RolloutSettings(chat_options='{"a": 1}', allow_control_tokens=True)), 4)
+    assert (plan.chat_options, plan.allow_control_tokens) == ({"a": 1}, True)
+
+
 def test_mixed_rows_are_their_share_of_the_sequences() -> None:
     for share in (0.01, 0.1, 0.5, 0.9):
         plan = plan_mixed_rows(ROWS, settings(), share)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import random
+import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -20,11 +21,12 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, SamplingMaskMissing, ScorerBroken, ScoringFailed
+from monarch_rl.errors import ChatError, ContextFull, DeadlineExceeded, SamplingMaskMissing, ScorerBroken, ScoringFailed
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, user
+from monarch_rl.rollout import policy as policy_module
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none
@@ -33,6 +35,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Policy, Reply, Task, as_outcome
+from tests import patience
 from tests.model.chat_helpers import write_model
 from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS
@@ -808,3 +811,37 @@ def test_a_lost_sampling_mask_fails_its_episode(template: ChatTemplate) -> None:
 
     with pytest.raises(EpisodeFailed, match="sampling mask"):
         run_episode(Losing(), template, guessing)
+
+
+def test_the_first_tools_of_a_worker_hold_up_no_other_episode(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's parsers are imported on a thread, once for all episodes that wait for them: here the import ends only
+    after another episode has ended on the event loop."""
+    ended, imports = threading.Event(), []
+
+    @functools.cache
+    def load_parsers() -> None:
+        imports.append(threading.current_thread())
+        patience.happened(ended, "the end of another episode", seconds=30)
+
+    monkeypatch.setattr(policy_module, "load_parsers", load_parsers)
+
+    async def with_tools(item: Any, policy: Policy) -> float:
+        with pytest.raises(ChatError, match="does not render tools"):
+            await policy.reply("3 + 4?", tools=[add])
+        return float((await policy.reply("3 + 4?")).text == "8")
+
+    async def without(item: Any, policy: Policy) -> float:
+        await policy.reply("3 + 4?")
+        ended.set()
+        return 1.0
+
+    async def test() -> None:
+        runner = EpisodeRunner(Echo(template, "8", ends=False), template, RolloutSettings())
+        episodes = (with_tools, with_tools, without)
+        rollouts = [runner.play(task(episode), 0, "", Sampling(), 0) for episode in episodes]
+        assert [episode.reward for (episode,) in await asyncio.gather(*rollouts)] == [1.0] * 3
+
+    asyncio.run(test())
+    assert len(imports) == 1 and imports[0] is not threading.main_thread()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.errors import JudgeFailed
+from monarch_rl.errors import ChatError, JudgeFailed
 from monarch_rl.model.messages import Message, ToolCall, user
 from monarch_rl.rollout import remote_judge
 from monarch_rl.rollout.remote_judge import RemoteJudge, RemoteReply
@@ -221,14 +221,13 @@ def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch,
     run(test)
 
 
-def test_text_that_cannot_be_sent_is_reported_without_naming_the_key() -> None:
+def test_text_that_is_not_unicode_is_refused_by_its_message() -> None:
     """A lone surrogate, as rows of JSON may have."""
 
     async def test() -> None:
         async with serving(answer("yes")) as (server, judge):
-            with pytest.raises(JudgeFailed) as failed:
-                await judge.reply("right? \ud83d no")
-            assert r"right? \ud83d no" in failed.value.report and "JUDGE_KEY" not in failed.value.report
+            with pytest.raises(ChatError, match=r"message 1 \(user\): .*ud83d"):
+                await judge.reply([{"role": "system", "content": "Judge."}, {"role": "user", "content": "\ud83d no"}])
             assert not server.asked
 
     run(test)

@@ -6,12 +6,15 @@ import asyncio
 import contextvars
 import sys
 import threading
+from datetime import date
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from monarch_rl.episode.failure import Failure
-from monarch_rl.model.messages import ToolCall
+from monarch_rl.model.messages import ToolCall, as_messages
 from monarch_rl.model.tools import as_tools
 from monarch_rl.rollout import run_tools as module
 from monarch_rl.rollout.run_tools import run_tools
@@ -96,6 +99,32 @@ def seed() -> int:
     return SEED.get()
 
 
+VALUES: dict[str, Any] = {
+    "numpy": np.int64(3),
+    "series": {"counts": pd.Series([1, 2]), "share": np.float32(0.25)},
+    "day": date(2026, 3, 4),
+    "text": "é\n",
+    "nan": {"rows": [1.0, float("nan")]},
+    "keys": {np.int64(1): 2},
+    "set": {"a"},
+    "file name": "caf\udce9.txt",
+}
+
+
+def give(kind: str) -> Any:
+    """Give a value.
+
+    Args:
+        kind: Which.
+    """
+    return VALUES[kind]
+
+
+def open_file() -> str:
+    """Open a file whose name is not UTF-8."""
+    raise FileNotFoundError(2, "No such file", "caf\udce9.txt")
+
+
 TOOLS = as_tools(
     [
         multiply,
@@ -109,6 +138,8 @@ TOOLS = as_tools(
         hang_too,
         long_page,
         seed,
+        give,
+        open_file,
     ]
 )
 
@@ -159,6 +190,42 @@ def test_a_tool_that_raises_fails_only_its_call(bad: ToolCall, reason: str, answ
     assert failure.reason == reason
     assert failure.place.startswith(__file__)
     assert line in failure.report
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [("numpy", "3"), ("series", '{"counts": [1, 2], "share": 0.25}'), ("day", "2026-03-04"), ("text", "é\n")],
+)
+def test_a_value_is_answered_as_json(kind: str, answer: str) -> None:
+    (message,) = asyncio.run(run_tools([call("give", kind=kind)], TOOLS))
+    assert (message.content, message.failed) == (answer, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "culprits"),
+    [("nan", ["rows[1]", "nan"]), ("keys", ["int64"]), ("set", ["set"]), ("file name", [r"caf\udce9"])],
+)
+def test_a_value_without_a_json_form_fails_its_call(kind: str, culprits: list[str]) -> None:
+    failures: list[Failure] = []
+    (message,) = asyncio.run(run_tools([call("give", kind=kind)], TOOLS, failed=failures.append))
+    (failure,) = failures
+    assert failure.place.startswith(__file__) and "give" in failure.reason
+    for culprit in ("give", *culprits):
+        assert culprit in message.content
+    assert all(culprit in message.failed and culprit in failure.report for culprit in culprits)
+    as_messages(message)
+
+
+def test_an_answer_tells_whether_its_tool_failed() -> None:
+    """A call that the policy wrote wrongly was not run: its ``error`` tells."""
+    calls = [call("divide", a=1, b=0), call("multiply", a=2, b=3), call("", "not readable"), call("open_file")]
+    messages = asyncio.run(run_tools(calls, TOOLS))
+    divided, multiplied, unreadable, opened = messages
+    (hung,) = asyncio.run(run_tools([call("hang_too")], TOOLS, deadline_s=0.1))
+    assert divided.failed == "ZeroDivisionError: division by zero"
+    assert (multiplied.failed, unreadable.failed) == ("", "")
+    assert "0.1 s" in hung.failed
+    assert r"caf\udce9" in opened.failed and as_messages(messages) == messages
 
 
 def test_calls_end_with_their_episode() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from monarch_rl.runtime.network import free_port
-from monarch_rl.tasks.environment import Environment
+from monarch_rl.tasks.environment import Environment, as_shown
 from monarch_rl.tasks.openenv import OpenEnv
 from monarch_rl.tasks.orders import HELD_OUT
 from monarch_rl.tasks.task import Outcome, Reply, Task
@@ -43,6 +43,27 @@ class Scripted:
         self.given.append(message)
         await asyncio.sleep(0)  # other episodes run meanwhile
         return Reply(self._answer(message), [1], np.zeros(1, np.float32), "stop")
+
+
+@pytest.mark.parametrize(
+    ("observation", "shown"),
+    [
+        ("a wall", "a wall"),
+        (np.int64(3), "3"),
+        ((np.int64(14), 10, False), "[14, 10, false]"),
+        (np.array([0.1, 0.25], np.float32), "[0.1, 0.25]"),
+        ({"agent": np.array([1, 2]), "é": None}, '{"agent": [1, 2], "é": null}'),
+    ],
+    ids=repr,
+)
+def test_an_observation_is_shown_as_text_or_json(observation: Any, shown: str) -> None:
+    assert as_shown(observation, {}) == shown
+
+
+def test_an_observation_that_json_does_not_have_needs_a_function_of_its_own() -> None:
+    for observation in object(), float("nan"), b"a":
+        with pytest.raises(ValueError, match="show="):
+            as_shown(observation, {})
 
 
 def run_episode(task: Task, item: Any, answer: Callable[[str], str]) -> tuple[Any, Scripted]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import cloudpickle
+import numpy as np
+import pandas as pd
 import pytest
 
 from monarch_rl.errors import ScoringFailed
@@ -33,6 +39,21 @@ from tests.rollout.cores import AMPLE_S, with_cores
         ("1000", "It costs 1,000", True),
         ("5", "I do not know", False),
         ("5", "", False),
+        ("2", r"\boxed{1}. No, wait. \boxed{2}", True),
+        ("1, 2", r"\boxed{1}. No, wait. \boxed{2}", False),
+        ("2", r"$\boxed{1}$, $\boxed{2}$", True),
+        ("2", r"\boxed{1} and \boxed{\text{so } \boxed{2}}", True),
+        ("1, 2", r"\boxed{1, 2}", True),
+        (r"\{1, 2\}", r"\boxed{3}, \boxed{\{2, 1\}}", True),
+        ("2", r"\boxed{2}, or \boxed{", False),  # cut off
+        ("2", r"2 \boxed{}", False),
+        (r"We add: \boxed{1}, then \boxed{2}.", r"\boxed{2}", True),
+        ("1e-05", r"\boxed{0.00001}", True),
+        ("0.00002", "It is 2e-5.", True),
+        ("1e16", r"\boxed{10^{16}}", True),
+        ("0.0000001", r"\boxed{2 \times 10^{-7}}", False),
+        (r"2 \times 10^{-7}", "0.0000003", False),
+        ("0.333333", r"\frac{1}{3}", True),
     ],
 )
 def test_answers_are_compared_mathematically(
@@ -45,6 +66,57 @@ def test_answers_are_compared_mathematically(
 def test_a_row_without_a_mathematical_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="'see text.'"):
         are_equal("see text.", "5")
+
+
+@pytest.mark.parametrize(
+    ("right", "answer", "reward"),
+    [
+        (0.00001, r"\boxed{0.00001}", 1.0),
+        (0.00001, r"\boxed{0.00002}", 0.0),
+        (2.5e-05, r"\boxed{2.5 \times 10^{-5}}", 1.0),
+        (1e16, r"\boxed{10^{16}}", 1.0),
+        (1 / 3, r"\boxed{\frac{1}{3}}", 1.0),
+        (5, "5.0", 1.0),
+        (np.int64(5), "5", 1.0),
+        (np.float32(0.1), r"\frac{1}{10}", 1.0),
+        (Decimal("1.50"), "3/2", 1.0),
+        (Fraction(1, 3), r"\frac{1}{3}", 1.0),
+    ],
+    ids=repr,
+)
+def test_the_right_answer_may_be_a_number(right: Any, answer: str, reward: float) -> None:
+    MathReward("solution").check_row({"solution": right})
+    assert MathReward("solution")({"solution": right}, answer) == reward
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        None,
+        float("nan"),
+        float("inf"),
+        pd.NA,
+        np.float32("nan"),
+        "",
+        " ",
+        "nan",
+        r"So \boxed{None}.",
+        True,
+        ["5"],
+        date(2026, 5, 1),
+    ],
+    ids=repr,
+)
+def test_a_row_without_a_right_answer_is_refused_before_the_run_and_by_the_reward(right: Any) -> None:
+    """It is a fault of the row: no answer is equal to it, whatever its text."""
+    rows = [{"problem": "2 + 3 =", "solution": 5}, {"problem": "5 =", "solution": right}]
+    for answer in (r"\boxed{5}", rf"\boxed{{{right}}}", "2016"):
+        with pytest.raises(ValueError, match="column solution"):
+            MathReward("solution")(rows[1], answer)
+    with pytest.raises(ValueError, match="1 of 2 rows .*row 2: .*column solution"):
+        Questions(rows, MathReward("solution"), template="{problem}").check()
+    with pytest.raises(ValueError, match=r"column solution\b.* problem"):
+        MathReward("solution").check_row({"problem": "5 ="})
 
 
 def test_it_runs_in_a_scoring_process_where_endless_evaluation_fails_only_its_episode(

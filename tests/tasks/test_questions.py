@@ -146,21 +146,21 @@ def test_errors_of_bad_rows_are_actionable(rows: Any, more: dict[str, Any], mess
 
 
 def test_a_column_that_is_not_text_is_refused_in_a_template(tmp_path: Path) -> None:
-    """Rows of messages, as TRL and verl store them, would be trained on as the repr of a list."""
+    """It would be trained on as the repr of a list."""
     chats = [
         {"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "extra": {"level": i}, "answer": str(i)}
         for i in range(3)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
     for rows in (chats, parquet(tmp_path / "chats.parquet"), Dataset.from_list(chats)):
-        for template, column in (("{prompt}", "prompt"), ("{prompt[0]}", r"prompt\[0\]"), ("{extra:>9}", "extra")):
-            with pytest.raises(ValueError, match=f"^template inserts {column} "):
+        for template, column in (("{prompt[0]}", r"prompt\[0\]"), ("{extra:>9}", "extra"), ("Q: {prompt}", "prompt")):
+            with pytest.raises(ValueError, match=f"3 of 3 rows .*: {column} is "):
                 Questions(rows, reward, template=template).check()
         named = Questions(rows, reward, template="{prompt[0][content]} {extra[level]:>2} {answer}").check()
         assert sorted(named) == [f"{i} + 1 =  {i} {i}" for i in range(3)]
         written = Questions(rows, reward, template="{prompt!r}").check()
         assert sorted(written) == [repr(row["prompt"]) for row in chats]
-    with pytest.raises(ValueError, match=" bytes"):
+    with pytest.raises(ValueError, match=" bytes, not text"):
         Questions([{"question": b"2 + 2"}], reward).check()
 
 
@@ -226,6 +226,21 @@ def test_a_function_runs_in_a_scoring_process_and_a_coroutine_in_the_worker() ->
     policy = Policy()
     outcome = run_episode(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
     assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]
+
+
+def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
+    """As TRL stores them."""
+    row = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "11 + 1 ="}], "answer": "12"}
+
+    async def play(task: Questions, policy: Policy) -> Any:
+        return await task.episode(row, policy)
+
+    policy = Policy()
+    assert asyncio.run(play(Questions([row], reward, template="{prompt}"), policy)) == Outcome(1.0)
+    assert policy.given == [row["prompt"], reward]
+    others = [row | {"prompt": [*row["prompt"], {"role": "user", "content": str(number)}]} for number in range(3)]
+    task = Questions([*others, row], reward, template="{prompt}", held_out={"test": [row, others[1]]})
+    assert [task.items(cursor) for cursor in range(2)] in ([others[0], others[2]], [others[2], others[0]])
 
 
 def test_an_unawaited_coroutine_is_refused_as_a_reward() -> None:

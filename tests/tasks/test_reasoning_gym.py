@@ -80,15 +80,20 @@ def test_splits_do_not_overlap() -> None:
         (TaskSettings(template="{question:d}"), "task.template .* fit chain_sum"),
         (TaskSettings(template="{question:100000000}"), "task.template .* width '100000000'"),
         (TaskSettings(template="{question:{answer}}"), "task.template .* width"),
-        (TaskSettings(template="{question.__class__}"), "task.template .* 16 different items, .*class"),
+        (TaskSettings(template="{question.__class__}"), "task.template .* question.__class__ is a type"),
+        (TaskSettings(template="{source_dataset}"), "task.template .* 16 different items, 'chain_sum'"),
         (TaskSettings(template="{}"), "task.template '{}' "),
-        (TaskSettings(template="{sum} ="), "fit chain_sum .*expression"),
+        (TaskSettings(template="{sum} ="), "fit chain_sum.*'sum'.* expression"),
         (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out fewer"),
     ],
 )
 def test_errors_of_bad_settings_are_actionable(task: TaskSettings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TaskSource(task).check()
+
+
+def test_an_answer_that_a_data_set_does_not_give_is_no_text() -> None:
+    assert TaskSource(TaskSettings("rush_hour")).item(0).answer == ""
 
 
 def test_a_check_returns_the_first_prompts() -> None:

@@ -48,6 +48,8 @@ def test_a_program_reads_prints_and_ends(sandbox: Sandbox) -> None:
     assert sandbox.run("import os\nos.kill(os.getpid(), 11)").ended == "ended by SIGSEGV"
     assert 'File "/program.py", line 2' in ran.stderr and "KeyError: 'no'" in ran.stderr
     assert "SyntaxError" in sandbox.run("def").stderr
+    with pytest.raises(TypeError, match="stdin .* None"):
+        sandbox.run("print(1)", None)  # type: ignore[arg-type]
     again = pickle.loads(pickle.dumps(sandbox))
     assert again == sandbox and again.run("print(1)").stdout == "1\n"
 

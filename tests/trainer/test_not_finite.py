@@ -74,11 +74,11 @@ def test_an_advantage_excludes_an_episode_whose_column_is_not_finite(folder: Pat
 
 
 def test_a_supervised_row_that_is_not_trained_is_named(folder: Path) -> None:
-    """By its place among all rows, mixed into a batch and alone."""
+    """By its number among all rows, from 1, mixed into a batch and alone."""
     for found in json.loads((folder / "messages.json").read_text())["rows left out"].values():
         assert 1 < len(found["expected"]) == found["masked"] < 5
         for row, line in zip(found["expected"], found["logged"].splitlines(), strict=True):
-            assert re.match(rf"step 1: supervised row {row} .* of the trainer ", line)
+            assert re.match(rf"step 1: supervised row {row + 1} .* of the trainer ", line)
 
 
 def test_a_gradient_that_is_not_finite_is_reported_with_its_cause(folder: Path) -> None:

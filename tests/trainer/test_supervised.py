@@ -94,7 +94,7 @@ def test_rows_mixed_into_a_batch_have_their_share_of_the_weights() -> None:
 )
 def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str) -> None:
     rows = SupervisedRows(SupervisedPlan(ByValue([row]), 1), lambda row: (row["prompt"], row["answer"]), BUDGET, 1)
-    with pytest.raises(ValueError, match=f"supervised row 0 .*{message}"):
+    with pytest.raises(ValueError, match=f"supervised row 1 .*{message}"):
         rows.take(0, 0)
 
 
@@ -102,8 +102,16 @@ def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str
     ("rows", "message"),
     [
         ([], "no supervised rows"),
+        ([None], "row 1: .*mapping"),
         ([{"question": "1+1?", "answer": "2"}], "question, answer"),
-        ([{"prompt": "1+1?", "answer": 2}], r"answer .*\b2\b"),
+        ([{"prompt": "1+1?", "answer": ["2"]}], r"row 1: answer is a list\b.*'2'"),
+        (
+            [{"prompt": "1+1?", "answer": "2"}] * 3
+            + [{"prompt": "1+1?", "answer": None}, {"prompt": None, "answer": ""}],
+            "2 of 5 .* row 4: answer is null; row 5: prompt is null",
+        ),
+        ([{"prompt": [{"role": "user", "content": None}], "answer": "2"}], "message 1 of prompt"),
+        ([{"prompt": "1+1?", "answer": "half \ud83d"}], "row 1: column answer .*Unicode"),
     ],
 )
 def test_rows_of_another_kind_are_refused_before_they_are_sent(rows: list[dict[str, Any]], message: str) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
-from monarch_rl.model.messages import Message, ParsedReply, Role
+from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
+from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
+from monarch_rl.values import lone_surrogate
 
+logger = logging.getLogger("monarch_rl")
 OPENINGS_CACHED = 16
 """Rendered openings in the cache. The episodes of a group share one and need it at about the same time."""
 FALLBACK_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -30,6 +35,8 @@ class ChatTemplate:
         system: a system message for every conversation that does not open with one; "" for none.
         tool_parser: SGLang's name of the format in which the model writes calls, such as ``hermes`` or ``llama3``; ""
             has SGLang detect it from the template.
+        allow_control_tokens: encode the text of a control token in a message as that token, as transformers does, and
+            not as text.
 
     Raises:
         OSError: the folder has no tokenizer.
@@ -37,19 +44,26 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, folder: str, options: Mapping[str, Any] | None = None, system: str = "", tool_parser: str = ""
+        self,
+        folder: str,
+        options: Mapping[str, Any] | None = None,
+        system: str = "",
+        tool_parser: str = "",
+        allow_control_tokens: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.options = dict(options or {})
-        self.system, self.tool_parser = system, tool_parser
+        self.system, self.tool_parser, self._allow_control_tokens = system, tool_parser, allow_control_tokens
         self._openings: dict[str, list[int]] = {}
         """Ids of the openings used last, least recently used first."""
         self._tools_checked: set[str] = set()
         """Keys of tool sets that the template can render."""
         self._shapes: dict[str, Shape] = {}
         """By template source."""
+        self._warned = False
+        """Whether the text of a control token in a message has been reported."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
         self._check_options()
         tokens = {*_end_tokens(folder), self.tokenizer.eos_token_id} - {None}
@@ -106,8 +120,10 @@ class ChatTemplate:
         ids = self._openings.pop(key, None)
         if ids is None:
             self.require(*_roles(messages), tools=tools)
-            text = self._render([_row(message) for message in messages], prompt, tools)
-            ids = self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template)
+            rows, tools, mark = self._rows(messages, tools)
+            first, *rest = self._pieces(self._render(rows, prompt, tools), mark)
+            ids = self.tokenizer.encode(first, add_special_tokens=not self.tokenizer.chat_template)
+            ids += [token for piece in rest for token in self._encode(piece)]
         self._openings[key] = ids  # now the most recently used
         if len(self._openings) > OPENINGS_CACHED:
             del self._openings[next(iter(self._openings))]
@@ -123,7 +139,8 @@ class ChatTemplate:
             thinking: whether the turn was cut inside a thought; the thought is then closed first.
         """
         self.require(*_roles(messages))
-        shape, rows = self.shape(tools), [_row(message) for message in messages]
+        shape = self.shape(tools)
+        rows, tools, mark = self._rows(messages, tools)
         if shape.calls_first and rows and rows[0]["role"] == "tool":
             text = self._after_calls(rows, tools, shape)
         else:
@@ -135,12 +152,21 @@ class ChatTemplate:
                     "messages: give the tokenizer another chat template"
                 )
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
-        return self._encode(shape.end_of_thinking + text if thinking else text)
+        pieces = self._pieces(shape.end_of_thinking + text if thinking else text, mark)
+        return [token for piece in pieces for token in self._encode(piece)]
 
     def turn(self, text: str) -> list[int]:
         """The ids of a finished turn with this text, as an engine would generate it: ``text`` is tokenised alone and
-        an end token follows."""
-        return [*self._plain(text), *(self._plain(self.shape().end) or self.stop_token_ids[:1])]
+        an end token follows. The text of a token that ends a turn or opens a message is encoded as text; those for
+        thoughts and calls are the policy's own."""
+        if problem := lone_surrogate(text):
+            raise ChatError(f"{problem}: remove or replace it")
+        first, *rest = [text]
+        if self._turn_control.occurs_in(text):
+            mark = unused_mark([text])
+            first, *rest = self._turn_control.mark(text, mark).split(mark)
+        ids = [*self._plain(first), *(token for piece in rest for token in self._encode(piece))]
+        return [*ids, *(self._plain(self.shape().end) or self.stop_token_ids[:1])]
 
     def read(self, token_ids: Sequence[int], tools: ToolSet | None = None, stop: Sequence[str] = ()) -> ParsedReply:
         """Parse a turn.
@@ -176,11 +202,77 @@ class ChatTemplate:
     def _reply_reader(self) -> ReplyReader:
         return ReplyReader(self.tokenizer, frozenset(self.stop_token_ids), self.tool_parser, self._source)
 
+    @cached_property
+    def _control(self) -> ControlText:
+        """The control tokens: special tokens, and added ones that the template itself writes."""
+        if self._allow_control_tokens:
+            return ControlText([])
+        template = str(self.tokenizer.chat_template or "")
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        return ControlText([*special_tokens(self.tokenizer), *(token for token in added if token in template)])
+
+    @cached_property
+    def _turn_control(self) -> ControlText:
+        """The control tokens that no turn of the policy contains: those that end a turn or open a message."""
+        if self._allow_control_tokens:
+            return ControlText([])
+        shape = self.shape()
+        opens = [token for token in special_tokens(self.tokenizer) if token in shape.generation_prompt]
+        ends = [self.decode([token]) for token in self.stop_token_ids]
+        return ControlText({*ends, *opens} - set(shape.thinking or ()))
+
+    def _rows(self, messages: Sequence[Message], tools: ToolSet | None) -> tuple[list[Row], ToolSet | None, str]:
+        """Messages and tools as the template reads them, and the mark inside texts of control tokens; "" if there are
+        none."""
+        rows = [self._row(message, tools) if message.thinking else as_row(message) for message in messages]
+        found = [row["role"] for row in rows for key in row if self._has_control_text(row, key)]
+        in_tools = tools is not None and self._control.occurs_in(tools.key)
+        mark = ""
+        if found or in_tools:
+            mark = unused_mark([*texts_of(rows), tools.key if tools is not None else ""])
+            rows = [{key: self._control_of(row, key).mark(row[key], mark) for key in row} for row in rows]
+        if in_tools and tools is not None:
+            tools = ToolSet(tuple(self._control.mark(tools.schemas, mark)), tools.functions)
+        if found and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a %s message contains the text of a control token, which is encoded as ordinary text, here and in all "
+                "messages (docs/chat.md). If your own code writes control tokens, set --rollout.allow-control-tokens",
+                found[0],
+            )
+        return [_watched(row) for row in rows], tools, mark
+
+    def _row(self, message: Message, tools: ToolSet | None) -> Row:
+        """A message with a thought, under the key that the template reads."""
+        row, source = as_row(message), self._source(tools)
+        thought = row.pop("reasoning_content")
+        keys = ("reasoning_content", "reasoning", "thinking")
+        return row | {next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0]): thought}
+
+    def _has_control_text(self, row: Row, key: str) -> bool:
+        value, occurs_in = row[key], self._control_of(row, key).occurs_in
+        return occurs_in(value) if isinstance(value, str) else any(map(occurs_in, texts_of(value)))
+
+    def _control_of(self, row: Row, key: str) -> ControlText:
+        """The tokens that a value of a message must not write. The content of an assistant message is in the policy's
+        own format, with its tags of thoughts and calls."""
+        return self._turn_control if row["role"] == "assistant" and key == "content" else self._control
+
+    def _pieces(self, text: str, mark: str) -> list[str]:
+        """Rendered text, split inside the texts of control tokens that come from messages."""
+        # Without a template contents are adjacent, so two of them may write a token together.
+        if not self.tokenizer.chat_template and self._control.occurs_in(text):
+            mark = mark or unused_mark([text])
+            text = self._control.mark(text, mark)
+        return text.split(mark) if mark else [text]
+
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
         """The text between a turn and the next one, for a template that renders tool messages only after calls."""
         if any(row["role"] == "tool" and "name" not in row for row in rows):
             raise ChatError("this model's chat template needs the name of the tool that answers: use call.answer(...)")
-        rows = [{"tool_call_id": "call00000", **row} if row["role"] == "tool" else row for row in rows]
+        for row in rows:
+            if row["role"] == "tool":
+                row.setdefault("tool_call_id", "call00000")
         text = after_calls(lambda conversation, prompt: self._render(conversation, prompt, tools), rows, shape.closing)
         if text is None:
             raise ChatError(
@@ -211,6 +303,13 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             roles = ", ".join(row["role"] for row in rows)
             raise ChatError(f"the chat template refuses a conversation with roles {roles}: {error}") from error
+        for row in rows:
+            if isinstance(row, _WatchedRow) and (unread := ", ".join(row.unread)):
+                raise ChatError(
+                    f"this model's chat template does not read {unread} of {row['role']} messages: leave it out, say "
+                    "it in the content, or give the tokenizer another chat template. Images, audio and video are not "
+                    "supported"
+                )
         text: str = texts[0]
         return text
 
@@ -257,17 +356,45 @@ def _roles(messages: Sequence[Message]) -> list[Role]:
     return sorted({message.role for message in messages})
 
 
-def _row(message: Message) -> Row:
-    row: Row = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        row["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    for key in ("name", "tool_call_id"):
-        if (value := getattr(message, key)) is not None:
-            row[key] = value
-    return row
+def _watched(row: Row) -> Row:
+    """The row, or one that tells which keys the template has not read, if it has any that a template may ignore."""
+    if len(row) == 2:
+        return row
+    bookkeeping = ("name", "tool_call_id") if row["role"] == "tool" else ()
+    optional = row.keys() - {"role", "content", *bookkeeping}
+    return _WatchedRow(row, optional) if optional else row
+
+
+class _WatchedRow(dict[str, Any]):
+    """A message that tells which of some keys the template has not read (``unread``)."""
+
+    def __init__(self, row: Row, unread: Iterable[str]) -> None:
+        super().__init__(row)
+        self.unread = sorted(unread)
+
+    def _read(self, key: Any) -> None:
+        if key in self.unread:
+            self.unread.remove(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._read(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read(key)
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.unread.clear()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.unread.clear()
+        return super().items()
 
 
 def _end_tokens(folder: str) -> list[int]:

@@ -1,14 +1,19 @@
-"""The data types of a conversation: messages, tool calls and parsed replies."""
+"""The data types of a conversation (messages, tool calls, parsed replies), and the one reading of messages in all their
+spellings: policy, judges, supervised rows, evaluations and environments of other libraries use :func:`as_messages`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from monarch_rl.errors import ChatError
+from monarch_rl.values import lone_surrogate, plain
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,13 @@ class Message:
     """In a tool message: the tool that answers."""
     tool_call_id: str | None = None
     """In a tool message: the call that it answers."""
+    thinking: str = ""
+    """In an assistant message: the thought before its content, ``reasoning_content`` in OpenAI's form."""
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Other keys, as JSON values. A chat template that does not read one of them refuses the message."""
+    failed: str = field(default="", compare=False)
+    """In an answer of ``run_tools``: the exception of a tool that raised, or why else it gave no result; "" if it gave
+    one. No template reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class ParsedReply:
 
 
 class MessageLike(Protocol):
-    """Any other object with a role and text content."""
+    """Any other object with a role and content, such as a pydantic model or a dataclass."""
 
     @property
     def role(self) -> str:
@@ -66,14 +78,15 @@ class MessageLike(Protocol):
         ...
 
     @property
-    def content(self) -> str:
-        """The text."""
+    def content(self) -> Any:
+        """Text, content parts that are text, or None beside tool calls."""
         ...
 
 
 AnyMessage: TypeAlias = Message | MessageLike | Mapping[str, Any]
 Messages: TypeAlias = str | AnyMessage | Iterable[AnyMessage]
-"""One message or several. A plain string is a user message; a message may be a mapping, as in data sets."""
+"""One message or several. A plain string is a user message; a message may be a mapping or an object, in OpenAI's
+form."""
 
 
 def system(content: str) -> Message:
@@ -99,49 +112,168 @@ def tool(content: str, name: str | None = None, tool_call_id: str | None = None)
 def as_messages(messages: Messages) -> list[Message]:
     """Convert to a list of checked messages.
 
+    Mappings and objects are equivalent (pydantic models and dataclasses with all their fields), as are arguments of
+    calls as a mapping and as JSON text, text and content parts, and ``reasoning_content``, ``reasoning`` and
+    ``thinking``. Keys without a value (None, empty) are left out.
+
     Raises:
-        ChatError: an item is not a message, has an unknown role, or holds an image or other content that is not text.
+        ChatError: an item is not a message, has an unknown role, holds an image or other content that is not text, or
+            text that is not Unicode. Names the index and the role of the message.
     """
     if isinstance(messages, str):
-        return [user(messages)]
+        return [_checked(user(messages), 0)]
     several: Any = [messages] if isinstance(messages, Mapping) or hasattr(messages, "role") else messages
     if not isinstance(several, Iterable):
         raise ChatError(f"{messages!r:.80} is not a message: use user(...), system(...) or tool(...)")
-    return [_checked(message if isinstance(message, Message) else _from_mapping(message)) for message in several]
+    return [_checked(message, index) for index, message in enumerate(several)]
 
 
-def _from_mapping(row: Any) -> Message:
-    if hasattr(row, "role") and hasattr(row, "content"):
-        return Message(row.role, row.content)
-    if not isinstance(row, Mapping) or "role" not in row:
-        raise ChatError(f"{row!r:.80} is not a message: it needs role and content")
-    calls = row.get("tool_calls") or ()
-    content: Any = row.get("content")
-    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        content = "".join(part["text"] for part in content)
-    return Message(
-        row["role"],
-        "" if content is None and calls else content,
-        tuple(_call_from_mapping(call) for call in calls),
-        row.get("name"),
-        row.get("tool_call_id"),
+def as_row(message: Message) -> dict[str, Any]:
+    """The message as a mapping in OpenAI's form, with the arguments of calls as mappings."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    for key in ("name", "tool_call_id"):
+        if (value := getattr(message, key)) is not None:
+            row[key] = value
+    if message.thinking:
+        row["reasoning_content"] = message.thinking
+    if message.more:
+        row |= message.more
+    return row
+
+
+# -- reading messages -------------------------------------------------------------------------------------------------
+
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+"""The keys under which APIs and data sets have thoughts."""
+_FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id", *_THINKING)
+"""The keys of a message that :class:`Message` has fields for."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA = (
+    "Write a value as json.dumps(value), and text parts as {'type': 'text', 'text': ...}. Images, audio and video are "
+    "not supported: describe them in words, or leave the item out"
+)
+
+
+def _checked(given: Any, index: int) -> Message:
+    try:
+        message = _normalised(given) if isinstance(given, Message) else _read(given)
+        for key in ("content", "thinking", "name", "tool_call_id"):
+            if (text := getattr(message, key)) is not None and not isinstance(text, str):
+                raise ChatError(f"its {key} is {text!r:.80}, which is not text")
+            if text is not None and (problem := lone_surrogate(text)):
+                raise ChatError(f"{problem}: remove or replace it")
+    except ChatError as error:
+        role = given.get("role") if isinstance(given, Mapping) else getattr(given, "role", None)
+        raise ChatError(f"message {index}{f' ({role})' if role in ROLES else ''}: {error}") from error
+    return message
+
+
+def _normalised(message: Message) -> Message:
+    """A message of the caller's own making, checked."""
+    if message.role not in ROLES:
+        raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(ROLES)}")
+    if isinstance(message.content, str) and not message.tool_calls and not message.more:
+        return message
+    content = _text(message.content, beside=message.tool_calls or message.thinking)
+    try:
+        more = plain(message.more)
+    except ValueError as error:
+        raise ChatError(f"one of its keys cannot be kept: {error}") from error
+    return replace(message, content=content, tool_calls=tuple(map(_call, message.tool_calls)), more=more)
+
+
+def _read(given: Any) -> Message:
+    fields = _fields(given, _FIELDS)
+    if fields is None or "role" not in fields:
+        raise ChatError(f"{given!r:.80} is not a message: it needs role and content")
+    given = {key: value for key, value in fields.items() if not _is_empty(value)}
+    thoughts = {given[key]: key for key in _THINKING if key in given and isinstance(given[key], str)}
+    if len(thoughts) > 1:
+        raise ChatError(f"{' and '.join(thoughts.values())} hold different thoughts: leave one out")
+    for key in _THINKING:
+        if not isinstance(given.get(key, ""), str):
+            raise ChatError(f"its {key} is {given[key]!r:.80}, which is not text")
+    calls = given.get("tool_calls", ())
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
+        raise ChatError(f"its tool_calls are {calls!r:.80}, which is not a list")
+    return _normalised(
+        Message(
+            given.get("role"),  # type: ignore[arg-type]
+            fields.get("content"),  # type: ignore[arg-type]
+            tuple(calls),
+            given.get("name"),
+            given.get("tool_call_id"),
+            next(iter(thoughts), ""),
+            {key: value for key, value in given.items() if key not in _FIELDS},
+        )
     )
 
 
-def _call_from_mapping(call: Any) -> ToolCall:
+def _text(content: Any, beside: Any) -> str:
+    """The text of a message's content, which may be None ``beside`` calls or a thought."""
+    if isinstance(content, str):
+        return content
+    if content is None and beside:
+        return ""
+    if isinstance(content, Iterable) and not isinstance(content, Mapping | bytes):
+        return "".join(map(_part, content))
+    raise ChatError(f"its content is {content!r:.80}, which is not text. {_MEDIA}")
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    given = {key: value for key, value in (_fields(part, ("type", "text")) or {}).items() if not _is_empty(value)}
+    text = given.pop("text", "")
+    if given.pop("type", "text") not in _TEXT_PARTS or not isinstance(text, str) or given:
+        raise ChatError(f"its content has the part {part!r:.80}, which is not text alone. {_MEDIA}")
+    return text
+
+
+def _call(call: Any) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call if call.error else replace(call, arguments=_arguments(call.name, call.arguments))
+    fields = _fields(call, ("id", "type", "function", "name", "arguments", "error")) or {}
+    given = {key: value for key, value in fields.items() if not _is_empty(value) and key != "index"}
+    function = _fields(given.pop("function", {}), ("name", "arguments")) or {}
+    function = {key: given.pop(key, function.get(key)) for key in ("name", "arguments")} | function
+    name, arguments, identity = function.pop("name"), function.pop("arguments"), given.pop("id", "")
+    error = given.pop("error", "")
+    if not isinstance(name, str) or not isinstance(identity, str) or given.pop("type", "function") != "function":
+        raise ChatError(f"{call!r:.80} is not a tool call: it needs a function with name and arguments")
+    if others := [key for key, value in (given | function).items() if not _is_empty(value)]:
+        raise ChatError(f"the call of {name} has {', '.join(map(str, others))}, which no template reads: leave it out")
+    return ToolCall(name, _arguments(name, arguments), identity, error)
+
+
+def _arguments(name: str, given: Any) -> dict[str, Any]:
+    """The arguments of a call: a mapping, or JSON text, as in OpenAI's API."""
     try:
-        function = call.get("function", call)
-        return ToolCall(function["name"], function["arguments"], call.get("id") or "")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ChatError(f"{call!r:.80} is not a tool call: it needs a function with name and arguments") from error
+        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        if isinstance(arguments := plain(arguments), dict):
+            return arguments
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"the arguments of the call of {name} are not JSON ({error}): {given!r:.80}") from error
+    raise ChatError(f"the arguments of the call of {name} are not a JSON object: {given!r:.80}")
 
 
-def _checked(message: Message) -> Message:
-    if message.role not in get_args(Role):
-        raise ChatError(f"a message has role {message.role!r:.40}; roles are {', '.join(get_args(Role))}")
-    if not isinstance(message.content, str):
-        raise ChatError(
-            f"a {message.role} message holds {message.content!r:.80}, which is not text. Images, audio and video are "
-            "not supported: describe them in words, or leave the item out"
-        )
-    return message
+def _fields(value: Any, names: Iterable[str]) -> dict[str, Any] | None:
+    """The fields of a mapping, a pydantic model or a dataclass; of any other object its attributes, and those of
+    ``names``. None if it has none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(getattr(type(value), "model_dump", None)):
+        return dict(value.model_dump())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    found = {key: item for key, item in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+    return found | {name: getattr(value, name) for name in names if hasattr(value, name)} or None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, Collection) and not len(value))

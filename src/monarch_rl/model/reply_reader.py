@@ -6,13 +6,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from monarch_rl.errors import ChatError
 from monarch_rl.model.chat_shape import Shape
 from monarch_rl.model.messages import ParsedReply, ToolCall
 from monarch_rl.model.tools import ToolSet
+from monarch_rl.values import lone_surrogate, plain
 
 PARSERS_CACHED = 64
 """Tool sets whose parsers are cached; a run has a few."""
@@ -125,10 +126,10 @@ class CallParser:
     """
 
     def __init__(self, tools: ToolSet, parser: str, source: str, tokenizer: Any) -> None:
+        load_parsers()
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        _prepare()
         self._tools = tools
         name = parser or _detected(source, tokenizer)
         names = sorted(FunctionCallParser.ToolCallParserEnum)
@@ -162,8 +163,10 @@ class CallParser:
         return rest, tuple(calls)
 
     def _call(self, name: str, parameters: str) -> ToolCall:
+        if lone_surrogate(name):
+            return ToolCall("", error=_UNREADABLE)
         try:
-            arguments = json.loads(parameters)
+            arguments = plain(json.loads(parameters))  # refuses NaN, and halves of escaped emojis
         except (ValueError, RecursionError):
             return ToolCall(name, error=f"The arguments of {name} are not JSON.")
         problem = self._tools.problem(name, arguments)
@@ -201,8 +204,12 @@ def _detected(source: str, tokenizer: Any) -> str:
     return detect_tool_call_parser(source, tokenizer, toggle, forced) or ""
 
 
-def _prepare() -> None:
-    """Have SGLang return calls of unknown tools, and not log every mistake of a policy."""
+@cache
+def load_parsers() -> None:
+    """Import SGLang's parsers, which takes a second or more the first time, and have them return calls of unknown tools
+    and not log every mistake of a policy."""
+    import sglang.srt.function_call.function_call_parser
+    import sglang.srt.parser.template_detection  # noqa: F401
     from sglang.srt.environ import envs
 
     envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)

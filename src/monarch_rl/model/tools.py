@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from monarch_rl.errors import ChatError
+from monarch_rl.values import plain
 
 Schema: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = "ToolSet | Sequence[Callable[..., Any] | Schema]"
@@ -34,7 +35,7 @@ class ToolSet:
     @cached_property
     def key(self) -> str:
         """A string that is the same for equal sets."""
-        return json.dumps(self.schemas)
+        return json.dumps(self.schemas, ensure_ascii=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolSet) and self.key == other.key
@@ -68,9 +69,9 @@ def as_tools(tools: Tools) -> ToolSet:
     schemas, functions = [], {}
     for tool in tools:
         if isinstance(tool, Mapping):
-            schemas.append(_checked(tool))
+            schemas.append(_json(_checked(tool)))
         elif callable(tool):
-            schemas.append(_schema(tool))
+            schemas.append(_json(_schema(tool)))
             functions[schemas[-1]["function"]["name"]] = tool
         else:
             raise ChatError(
@@ -84,6 +85,14 @@ def as_tools(tools: Tools) -> ToolSet:
         if found := fault(parameters):
             raise ChatError(f"the schema of the tool {name} is not JSON Schema, at {found}")
     return tool_set
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        function: dict[str, Any] = plain(schema["function"])
+    except ValueError as error:
+        raise ChatError(f"the schema of the tool {schema['function']['name']!a} is not JSON: {error}") from error
+    return {"type": "function", "function": function}
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -107,8 +116,8 @@ def _signature(function: Callable[..., Any]) -> str:
         return "(...)"
 
 
-def _checked(schema: Schema) -> dict[str, Any]:
+def _checked(schema: Schema) -> Schema:
     function = schema.get("function", schema)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ChatError(f"{dict(schema)!r:.120} is not a tool: its function has no name")
-    return {"type": "function", "function": dict(function)}
+    return {"function": function}

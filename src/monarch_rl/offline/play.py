@@ -105,7 +105,11 @@ async def table(
     """A :class:`Table` for ``task`` with an engine that serves ``model``, for the block."""
     rollout = settings.with_patience().rollout
     template = await asyncio.to_thread(
-        ChatTemplate, str(model.folder), rollout.template_options, tool_parser=rollout.tool_parser
+        ChatTemplate,
+        str(model.folder),
+        rollout.template_options,
+        tool_parser=rollout.tool_parser,
+        allow_control_tokens=rollout.allow_control_tokens,
     )
     if task.warm_up is not None:
         await asyncio.to_thread(task.warm_up)

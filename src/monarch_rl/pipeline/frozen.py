@@ -111,7 +111,8 @@ def plan_frozen(
     key = f"{name}-{uuid.uuid4().hex}"
     requests = settings.max_new_tokens, options, settings.request_deadline_s
     comparison = config.reward_labels, sampling.temperature or 1.0, sampling.truncated
-    handle = FrozenModel(name, str(folder), key, limit, *requests, foreign, *comparison, parser, trained.vocab_size)
+    chat = parser, sampling.allow_control_tokens
+    handle = FrozenModel(name, str(folder), key, limit, *requests, foreign, *comparison, *chat, trained.vocab_size)
     return FrozenPlan(handle, settings, snapshot_every)
 
 

@@ -74,7 +74,7 @@ from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.settings.ranges import to_plain
-from monarch_rl.tasks.rows import Row
+from monarch_rl.tasks.rows import Row, as_rows
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import (
@@ -545,7 +545,7 @@ class Run:
 
         Args:
             rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
-                ``tasks/rows.py``. They are rendered by the model's chat template.
+                ``tasks/rows.py``. They are rendered by the model's chat template. Numbers are text as in templates.
             rows_per_step: rows per step; each pass over the rows has another order.
             lr_factor: multiplies ``trainer.lr``: supervised steps usually use a higher rate.
 
@@ -558,7 +558,8 @@ class Run:
                 "run.supervised(...) must come before run.steps(...), whose groups would become stale meanwhile: use "
                 "await run.mix(rows, share=...) to train on rows alongside them"
             )
-        plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
+        # In a thread, because all rows are checked.
+        plan = await asyncio.to_thread(plan_rows, rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if not self._warms_up(steps):
             return
         actors = self.actors
@@ -611,7 +612,8 @@ class Run:
         Raises:
             ValueError: the rows cannot be trained; says why.
         """
-        await use_rows(self.actors.trainer, plan_mixed_rows(rows, self.settings, share))
+        plan = await asyncio.to_thread(plan_mixed_rows, rows, self.settings, share)
+        await use_rows(self.actors.trainer, plan)
 
     # -- evaluation, frozen models, saving -------------------------------------------------------------------------
 
@@ -845,13 +847,15 @@ def plan_rows(
     rows: Sequence[Row], s: RunSettings, rows_per_step: int, share: float = 1.0, lr_factor: float = 1.0
 ) -> SupervisedPlan:
     """The plan of supervised training on ``rows``. Raises ValueError for invalid rows or numbers."""
+    rows = as_rows(rows)
     check_rows(rows)
     if rows_per_step < 1:
         raise SettingsError(f"rows_per_step must be at least 1, got {rows_per_step}")
     if not 0 < lr_factor < float("inf"):
         raise SettingsError(f"lr_factor must be positive and finite, got {lr_factor:g}")
     by_value = ByValue(rows, "supervised rows")
-    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
+    chat = s.rollout.template_options, s.rollout.allow_control_tokens
+    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, *chat)
 
 
 def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:

@@ -326,7 +326,7 @@ def _check_combinations(s: RunSettings, task: Task | None) -> None:
     if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
         raise SettingsError(
             f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
-            "(task.held-out-size)"
+            "(task.held-out-size for a data set of reasoning-gym)"
         )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:

@@ -28,7 +28,7 @@ from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
-from monarch_rl.rollout.policy import Stops
+from monarch_rl.rollout.policy import Stops, parsers_loaded
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import ResilientActor
@@ -89,6 +89,8 @@ class FrozenModel:
     rollouts_truncated: bool = False
     """Whether the rollouts sample from a part of the vocabulary only, so that no log-prob is comparable with theirs."""
     tool_parser: str = ""
+    """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
+    allow_control_tokens: bool = False
     """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
     policy_ids: int = 1 << 24
     """Number of token ids that the policy has embeddings for. Models with the same tokenizer are padded to different
@@ -280,6 +282,8 @@ class FrozenConversation:
     ) -> Reply:
         """Generate the model's next turn. See :meth:`FrozenModel.reply`."""
         conversation, stops = self._conversation, (stop,) if isinstance(stop, str) else tuple(stop)
+        if tools is not None:
+            await parsers_loaded()
         conversation.add(messages, tools)
         sampled: list[int] = []
         reason = "length"
@@ -336,8 +340,13 @@ async def connect_frozen_models(models: Sequence[tuple[FrozenModel, FrozenReplic
     """Connect this process to the engines of frozen models. Raises what loading a chat template raises (OSError,
     ValueError)."""
     for model, replicas in models:
-        options, parser = model.chat_options, model.tool_parser
-        template = await asyncio.to_thread(ChatTemplate, model.model, options, tool_parser=parser)
+        template = await asyncio.to_thread(
+            ChatTemplate,
+            model.model,
+            model.chat_options,
+            tool_parser=model.tool_parser,
+            allow_control_tokens=model.allow_control_tokens,
+        )
         _connected[model.key] = Connected(template, Stops(template.token_texts, template.decode), replicas)
 
 

@@ -7,6 +7,7 @@ of either. All handles of an episode share one :class:`Rollout`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import hashlib
 import operator
@@ -23,15 +24,17 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import ContextFull, JudgeFailed, SamplingMaskMissing, ScoringFailed
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
+from monarch_rl.model.reply_reader import load_parsers
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
-from monarch_rl.rollout.episode_clock import EpisodeClock
+from monarch_rl.rollout.episode_clock import EpisodeClock, episode_clock_stopped
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
 EPISODE_LIMIT_FLAGS = (
@@ -243,6 +246,8 @@ class EpisodePolicy:
     ) -> Reply:
         """See :meth:`monarch_rl.tasks.task.Policy.reply`."""
         await self._check_turn()
+        if tools is not None:
+            await parsers_loaded()
         line, own = self._line, self._rollout.sampling
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(own, seed=line_seed(own.seed, line.number)) if line.number else own
@@ -392,6 +397,27 @@ class EpisodePolicy:
             )
             raise self._rollout.broken
         return expert_routes
+
+
+# -- SGLang's parsers of tool calls, imported where a conversation first has tools -------------------------------------
+
+PARSERS_DEADLINE_S = 600.0
+"""Deadline in seconds of their import, which takes a second once torch is loaded, and a minute from a slow disk."""
+
+
+@functools.cache
+def _importing_thread() -> concurrent.futures.Executor:
+    """One thread: episodes that need the parsers at the same time wait for the same import."""
+    return concurrent.futures.ThreadPoolExecutor(1, "tool parsers")
+
+
+async def parsers_loaded() -> None:
+    """Import SGLang's parsers, unless this process has: on a thread, because on the event loop it would hold up all
+    episodes of the worker. The episode's clock is stopped meanwhile."""
+    if not load_parsers.cache_info().currsize:
+        loading = asyncio.get_running_loop().run_in_executor(_importing_thread(), load_parsers)
+        with episode_clock_stopped():
+            await within(PARSERS_DEADLINE_S, loading, "SGLang's tool parsers to be imported", on="an import")
 
 
 # -- sampling seeds, derived from a setting for each episode and each line of an episode ------------------------------

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from monarch_rl.errors import DeadlineExceeded, JudgeFailed, SettingsError
-from monarch_rl.model.messages import Message, ToolCall, as_messages
+from monarch_rl.model.messages import Message, as_messages, as_row
 from monarch_rl.rollout.episode_clock import episode_clock_stopped
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
@@ -41,8 +41,6 @@ MOST_BYTES = 8 << 20
 """Maximum size of a response; no answer of a judge is longer."""
 SHOWN_CHARACTERS = 500
 """Characters of a server's response that an error quotes."""
-AROUND = 40
-"""Characters before and after one that cannot be sent, as quoted in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
             stop: stop strings.
 
         Raises:
+            ChatError: an item of ``messages`` is not a message, or not text.
             JudgeFailed: there was no usable answer; contains the server's last error and its status.
         """
         body: dict[str, Any] = {
@@ -121,7 +120,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         }
         if stop:
             body["stop"] = [stop] if isinstance(stop, str) else list(stop)
-        content = _encoded(body)
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         attempts: list[str] = []
         what = f"remote judge {self.model} at {self.url} to answer"
         with episode_clock_stopped():
@@ -190,35 +189,11 @@ class RemoteJudge(CheckedSettings, flags="judge"):
 
 
 def _row(message: Message) -> dict[str, Any]:
-    """The message in OpenAI's format."""
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        row["tool_calls"] = [_call_row(call) for call in message.tool_calls]
-    if message.name:
-        row["name"] = message.name
-    if message.tool_call_id:
-        row["tool_call_id"] = message.tool_call_id
+    """The message in the form of OpenAI's API, which has arguments as JSON text."""
+    row = as_row(message)
+    for call in row.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return row
-
-
-def _call_row(call: ToolCall) -> dict[str, Any]:
-    # A call from a row of a data set may already have its arguments as JSON.
-    arguments: Any = call.arguments
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
-
-
-def _encoded(body: dict[str, Any]) -> bytes:
-    """The request body as JSON. Raises JudgeFailed if it cannot be encoded."""
-    try:
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        around = error.object[max(0, error.start - AROUND) : error.end + AROUND]
-        detail = (
-            f"UnicodeEncodeError: not sent; the messages contain {error.object[error.start : error.end]!a}, half of a "
-            f"surrogate pair, which cannot be encoded as UTF-8, in {around!a}: remove it from the messages"
-        )
-        raise JudgeFailed("remote judge could not be asked", detail) from None
 
 
 async def _content(answer: httpx.Response) -> bytes:

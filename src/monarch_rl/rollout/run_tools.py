@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monarch_rl.episode.failure import KINDS, Failure, shortened
@@ -20,6 +21,7 @@ from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
 from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.values import plain
 
 logger = logging.getLogger("monarch_rl")
 DEADLINE_S = 30.0
@@ -66,6 +68,10 @@ async def run_tools(
 ) -> list[Message]:
     """Run tool calls concurrently and return the answers in their order, for the policy to read.
 
+    Text is answered as it is, any other value as JSON, by the rule of :func:`monarch_rl.values.plain`; a value without
+    a JSON form fails the call. The answer to a call whose tool raised, hung or returned such a value has a
+    :attr:`~monarch_rl.model.messages.Message.failed`.
+
     A coroutine function runs on the event loop and must not block it. Any other function runs on its own thread. A
     thread cannot be ended: after its deadline it continues in the background, and its answer is discarded. A worker
     with many such threads is replaced (:func:`check_hung_tools`). Untrusted code, or code that may hang, belongs in a
@@ -101,17 +107,32 @@ async def _answer(
     run = _Call(functions[call.name], call.arguments)
     try:
         result = await within(deadline_s, run.outcome(), f"the tool {call.name}", on="a tool")
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     except DeadlineExceeded:
         failed(Failure(f"tool {call.name} took over {deadline_s:g} s", *run.stack()))
-        return call.answer(f"The tool {call.name} gave no answer within {deadline_s:g} seconds.")
+        reason = f"no answer within {deadline_s:g} seconds"
+        return replace(call.answer(f"The tool {call.name} gave {reason}."), failed=reason)
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # the episode was cancelled, not the tool
             raise
         failed(Failure(f"tool {call.name} raised {type(error).__name__}", *describe(error)))
-        message = shortened(exception_message(error), ERROR_CHARACTERS)
-        return call.answer(f"The tool {call.name} failed: {type(error).__name__}: {message}".removesuffix(": "))
+        message = shortened(_encodable(exception_message(error)), ERROR_CHARACTERS)
+        reason = f"{type(error).__name__}: {message}".removesuffix(": ")
+        return replace(call.answer(f"The tool {call.name} failed: {reason}"), failed=reason)
+    try:
+        value = plain(result)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except Exception as error:  # ValueError; the value's own methods may raise anything
+        reason = f"it returned no JSON value: {_encodable(exception_message(error))}"
+        code = getattr(functions[call.name], "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        failed(Failure(f"tool {call.name} returned no JSON value", place, f"{place}: {error}".removeprefix(": ")))
+        return replace(call.answer(f"The tool {call.name} failed: {reason}"), failed=reason)
     return call.answer(shortened(text, characters))
+
+
+def _encodable(text: str) -> str:
+    """``text``, with halves of surrogate pairs escaped: a message of an OSError contains the file's name."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_cancelled() -> bool:

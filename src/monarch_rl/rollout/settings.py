@@ -85,6 +85,9 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     tool_parser: str = ""
     """SGLang's name of the format of the model's tool calls, such as hermes; empty detects it from the chat
     template."""
+    allow_control_tokens: bool = False
+    """Encode the text of a control token in a message, such as <|im_end|>, as that token, as transformers does. Without
+    it, such text is text: only the chat template writes control tokens. Applies to judges and supervised rows, too."""
     scorer_processes: Annotated[int, Range(1, 100_000)] = 1
     """Processes of each worker that compute scores."""
     score_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 10.0
@@ -241,8 +244,8 @@ def check_characters(prompts: Sequence[str], most: int) -> None:
     if shortest > most:
         raise SettingsError(
             f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for at most "
-            f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts (task.template, "
-            "task.config)"
+            f"{most:,}, even if all tokens were the tokenizer's longest: shorten the prompts "
+            "(for a data set of reasoning-gym by task.template or task.config)"
         )
 
 

@@ -200,4 +200,10 @@ def _as_row(message: Message) -> dict[str, Any]:
         row["name"] = message.name
     if message.tool_call_id:
         row["tool_call_id"] = message.tool_call_id
+    if message.thinking:
+        row["reasoning_content"] = message.thinking
+    if message.more:
+        row |= message.more
+    if message.failed:
+        row["failed"] = message.failed
     return row

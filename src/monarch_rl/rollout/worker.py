@@ -53,8 +53,13 @@ class Resources:
     @classmethod
     async def load(cls, settings: RolloutSettings, pickled: ByValue[Task], model: str) -> Resources:
         """Load chat template and task, and start the scoring processes. Raises what loading raises."""
-        options, parser = settings.template_options, settings.tool_parser
-        template = await asyncio.to_thread(ChatTemplate, model, options, tool_parser=parser)
+        template = await asyncio.to_thread(
+            ChatTemplate,
+            model,
+            settings.template_options,
+            tool_parser=settings.tool_parser,
+            allow_control_tokens=settings.allow_control_tokens,
+        )
         task = await asyncio.to_thread(pickled.load)
         if task.warm_up is not None:
             await asyncio.to_thread(task.warm_up)

@@ -6,11 +6,13 @@ Environment(lambda seed: gymnasium.make("FrozenLake-v1", is_slippery=False), mov
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from monarch_rl.tasks.orders import Seeds
 from monarch_rl.tasks.task import Outcome, Policy, Task
+from monarch_rl.values import plain
 
 MOST_STEPS = 32
 """Default maximum of actions per episode."""
@@ -33,6 +35,16 @@ class Steps(Protocol):
         ...
 
 
+def as_shown(observation: Any, info: dict[str, Any]) -> str:
+    """The default of ``show``. Raises ValueError if an observation is not a JSON value, such as NaN or an object."""
+    if isinstance(observation, str):
+        return observation
+    try:
+        return json.dumps(plain(observation), ensure_ascii=False)
+    except ValueError as error:
+        raise ValueError(f"an observation cannot be shown ({error}): give show= to Environment") from error
+
+
 class Environment(Task):
     """Episodes in an environment. The policy gets each observation and answers with an action; the reward of an episode
     is the sum of the rewards of its steps.
@@ -42,7 +54,7 @@ class Environment(Task):
     Args:
         make: makes an environment for an item's seed; called in the worker for each episode, which closes it.
         action: parses the action from a reply's text. If it raises ValueError, the episode ends.
-        show: returns the user message for ``(observation, info)``.
+        show: returns the user message for ``(observation, info)``; by default text as it is, and other values as JSON.
         system: system message; "" for none.
         most_steps: maximum actions of an episode. If the environment has a limit of its own, the smaller one applies.
         no_action_reward: added to the reward if a reply has no action.
@@ -54,7 +66,7 @@ class Environment(Task):
         self,
         make: Callable[[int], Steps],
         action: Callable[[str], Any],
-        show: Callable[[Any, dict[str, Any]], str] = lambda observation, _: str(observation),
+        show: Callable[[Any, dict[str, Any]], str] = as_shown,
         *,
         system: str = "",
         most_steps: int = MOST_STEPS,

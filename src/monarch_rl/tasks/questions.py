@@ -6,21 +6,29 @@ Questions(jsonl("gsm8k.jsonl"), reward, held_out=200)
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import operator
 import random
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from monarch_rl.tasks.orders import ShuffledOrder
-from monarch_rl.tasks.rows import Row
+from monarch_rl.tasks.rows import Row, as_rows, read_all
 from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function
-from monarch_rl.tasks.template import check_template, fill
+from monarch_rl.tasks.template import DoesNotFit, check_template, fill, is_null, text_of
+from monarch_rl.values import lone_surrogate
 
 RewardFunction = Callable[[Any, str], Any]
 """``reward(row, answer)``: returns a number, named parts, an :class:`Outcome`, or a coroutine that returns one of
 these."""
+CheckRow = Callable[[Row], object]
+"""Raises ValueError if a reward cannot use a row."""
 SAMPLED = 16
-"""Number of prompts that are made before a run, to check that they fit."""
+"""Number of prompts whose tokens are counted before a run, to check that they fit."""
 
 
 class Questions(Task):
@@ -33,9 +41,11 @@ class Questions(Task):
         rows: mappings of columns: a list, or the readers of ``rows.py``: JSONL, parquet, a data set of ``datasets``.
         reward: called with the row and the answer's text. A plain function runs in a scoring process, with a deadline,
             so it may be slow or hang; a coroutine function runs in the worker. If it has an attribute ``warm_up``, that
-            is called once in every worker and scoring process beforehand.
+            is called once in every worker and scoring process beforehand. If it has an attribute ``check_row``, that is
+            called with each row before the run, and raises ValueError for a row that it cannot reward.
         system: system message; "" for none.
-        template: user message, with the row's columns in braces.
+        template: user message, with the row's columns in braces. A single column may also hold messages. Numbers are
+            written as 3 and 0.00001; null is refused before the run.
         held_out: number of rows to hold out, chosen at random; or separate sets of rows, by name. Training uses no row
             with the prompt of a held-out row.
         name: name for metrics.
@@ -57,11 +67,11 @@ class Questions(Task):
         full_context_reward: float = 0.0,
         group_rewards: GroupRewards | None = None,
     ) -> None:
-        episode = _QuestionEpisode(reward, system, template)
+        episode, rows = _QuestionEpisode(reward, template, system), as_rows(rows)
         sets: Mapping[str, Any]
         if isinstance(held_out, Mapping):
-            split = _Split(rows, held_out, 0, template, seed)
-            sets = held_out
+            sets = {set_name: as_rows(apart) for set_name, apart in held_out.items()}
+            split = _Split(rows, sets, 0, template, system, seed)
         else:
             try:
                 count = operator.index(held_out)
@@ -69,7 +79,7 @@ class Questions(Task):
                 raise ValueError(
                     f"held_out must be a number of rows, or a mapping of names to sets of rows, got {held_out!r}"
                 ) from error
-            split = _Split(rows, {}, count, template, seed)
+            split = _Split(rows, {}, count, template, system, seed)
             sets = {"held_out": _HeldOut(split, count)} if count else {}
         super().__init__(
             split.item,
@@ -78,7 +88,7 @@ class Questions(Task):
             name,
             full_context_reward,
             warm_up=getattr(reward, "warm_up", None),
-            check=split.check,
+            check=functools.partial(split.check, getattr(reward, "check_row", None)),
             group_rewards=group_rewards,
         )
 
@@ -86,36 +96,72 @@ class Questions(Task):
 class _QuestionEpisode:
     """Asks the question of a row and rewards the answer."""
 
-    def __init__(self, reward: RewardFunction, system: str, template: str) -> None:
-        self._reward, self._system, self._template = reward, system, template
+    def __init__(self, reward: RewardFunction, template: str, system: str) -> None:
+        self._reward, self._template, self._system = reward, template, system
         self._in_worker = is_coroutine_function(reward)
 
     async def run(self, row: Row, policy: Policy) -> Outcome:
         """Run the episode of a row."""
         if self._system:
             policy.read({"role": "system", "content": self._system})
-        reply = await policy.reply(prompt_of(self._template, row))
+        reply = await policy.reply(prompt_of(self._template, row, self._system))
         if self._in_worker:
             return as_outcome(await self._reward(row, reply.text))  # waits: EpisodeRunner has a deadline for it
         return await policy.in_scorer(self._reward, row, reply.text)
 
 
-def prompt_of(template: str, row: Row) -> str:
-    """The user message of a row. Raises ValueError if the template does not fit the row."""
-    return fill(template, row, "template", "a row")
+def prompt_of(template: str, row: Row, system: str = "") -> str | list[Any]:
+    """The user message of a row; or messages, if the template is a single column that holds them.
+
+    Raises DoesNotFit if the template, or a system message besides it, does not fit the row.
+    """
+    column = _single_column(template)
+    messages = None if column is None else row.get(column)
+    if isinstance(messages, np.ndarray):  # pandas has lists as arrays
+        messages = messages.tolist()
+    if not isinstance(messages, list | tuple) or not messages or not all(map(_is_message, messages)):
+        return fill(template, row)
+    if system and messages[0]["role"] == "system":
+        raise DoesNotFit(f"{column} begins with a system message, and the task has one, too: leave one of them out")
+    for number, message in enumerate(messages, 1):
+        if is_null(message.get("content")) and not message.get("tool_calls"):
+            raise DoesNotFit(f"message {number} of {column} has no content")
+        if problem := lone_surrogate(json.dumps(message, ensure_ascii=False, default=str)):
+            raise DoesNotFit(f"message {number} of {column} is not valid Unicode", f": {problem}")
+    if not text_of(messages).strip():
+        raise DoesNotFit(f"the messages of {column} are empty")
+    return [*messages]
+
+
+@functools.lru_cache
+def _single_column(template: str) -> str | None:
+    """The column of a template such as "{prompt}"; None for others."""
+    parts = list(string.Formatter().parse(template))
+    text, column, form, conversion = parts[0] if len(parts) == 1 else ("", None, None, None)
+    return None if text or form or conversion else column
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
 
 
 class _Split:
     """Splits rows into training and held-out rows, and orders the training rows."""
 
     def __init__(
-        self, rows: Sequence[Row], apart: Mapping[str, Sequence[Row]], count: int, template: str, seed: int
+        self,
+        rows: Sequence[Row],
+        apart: Mapping[str, Sequence[Row]],
+        count: int,
+        template: str,
+        system: str,
+        seed: int,
     ) -> None:
         self._rows, self._apart, self._count = rows, apart, count
-        self._template, self._seed = template, seed
+        self._template, self._system, self._seed = template, system, seed
 
     def __reduce__(self) -> Any:
-        return _Split, (self._rows, self._apart, self._count, self._template, self._seed)
+        return _Split, (self._rows, self._apart, self._count, self._template, self._system, self._seed)
 
     def item(self, cursor: int) -> Row:
         """The row of a cursor."""
@@ -140,24 +186,45 @@ class _Split:
 
     @functools.cached_property
     def _trained(self) -> list[int]:
-        held_out = [self._rows[index] for index in self.held_out]
-        held_out += [row for rows in self._apart.values() for row in rows]
-        if not held_out:
+        if not self._count and not self._apart:
             return list(range(len(self._rows)))
-        apart = {prompt_of(self._template, row) for row in held_out}
-        trained = [index for index, row in enumerate(self._rows) if prompt_of(self._template, row) not in apart]
+        return self._read()
+
+    def _read(self, check_row: CheckRow | None = None) -> list[int]:
+        """Make the prompts of all rows; returns the indices of the training rows."""
+
+        def prompt(row: Row) -> bytes:
+            if check_row is not None:
+                check_row(row)
+            return _digest(prompt_of(self._template, row, self._system))
+
+        unfit = f"do not fit the template {self._template!r} or the reward"
+        digests = list(read_all(self._rows, prompt, "rows", unfit))
+        apart = {digests[index] for index in self.held_out}
+        for name, rows in self._apart.items():
+            apart.update(read_all(rows, prompt, f"rows of held-out set {name!r}", unfit))
+        trained = [index for index, digest in enumerate(digests) if digest not in apart]
         if not trained:
             raise ValueError(
                 f"none of the {len(self._rows)} rows is left to train on: all have the prompt of a held-out row"
             )
         return trained
 
-    def check(self) -> list[str]:
+    def check(self, check_row: CheckRow | None) -> list[str]:
         """Prompts of the first rows. Raises ValueError saying what to change."""
         if not len(self._rows):
             raise ValueError("there are no rows to train on")
         check_template(self._template, "template")
-        return [prompt_of(self._template, self.item(cursor)) for cursor in range(min(SAMPLED, len(self._trained)))]
+        if problem := lone_surrogate(self._system):
+            raise ValueError(f"the system message is not valid Unicode: {problem}")
+        self._trained = self._read(check_row)
+        first = range(min(SAMPLED, len(self._trained)))
+        return [text_of(prompt_of(self._template, self.item(cursor), self._system)) for cursor in first]
+
+
+def _digest(prompt: str | list[Any]) -> bytes:
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class _HeldOut:

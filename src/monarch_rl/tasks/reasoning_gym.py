@@ -98,7 +98,7 @@ class Item:
     index: int
     prompt: str
     answer: str
-    """The data set's own answer, for display; other answers may get the full score, too."""
+    """The data set's own answer, for display; other answers may get the full score, too. "" if it has none."""
     entry: dict[str, Any]
     """reasoning-gym's record, which its scorer needs."""
 
@@ -167,8 +167,13 @@ class TaskSource:
 
     def _item(self, index: int, entry: dict[str, Any]) -> Item:
         fields = {**entry.get("metadata", {}), "question": entry["question"]}
-        prompt = fill(self.settings.template, fields, "task.template", self.settings.name)
-        return Item(index, prompt, str(entry["answer"]), entry)
+        try:
+            prompt = fill(self.settings.template, fields)
+        except ValueError as error:
+            raise ValueError(
+                f"task.template {self.settings.template!r} does not fit {self.settings.name}, item {index}: {error}"
+            ) from error
+        return Item(index, prompt, entry["answer"] or "", entry)
 
     def _advice(self) -> str:
         return "hold out fewer items (task.held-out-size) or use settings with more questions (task.config)"

@@ -1,6 +1,10 @@
 """Rows for questions: JSONL and parquet files, and data sets of Hugging Face's ``datasets``.
 
 Only the location of the rows is sent to other processes, each of which reads them itself, so every machine needs them.
+
+A row is the same from each of them: a column that it lacks is None, as in columnar formats. Within a column, such as
+messages or tools, a key whose value is null is left out, because columnar formats add such keys, and 3.0 is 3, because
+they store a whole number next to others as a float.
 """
 
 from __future__ import annotations
@@ -8,12 +12,21 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from monarch_rl.tasks.template import DoesNotFit
+from monarch_rl.values import lone_surrogate
+
+T = TypeVar("T")
 Row = Mapping[str, Any]
+MOST_NAMED = 5
+"""Number of rows with the same fault that a message names."""
 COMPARED_ROWS = 1000
 """Number of rows of a data set, spread evenly, that are compared: enough to detect a different data set, and read
 quickly."""
@@ -36,6 +49,15 @@ class StoredRows(Sequence[Row]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": None}
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._all())
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Where the rows are, for messages."""
+        ...
 
     def _all(self) -> Sequence[Row]:
         if self._rows is None:
@@ -65,6 +87,11 @@ class FileRows(StoredRows):
             self._digest = _file_digest(self._path)
         return super().__getstate__()
 
+    @property
+    def source(self) -> str:
+        """Path of the file."""
+        return str(self._path)
+
     def _read(self) -> Sequence[Row]:
         try:
             rows, digest = self._reader(self._path), _file_digest(self._path)
@@ -92,10 +119,15 @@ class DataSetRows(StoredRows):
         self._digest: str | None = None
         """Digest of :data:`COMPARED_ROWS` of them."""
 
+    @property
+    def source(self) -> str:
+        """Name, configuration and split of the data set."""
+        return f"{self._source}{f' ({self._config})' if self._config else ''}, split {self._split}"
+
     def _read(self) -> Sequence[Row]:
-        of = f"{self._source}{f' ({self._config})' if self._config else ''}, split {self._split}"
+        of = self.source
         try:
-            rows: Sequence[Row] = self._load()
+            rows = self._load()
         except Exception as error:  # the library may raise anything
             raise ValueError(f"the data set {of} cannot be loaded: {error or repr(error)}") from error
         if self._size not in (None, len(rows)):
@@ -110,7 +142,7 @@ class DataSetRows(StoredRows):
                 "set"
             )
         self._size, self._digest = len(rows), digest
-        return rows
+        return _LoadedRows(rows)
 
     def _load(self) -> Any:
         import datasets
@@ -142,8 +174,10 @@ def data_set(source: str | Path, config: str | None = None, *, split: str = "tra
         split: split, such as ``train`` or ``train[:1000]``.
         options: further arguments of ``datasets.load_dataset``, such as ``revision``, which keeps a run repeatable.
 
-    Raises ValueError if ``datasets`` is not installed.
+    Raises ValueError if ``datasets`` is not installed, and for ``streaming``.
     """
+    if options.get("streaming"):
+        raise ValueError(f"rows of {source} cannot be streamed: each item is read by its number. Omit streaming=")
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"rows of {source} need the package datasets: pip install datasets")
     return DataSetRows(source, config, split, options)
@@ -163,18 +197,33 @@ def _rows_digest(rows: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
-    with path.open() as file:
+    rows: list[dict[str, Any]] = []
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig"))
                 except ValueError as error:
-                    raise ValueError(f"line {number} is not JSON ({error})") from error
+                    raise ValueError(f"line {number} is not JSON in UTF-8 ({error})") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is not a JSON object: {line.strip()[:60]}")
-                rows.append(row)
-    return rows
+                    raise ValueError(f"line {number} is not a JSON object: {line.decode().strip()[:60]}")
+                if _ESCAPED_SURROGATE.search(line):
+                    _check_unicode(row, number)
+                rows.append(_as_written(row))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [row if len(row) == len(columns) else {name: row.get(name) for name in columns} for row in rows]
+
+
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _check_unicode(row: Mapping[str, Any], line: int) -> None:
+    for column, value in row.items():
+        if problem := lone_surrogate(json.dumps([column, value], ensure_ascii=False)):
+            raise ValueError(
+                f"line {line} has text that is not Unicode in column {ascii(column)}: {problem}. Repair or remove the "
+                "line; text that was cut within an emoji looks like this"
+            )
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -182,7 +231,124 @@ def _read_parquet(path: Path) -> list[Row]:
     from pyarrow.parquet import read_table
 
     try:
-        rows: list[Row] = read_table(path).to_pylist()
+        table = read_table(path)
+        single = _single_precision(table.schema)
+        return [_as_written(row, single) for row in table.to_pylist(maps_as_pydicts="strict")]
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(table) or str(error)) from error
     except ArrowException as error:
         raise ValueError(str(error)) from error
-    return rows
+
+
+def _not_utf8(table: Any) -> str:
+    """Describes the first text of a table that is not UTF-8."""
+    for column in table.column_names:
+        for number, value in enumerate(table[column], 1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                return f"row {number} has text that is not UTF-8 in column {column} ({error}). Repair or remove it"
+    return ""
+
+
+class _LoadedRows(Sequence[Row]):
+    """Rows of a ``datasets.Dataset``, like those of files."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows, self._single = rows, _single_precision(rows.features.arrow_schema)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return _as_written(self._rows[index], self._single)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (_as_written(row, self._single) for row in self._rows)  # reads many rows at a time
+
+
+def as_rows(rows: Sequence[Row]) -> Sequence[Row]:
+    """``rows``; those of a ``datasets.Dataset`` like the rows of a file with the same content.
+
+    Raises ValueError if they cannot be counted, or are those of a DataFrame.
+    """
+    if not hasattr(rows, "__len__") or hasattr(rows, "to_dict") and not hasattr(rows, "features"):
+        raise ValueError(
+            f"a {type(rows).__name__} is not a sequence of rows: give a list, such as data_frame.to_dict('records'), "
+            "or a data set that is not streamed"
+        )
+    return _LoadedRows(rows) if type(rows).__module__.startswith("datasets.") else rows
+
+
+def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: str) -> Iterator[T]:
+    """``read(row)`` of all rows.
+
+    Args:
+        what: name of the rows, in the plural.
+        unfit: what those cannot do for which ``read`` raises ValueError.
+
+    Raises ValueError at the end if it raised for some rows; says for which, numbered from 1, and why.
+    """
+    faults: dict[str, tuple[str, list[int]]] = {}
+    for number, row in enumerate(rows, 1):
+        try:
+            _check_row(row)
+            yield read(row)
+        except ValueError as error:
+            problem = error.problem if isinstance(error, DoesNotFit) else str(error)
+            faults.setdefault(problem, (str(error), []))[1].append(number)
+    if faults:
+        of = f" of {rows.source}" if isinstance(rows, StoredRows) else ""
+        count = sum(len(numbers) for _, numbers in faults.values())
+        listed = "; ".join(f"{_named(numbers)}: {example}" for example, numbers in faults.values())
+        advice = ". Fill them in, or leave them out with [row for row in rows if ...]" if count < len(rows) else ""
+        raise ValueError(f"{count} of {len(rows)} {what}{of} {unfit}: {listed}{advice}")
+
+
+def _check_row(row: Any) -> None:
+    if not isinstance(row, Mapping):
+        raise DoesNotFit(f"is a {type(row).__name__}, not a mapping of columns")
+    for column, value in row.items():
+        if isinstance(value, str) and (problem := lone_surrogate(value)):
+            raise DoesNotFit(f"column {column} is not valid Unicode", f": {problem}")
+
+
+def _named(numbers: Sequence[int]) -> str:
+    named = ", ".join(map(str, numbers[:MOST_NAMED]))
+    return f"row {named}" if len(numbers) == 1 else f"rows {named}{', ...' if len(numbers) > MOST_NAMED else ''}"
+
+
+def _single_precision(schema: Any) -> frozenset[str]:
+    """Columns of an Arrow schema with numbers of single precision."""
+    types = {field.name: str(field.type) for field in schema}  # such as list<element: float>
+    return frozenset(name for name, kind in types.items() if "float" in kind and "double" not in kind)
+
+
+def _as_written(row: Mapping[str, Any], single: Collection[str] = ()) -> dict[str, Any]:
+    """A row without what columnar formats add within its columns (see the top of this file).
+
+    Args:
+        single: columns of single precision, whose 0.1 would be read as 0.10000000149011612.
+    """
+    if not single:
+        return {name: _compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+    shortest = {name: _shortest(value) if name in single else value for name, value in row.items()}
+    return _as_written(shortest)
+
+
+def _compact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_compact(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortest(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortest(item) for item in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -142,8 +142,11 @@ class Sandbox(CheckedSettings, flags="sandbox"):
     def run(self, code: str, stdin: str = "") -> Ran:
         """Run a program and wait for it. Call it in a scoring process or on a thread, not on an event loop.
 
-        Raises SandboxFailed if the sandbox does not start.
+        Raises SandboxFailed if the sandbox does not start, and TypeError if ``code`` or ``stdin`` is not text.
         """
+        for name, text in ("code", code), ("stdin", stdin):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} of a program must be text, got {text!r:.80}")
         files = [
             ("program", code.encode(errors="replace")),
             ("stdin", stdin.encode(errors="replace")),

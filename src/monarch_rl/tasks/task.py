@@ -36,7 +36,7 @@ TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(
 
 
 class MessageLike(Protocol):
-    """Any object with a role and content, like the messages of ``model/messages.py``."""
+    """Any object with a role and content, like the messages of ``model/messages.py`` and of the openai package."""
 
     @property
     def role(self) -> str:
@@ -44,14 +44,14 @@ class MessageLike(Protocol):
         ...
 
     @property
-    def content(self) -> str:
-        """Its text."""
+    def content(self) -> Any:
+        """Its text, content parts that are text, or None beside tool calls."""
         ...
 
 
 PromptLike = str | MessageLike | Mapping[str, Any] | Sequence[MessageLike | Mapping[str, Any]]
-"""Input of a policy: a string, which is a user message, a message, or several; messages may also be mappings with role
-and content, as in data sets."""
+"""Input of a policy: a string, which is a user message, a message, or several; messages may also be mappings in the
+form of OpenAI's API (docs/chat.md)."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from typing import Any
 from monarch_rl.errors import ContextFull
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.task import Outcome, Policy, Reply, Task
+from monarch_rl.tasks.template import text_of
 
 SAMPLED = 16
 """Number of prompts that are made before a run, to check that they fit."""
@@ -103,7 +104,7 @@ class _EnvironmentEpisode:
         if self._held_out:
             _ = self.held_out
         prompts = [self.item(cursor)["prompt"] for cursor in range(min(SAMPLED, len(self._rows)))]
-        return ["".join(str(message["content"]) for message in prompt) for prompt in prompts]
+        return list(map(text_of, prompts))
 
     async def run(self, row: dict[str, Any], policy: Policy) -> Outcome:
         """Run and score the rollout of a row."""
@@ -191,10 +192,9 @@ class _Turns:
         return [self._as_message(message) for message in messages[seen:]]
 
     def _as_message(self, message: Mapping[str, Any]) -> Any:
+        """The message, with the name of the tool that answers, which some chat templates need."""
         call = self._calls.get(message.get("tool_call_id", ""))
-        if call is None or not isinstance(message["content"], str):
-            return message
-        return call.answer(message["content"])
+        return message if call is None else {"name": call.name, **message}
 
 
 def _answer(reply: Reply) -> Any:

@@ -127,7 +127,7 @@ def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBa
     places = [] if shard.supervised is None else shard.supervised.rows
     for microbatch, rows in zip(row_batches, places, strict=True):
         for place, cause in policy.left_out.get(id(microbatch), {}).items():
-            what = f"step {shard.version + 1}: supervised row {rows[place]}"
+            what = f"step {shard.version + 1}: supervised row {rows[place] + 1}"
             logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 

@@ -15,7 +15,9 @@ from monarch_rl.episode.episode import NO_VERSION, Episode, Turn
 from monarch_rl.episode.shard import MiniBatch, SupervisedShard
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.tasks.orders import ShuffledOrder
-from monarch_rl.tasks.rows import Row
+from monarch_rl.tasks.questions import prompt_of
+from monarch_rl.tasks.rows import Row, read_all
+from monarch_rl.tasks.template import DoesNotFit, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,8 @@ class SupervisedPlan:
     """Factor on the learning rate of steps on rows alone."""
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template."""
+    allow_control_tokens: bool = False
+    """As in :class:`~monarch_rl.model.chat.ChatTemplate`."""
 
 
 class SupervisedRows:
@@ -66,7 +70,7 @@ class SupervisedRows:
         micro-batches: see :func:`plan_microbatches`.
 
         Raises:
-            ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names the row.
+            ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names the row, from 1.
         """
         count = self.plan.rows_per_step
         places = [self._order.place(cursor + number) for number in range(count)]
@@ -97,12 +101,12 @@ class SupervisedRows:
         try:
             prompt, answer = self._tokenise(self._rows[place])
         except (KeyError, ValueError) as error:
-            raise ValueError(f"supervised row {place} cannot be trained: {error}") from error
+            raise ValueError(f"supervised row {place + 1} cannot be trained: {error}") from error
         if not prompt:
-            raise ValueError(f"supervised row {place} cannot be trained: its prompt has no tokens")
+            raise ValueError(f"supervised row {place + 1} cannot be trained: its prompt has no tokens")
         if (tokens := len(prompt) + len(answer)) > self._tokens_per_microbatch:
             raise ValueError(
-                f"supervised row {place} has {tokens} tokens: shorten it or leave it out, or raise "
+                f"supervised row {place + 1} has {tokens} tokens: shorten it or leave it out, or raise "
                 f"trainer.tokens-per-microbatch, which is {self._tokens_per_microbatch}"
             )
         return prompt, answer
@@ -117,26 +121,33 @@ def load_rows(plan: SupervisedPlan, model: Path, tokens_per_microbatch: int, dat
     from monarch_rl.model.chat import ChatTemplate
     from monarch_rl.model.conversation import Conversation
 
-    template = ChatTemplate(str(model), plan.chat_options)
+    template = ChatTemplate(str(model), plan.chat_options, allow_control_tokens=plan.allow_control_tokens)
 
     def tokenise(row: Row) -> tuple[list[int], list[int]]:
-        return Conversation(template).add(row[PROMPT]), template.turn(row[ANSWER])
+        return Conversation(template).add(prompt_of(f"{{{PROMPT}}}", row)), template.turn(as_text(row[ANSWER]))
 
     return SupervisedRows(plan, tokenise, tokens_per_microbatch, data_ranks)
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError if there are no rows, or the first one has no prompt or answer."""
+    """Raise ValueError if there are no rows, or some have no prompt or answer; says which."""
     if not len(rows):
         raise ValueError("there are no supervised rows to train on")
-    missing = [name for name in (PROMPT, ANSWER) if name not in rows[0]]
-    if missing:
+    if isinstance(rows[0], Mapping) and not {PROMPT, ANSWER} <= rows[0].keys():
         raise ValueError(
             f"supervised rows need the columns {PROMPT} (text, or messages) and {ANSWER} (text), but the first one has "
             f"{', '.join(map(str, rows[0])) or 'none'}: rename its columns"
         )
-    if not isinstance(rows[0][ANSWER], str):
-        raise ValueError(f"the {ANSWER} of a supervised row must be text, but the first has {rows[0][ANSWER]!r:.80}")
+    for _ in read_all(rows, _check_row, "supervised rows", "cannot be trained"):
+        pass
+
+
+def _check_row(row: Row) -> None:
+    prompt_of(f"{{{PROMPT}}}", row)
+    try:
+        as_text(row.get(ANSWER))
+    except DoesNotFit as error:
+        raise error.of(ANSWER) from None
 
 
 def pack_rows(shard: SupervisedShard, device: torch.device) -> list[list[MicroBatch]]:

@@ -1,0 +1,62 @@
+"""Text of control tokens in messages, which is encoded as ordinary text: only the template writes control tokens.
+
+A tokenizer turns the text ``<|im_end|>`` into that token wherever it finds it, so a web page that a tool returns could
+end its message and open another one. Here such text gets a mark after its first character before the template renders
+it, and the rendered text is split at the marks and encoded in pieces, none of which contains the whole text of a token.
+A tokenizer that writes a space after each special token (that of Llama 2) writes one at the marks, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Unicode's noncharacters, of which one that the messages do not contain is the mark. No template trims them."""
+
+
+class ControlText:
+    """Finds and marks the text of control tokens.
+
+    Args:
+        tokens: their texts. Those of one character cannot be marked and are left alone, as is whitespace.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        texts = sorted({text for text in tokens if len(text) > 1 and not text.isspace()}, key=len, reverse=True)
+        self._starts = tuple({text[:2] for text in texts})
+        """Searched first: a tokenizer may have hundreds of control tokens, and nearly no text has any."""
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def occurs_in(self, text: str) -> bool:
+        """Whether the text of a control token occurs in ``text``."""
+        return any(start in text for start in self._starts) and self._pattern.search(text) is not None
+
+    def mark(self, value: Any, mark: str) -> Any:
+        """``value``, JSON of any kind, with ``mark`` inside each text of a control token."""
+        if isinstance(value, str):
+            while self.occurs_in(value):  # again, because tokens may overlap
+                value = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {self.mark(key, mark): self.mark(item, mark) for key, item in value.items()}
+        return [self.mark(item, mark) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unused_mark(texts: Iterable[str]) -> str:
+    """A mark that occurs in none of ``texts``."""
+    used = set().union(*texts)
+    return next(mark for mark in MARKS if mark not in used)
+
+
+def texts_of(value: Any) -> Iterable[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (key, *texts_of(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_of(item)

@@ -1,0 +1,208 @@
+"""Every spelling of a message is read alike; what the template reads reaches it, and what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionMessage
+
+from monarch_rl.errors import ChatError
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.conversation import Conversation
+from monarch_rl.model.messages import Message, ToolCall, as_messages, as_row, assistant, tool, user
+from tests.model.chat_helpers import SOURCES, TAGGED, write_model
+from tests.model.test_conversation import template, whole
+
+Row = dict[str, Any]
+WORDS = st.text(st.sampled_from('the answer is 42\n:"é好🙂<|'), min_size=1, max_size=8).map(lambda text: f"a{text}z")
+VALUES = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | WORDS, lambda one: st.lists(one, max_size=2))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """A conversation in OpenAI's form: arguments as mappings, keys without values left out."""
+    found: list[Row] = [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    found.append({"role": "user", "content": draw(WORDS)})
+    for number in range(draw(st.integers(0, 2))):
+        row: Row = {"role": "assistant", "content": draw(WORDS)}
+        if draw(st.booleans()):
+            row["reasoning_content"] = draw(WORDS)
+        answers: list[Row] = [{"role": "user", "content": draw(WORDS)}]
+        if draw(st.booleans()):
+            names = [f"call-{number}-{index}" for index in range(draw(st.integers(1, 2)))]
+            arguments = [draw(st.dictionaries(WORDS, VALUES, max_size=2)) for _ in names]
+            row["tool_calls"] = [
+                {"type": "function", "id": name, "function": {"name": draw(WORDS), "arguments": argument}}
+                for name, argument in zip(names, arguments, strict=True)
+            ]
+            row["content"] = draw(st.just("") | WORDS)
+            answers = [
+                {"role": "tool", "content": draw(WORDS), "tool_call_id": name, "name": draw(WORDS)} for name in names
+            ]
+        found += [row, *answers]
+    return found
+
+
+class Model(pydantic.BaseModel):
+    """Any pydantic model."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
+def as_object(kind: str, value: Any) -> Any:
+    """``value`` with each mapping but a call's arguments as an object of this kind."""
+    if isinstance(value, list):
+        return [as_object(kind, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {key: item if key == "arguments" else as_object(kind, item) for key, item in value.items()}
+    if kind == "pydantic":
+        return Model(**fields)
+    if kind == "dataclass":
+        return make_dataclass("Fields", fields)(**fields)
+    return SimpleNamespace(**fields) if kind == "object" else fields
+
+
+def spelled(draw: Any, row: Row) -> Any:
+    """Another spelling of the same message."""
+    row = json.loads(json.dumps(row))
+    for call in row.get("tool_calls", []):
+        if draw(st.booleans()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        if draw(st.booleans()):
+            call |= call.pop("function")
+    if "reasoning_content" in row:
+        row[draw(st.sampled_from(["reasoning_content", "reasoning", "thinking"]))] = row.pop("reasoning_content")
+    content, place = row["content"], draw(st.integers(0, len(row["content"])))
+    spellings = [content, [{"type": "text", "text": part} for part in (content[:place], content[place:])]]
+    row["content"] = draw(st.sampled_from(spellings + [None] * (not content)))
+    if draw(st.booleans()):
+        row = {"tool_calls": None, "name": None, "refusal": None, "annotations": []} | row
+    return as_object(draw(st.sampled_from(["mapping", "pydantic", "dataclass", "object"])), row)
+
+
+def ids_or_refusal(chat: ChatTemplate, messages: Any) -> list[int] | str:
+    try:
+        return Conversation(chat).add(messages)
+    except ChatError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", [*SOURCES, ""])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), conversation=rows())
+def test_all_spellings_give_the_same_ids_which_are_those_of_transformers(
+    name: str, data: st.DataObject, conversation: list[Row]
+) -> None:
+    """Or the same refusal, if the template does not read calls or thoughts."""
+    chat = template(name)
+    found = ids_or_refusal(chat, conversation)
+    assert ids_or_refusal(chat, [spelled(data.draw, row) for row in conversation]) == found
+    assert ids_or_refusal(chat, as_messages(conversation)) == found
+    assert ids_or_refusal(chat, map(as_row, as_messages(conversation))) == found
+    unread = [key for key in ("tool_calls", "reasoning_content") if any(key in row for row in conversation)]
+    roles = {row["role"] for row in conversation}
+    if name == "qwen3" or not (unread or (name == "folded" and "tool" in roles)):
+        event("rendered")
+        text = whole(chat, conversation) if name else "".join(row["content"] for row in conversation)
+        assert found == chat._plain(text)
+    else:
+        assert isinstance(found, str) and any(key in found for key in (*unread, "tool"))
+
+
+@pytest.mark.parametrize("content", ["I look.", None])
+@pytest.mark.parametrize("thought", ["hm", None])
+def test_an_answer_of_the_openai_package_is_read_with_its_calls_and_thought(
+    content: str | None, thought: str | None
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    row = {"role": "assistant", "content": content, "tool_calls": [call], "reasoning_content": thought}
+    expected = Message(
+        "assistant", content or "", (ToolCall("weather", {"city": "Oslo"}, "c1"),), None, None, thought or ""
+    )
+    answer = ChatCompletionMessage.model_validate(row)
+    assert as_messages(answer) == as_messages(answer.model_dump()) == as_messages([row]) == [expected]
+
+
+def test_arguments_may_have_values_of_numpy() -> None:
+    call = {"function": {"name": "look", "arguments": {"at": np.arange(2)}}}
+    (message,) = as_messages({"role": "assistant", "content": None, "tool_calls": np.array([call])})
+    assert message.tool_calls == (ToolCall("look", {"at": [0, 1]}),)
+
+
+CALL = {"function": {"name": "look", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "culprits"),
+    [
+        ({"role": "user", "content": "?", "images": ["a.png"]}, ["images", "user", "Images"]),
+        ({"role": "user", "content": "?", "reasoning_content": "hm"}, ["reasoning_content", "user"]),
+        ({"role": "user", "content": "?", "name": "Eve"}, ["name", "user"]),
+        ({"role": "assistant", "content": "!", "weight": 0}, ["weight", "assistant"]),
+        ({"role": "assistant", "content": "", "function_call": {"name": "a"}}, ["function_call"]),
+        ({"role": "assistant", "content": "", "reasoning": {"effort": "high"}}, ["message 1 (assistant)", "reasoning"]),
+        ({"role": "assistant", "content": "", "reasoning": "a", "thinking": "b"}, ["reasoning and thinking"]),
+        ({"role": "assistant", "content": None}, ["message 1 (assistant)", "None"]),
+        ({"role": "user", "content": [{"type": "image_url", "text": "a"}]}, ["message 1 (user)", "image_url"]),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "source": "b"}]}, ["source"]),
+        ({"role": "user", "content": float("nan")}, ["message 1 (user)", "nan"]),
+        ({"role": "tool", "content": {"rain": True}}, ["message 1 (tool)", "rain"]),
+        ({"role": "tool", "content": "caf\udce9"}, ["message 1 (tool)", r"caf\udce9"]),
+        ({"role": "tool", "content": "!", "name": float("nan")}, ["message 1 (tool)", "name", "nan"]),
+        ({"role": "tool", "content": "!", "place": {"a": {1}}}, ["message 1 (tool)", "place.a", "set"]),
+        ({"role": "tool", "content": "!", 1: 2}, ["message 1 (tool)", "key 1"]),
+        ({"role": "human", "content": "?"}, ["message 1", "human"]),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "hm"}}]}, ["look", "hm"]),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}, ["look", "[1]"]),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"a": {1}}}}]},
+            ["look", "set"],
+        ),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, ["not a tool call"]),
+        ({"role": "assistant", "tool_calls": [CALL | {"thought": "hm"}]}, ["look", "thought"]),
+        ({"role": "assistant", "tool_calls": ["look()"]}, ["not a tool call", "look()"]),
+        ({"role": "assistant", "tool_calls": "look()"}, ["tool_calls", "look()"]),
+    ],
+    ids=ascii,
+)
+def test_what_cannot_be_kept_is_refused_by_name(row: Row, culprits: list[str]) -> None:
+    conversation = Conversation(template("qwen3"))
+    with pytest.raises(ChatError) as caught:
+        conversation.add([user("?"), row])
+    assert all(culprit in str(caught.value) for culprit in culprits), caught.value
+    assert (conversation.ids, conversation.messages) == ([], [])
+
+
+READS_ALL = TAGGED.replace("+ m['content']", "+ (m.name or '') + (m.place or '') + m['content']")
+
+
+def test_other_keys_reach_a_template_that_reads_them(tmp_path: Any) -> None:
+    chat = ChatTemplate(write_model(tmp_path, "tagged", READS_ALL))
+    row = {"role": "user", "content": "?", "name": "Eve", "place": "Oslo"}
+    text = chat.decode(Conversation(chat).add(row))
+    assert text == whole(chat, [row]) and "EveOslo?" in text
+
+
+def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any) -> None:
+    for key in ("reasoning", "thinking"):
+        chat = ChatTemplate(
+            write_model(tmp_path / key, "tagged", TAGGED.replace("'\n' +", f"(m.{key} or '') + '\n' +", 1))
+        )
+        text = chat.decode(
+            Conversation(chat).add([user("?"), {"role": "assistant", "content": "!", "reasoning_content": "hm"}])
+        )
+        assert text == whole(chat, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", key: "hm"}])
+
+
+def test_a_failure_of_a_tool_is_not_a_part_of_the_message() -> None:
+    """So a conversation that is forked within a turn may be given the same answers again."""
+    assert Message("tool", "3", failed="KeyError") == tool("3") and assistant("3") != tool("3")

@@ -1,0 +1,298 @@
+"""The same row from every source; rows that are typed, incomplete or unusable."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.tasks.questions import Questions, prompt_of
+from monarch_rl.tasks.rows import data_set, jsonl, parquet
+from monarch_rl.tasks.template import as_text, fill
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
+NUMBER = st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300).filter(lambda number: number != int(number))
+
+
+def optional(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Mappings of which each key may be missing."""
+    return st.fixed_dictionaries({}, optional=values)
+
+
+ARGUMENTS = optional(count=NUMBER, city=TEXT, where=optional(street=TEXT, number=NUMBER))
+CALL = st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXT, "arguments": ARGUMENTS})})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": TEXT},
+    optional={"name": TEXT, "tool_calls": st.lists(CALL, max_size=2)},
+)
+PARAMETER = optional(type=TEXT, description=TEXT, minimum=NUMBER, enum=st.lists(TEXT, max_size=2))
+TOOL = st.fixed_dictionaries({"name": TEXT}, optional={"parameters": optional(a=PARAMETER, b=PARAMETER)})
+ROW = st.fixed_dictionaries(
+    {"question": TEXT, "number": NUMBER, "messages": st.lists(MESSAGE, min_size=1, max_size=3)},
+    optional={
+        "hint": TEXT | st.none(),
+        "tools": st.lists(TOOL, max_size=2),
+        "extra": optional(level=NUMBER, unit=TEXT),
+    },
+)
+FUNCTION = {"name": "f", "arguments": {"count": 0, "city": "Oslo", "where": {"street": "a", "number": 1}}}
+SCHEMA = {"type": "integer", "description": "a", "minimum": 0, "enum": ["a"]}
+WHOLE: dict[str, Any] = {
+    "question": "1+1",
+    "number": 2.5,
+    "hint": "two",
+    "messages": [{"role": "user", "content": "?", "name": "me", "tool_calls": [{"function": FUNCTION}]}],
+    "tools": [{"name": "add", "parameters": {"a": SCHEMA, "b": SCHEMA}}],
+    "extra": {"level": 1, "unit": "m"},
+}
+"""Has all columns and keys: pyarrow takes the columns of the first row, and parquet has no type without keys."""
+
+
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])  # shrinking would write files for minutes
+@given(st.lists(ROW, min_size=1, max_size=3))
+def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None:
+    """Prompt, messages and tools, and so the reward."""
+    rows = [WHOLE, *rows]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+        written = list(jsonl(folder / "rows.jsonl"))
+        for source in parquet(folder / "rows.parquet"), Dataset.from_list(rows):
+            task = Questions(source, lambda row, answer: 0.0, held_out={"all": source})
+            for index, one in enumerate(written):
+                other = task.held_out_items()[index]
+                assert set(one) == set(other) and one["number"] == other["number"]
+                for column in ("question", "hint", "messages", "tools", "extra"):  # the order of keys is the source's
+                    assert json.dumps(one[column], sort_keys=True) == json.dumps(other[column], sort_keys=True)
+                assert prompt_of("{number}: {question}", one) == prompt_of("{number}: {question}", other)
+                assert prompt_of("{messages}", one) == prompt_of("{messages}", other) == other["messages"]
+    assert written[0] == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00001, "0.00001"),
+        (2.5e-05, "0.000025"),
+        (1e16, "10000000000000000"),
+        (1e22, "10000000000000000000000"),
+        (3.0, "3"),
+        (-0.0, "0"),
+        (0.1, "0.1"),
+        (np.float64(0.1), "0.1"),
+        (np.float32(0.1), "0.1"),
+        (np.int64(3), "3"),
+        (np.str_("a"), "a"),
+        (np.bool_(True), "True"),
+        (np.array(7), "7"),
+        (Decimal("1.50"), "1.50"),
+        (Decimal("1E-7"), "0.0000001"),
+        (Fraction(1, 3), "1/3"),
+        (datetime.date(2026, 5, 1), "2026-05-01"),
+        (True, "True"),
+        ("1e-05", "1e-05"),
+    ],
+    ids=repr,
+)
+def test_the_text_of_a_value_is_what_a_person_would_write(value: Any, text: str) -> None:
+    assert as_text(value) == text == fill("{value}", {"value": value})
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(allow_nan=False, allow_infinity=False))
+def test_the_text_of_a_number_gives_the_same_number_without_an_exponent(number: float | Decimal) -> None:
+    text = as_text(number)
+    assert type(number)(text) == number and set(text) <= set("-.0123456789")
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (2.5e-05, ">10", "  0.000025"),
+        (2.5e-05, ".1e", "2.5e-05"),
+        (1 / 3, ".2f", "0.33"),
+        (0.5, "%", "50.000000%"),
+        (1e6, ",", "1,000,000"),
+        (pd.Timestamp("2026-05-01 10:00"), "%d.%m.%Y", "01.05.2026"),
+        (np.datetime64("2026-05-01T10:00", "ns"), "%H:%M", "10:00"),
+        (np.int64(3), "03d", "003"),
+    ],
+)
+def test_a_format_specification_is_pythons(value: Any, form: str, text: str) -> None:
+    assert fill(f"{{value:{form}}}", {"value": value}) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, float("nan"), np.float32("nan"), Decimal("nan"), pd.NA, pd.NaT, np.datetime64("NaT")),
+        *("", "  \n", float("inf"), [1], {"a": 1}, b"a", np.array([1]), object(), int, "half \ud83d"),
+        *(datetime.datetime(2026, 5, 1), pd.Timestamp("2026-05-01"), np.datetime64("2026-05-01", "ns")),
+        datetime.timedelta(1),
+    ],
+    ids=ascii,
+)
+def test_a_value_that_is_no_text_is_refused_in_a_prompt(value: Any) -> None:
+    for template in ("{value}", "Q: {value}\nA:"):
+        with pytest.raises(ValueError) as raised:
+            fill(template, {"value": value, "other": "x"})
+        assert str(raised.value).isascii()
+    assert fill("{other}", {"value": value, "other": "x"}) == "x"
+
+
+def test_one_empty_field_among_others_is_no_fault() -> None:
+    assert fill("{task}\n{input}", {"task": "Add.", "input": ""}) == "Add.\n"
+
+
+def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path) -> None:
+    kinds = {"x": pyarrow.float32(), "xs": pyarrow.list_(pyarrow.float32()), "y": pyarrow.float64()}
+    written = {"x": 0.1, "xs": [2.5e-05, 0.3], "y": float(np.float32(0.1))}
+    table = pyarrow.Table.from_pylist([written, {"x": None}], pyarrow.schema(kinds))
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = parquet(tmp_path / "rows.parquet")
+    assert rows[0] == written and rows[1]["x"] is None
+    task = Questions(Dataset(table), reward, template="{x}")
+    assert written in (task.items(0), task.items(1))
+
+
+def test_text_of_a_parquet_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"1+1=", b"caf\xe9"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"number": [1, 2], "question": texts}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet .* row 2 .*column question"):
+        Questions(parquet(tmp_path / "rows.parquet"), reward).check()
+
+
+def test_keys_of_a_map_are_those_of_a_json_object(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    table = pyarrow.table({"limits": pyarrow.array([[("a", 1), ("b", None)]], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert parquet(tmp_path / "rows.parquet")[0] == {"limits": {"a": 1}}
+
+
+ROWS = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(16)]
+
+
+def reward(row: Any, answer: str) -> float:
+    return float(answer == row["answer"])
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), ""], ids=repr)
+def test_rows_without_a_question_are_counted_and_numbered_before_the_run(missing: Any, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*ROWS[:8], *({"question": missing, "answer": "0"} for _ in range(8))]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for source in rows, jsonl(tmp_path / "rows.jsonl"):
+        for more in ({}, {"held_out": 4}, {"template": "Q: {question} A:"}):
+            with pytest.raises(ValueError, match=r"^8 of 16 rows.*\b9, 10, 11, 12, 13, \.\.\.") as raised:
+                Questions(source, reward, **more).check()  # type: ignore[arg-type]
+            assert (str(tmp_path / "rows.jsonl") in str(raised.value)) == (source is not rows)
+    with pytest.raises(ValueError, match=r"8 of 16 .*'hard'"):
+        Questions(ROWS, reward, held_out={"hard": rows}).check()
+    assert Questions([row for row in rows if row["answer"] != "0"], reward).check()
+
+
+def test_one_row_of_300_without_a_column_is_named_by_its_number_and_file(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"word": "cab", "letter": "a", "count": 1}] * 300
+    rows[206] = {"word": "cab", "count": 1}
+    with pytest.raises(ValueError, match=r"1 of 300 rows .*row 207: .*'letter'.* count, word\b"):
+        Questions(rows, reward, template="{letter} in {word}: ").check()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"1 of 300 rows of .*/rows\.jsonl .*row 207: letter is null"):
+        Questions(jsonl(tmp_path / "rows.jsonl"), reward, template="{letter} in {word}: ").check()
+
+
+def test_different_faults_are_listed_with_their_rows() -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": None},
+        {"question": "1+1"},
+        {"question": [1]},
+        {"question": [2]},
+        {"text": ""},
+    ]
+    with pytest.raises(ValueError, match=r"4 of 5 rows .*row 1: .*null; rows 3, 4: .*list.*; row 5: .*'question'"):
+        Questions(rows, reward).check()
+
+
+def test_a_reward_may_check_the_rows_before_the_run() -> None:
+    class Checked:
+        def __call__(self, row: Any, answer: str) -> float:
+            return 1.0
+
+        def check_row(self, row: Any) -> None:
+            if row["answer"] == "3":
+                raise ValueError("no threes")
+
+    with pytest.raises(ValueError, match="1 of 16 rows .*row 3: no threes"):
+        Questions(ROWS, Checked()).check()
+    assert Questions(ROWS[3:], Checked()).check()
+
+
+@pytest.mark.parametrize("line", [rb'{"question": "half \ud83d", "answer": "2"}', b'{"question": "caf\xe9"}'])
+def test_a_line_that_is_not_unicode_is_named(line: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"question": "1+1=", "answer": "\\ud83d\\ude00"}\n' + line)
+    with pytest.raises(ValueError, match=f"{file}.* line 2 ") as raised:
+        Questions(jsonl(file), reward).check()
+    str(raised.value).encode()
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().splitlines()[0])  # a byte order mark is none of the text
+    assert jsonl(file)[0] == {"question": "1+1=", "answer": "\U0001f600"}
+
+
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_rows_in_memory_that_are_not_unicode_are_numbered(column: str) -> None:
+    with pytest.raises(ValueError, match=f"row 17: column {column} .*Unicode"):
+        Questions([*ROWS, ROWS[0] | {column: "half \ud83d"}], reward).check()
+
+
+def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
+    frame = pd.DataFrame(ROWS)
+    with pytest.raises(ValueError, match="to_dict"):
+        Questions(frame, reward)  # type: ignore[arg-type]
+    assert Questions(frame.to_dict("records"), reward).check()
+    with pytest.raises(ValueError, match="streamed"):
+        Questions(Dataset.from_list(ROWS).to_iterable_dataset(), reward)
+    with pytest.raises(ValueError, match="streaming="):
+        data_set("rows", streaming=True)
+    with pytest.raises(ValueError, match="system message .*Unicode"):
+        Questions(ROWS, reward, system="half \ud83d").check()
+    with pytest.raises(ValueError, match="2 of 2 rows .*str, not a mapping"):
+        Questions(["1 + 1", "2 + 2"], reward).check()  # type: ignore[list-item]
+
+
+def test_null_is_refused_in_python_notation_too() -> None:
+    with pytest.raises(ValueError, match="row 2: question is null"):
+        Questions([ROWS[0], {"question": None}], reward, template="{question!r}").check()
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": None}], "message 1 of prompt"),
+        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 2 .*Unicode"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"}], "system message"),
+        ([{"from": "user", "value": "1"}], "prompt is a list"),
+        ([], "prompt is a list"),
+        ([{"role": "user", "content": " "}], "empty"),
+        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*Unicode"),
+    ],
+    ids=ascii,
+)
+def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(messages: Any, problem: str) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{number} + 1"}]} for number in range(4)]
+    assert sorted(Questions(rows, reward, template="{prompt}", system="Help.").check()) == [
+        f"{n} + 1" for n in range(4)
+    ]
+    with pytest.raises(ValueError, match=f"1 of 5 rows .*row 5: .*{problem}"):
+        Questions([*rows, {"prompt": messages}], reward, template="{prompt}", system="Help.").check()
