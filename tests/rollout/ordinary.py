@@ -217,6 +217,22 @@ def output() -> float:
         return float(np.float32(0.5)) + (__name__ == "__main__")
 
 
+async def episode_with_processes() -> float:
+    with concurrent.futures.ProcessPoolExecutor(1) as processes:
+        squared = await asyncio.get_running_loop().run_in_executor(processes, square, 3.0)
+    return squared + await asyncio.to_thread(pool, "fork")
+
+
+async def episode_with_programs() -> float:
+    process = await asyncio.create_subprocess_exec("echo", "6", stdout=subprocess.PIPE)
+    printed, _ = await process.communicate()
+    return float(printed) + programs() + threads() + files() + await plain(1.0)
+
+
+async def episode_with_variables() -> float:
+    return variables() + pickling() + output()
+
+
 # -- each of these is refused, or affects only its own score ----------------------------------------------------------
 
 
@@ -252,6 +268,10 @@ def tidies() -> float:
     return 1.0
 
 
+async def episode_asks() -> float:
+    return asks()
+
+
 async def handles_signals() -> float:
     signal.signal(signal.SIGALRM, interrupt)
     return 1.0
@@ -261,13 +281,14 @@ async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
 
-WORKS: list[Callable[[], float]] = [
+WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
     *(event_loops, alarm, pickling, variables, files, output),
+    *(episode_with_processes, episode_with_programs, episode_with_variables),
 ]
 OTHERS: list[Callable[[], Any]] = [
     *(exits, asks, pickles_an_object_of_a_module_next_to_the_recipe, leaves_an_alarm, is_not_interrupted),
-    *(leads_a_group, tidies, handles_signals, nests_event_loops),
+    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops),
 ]
 
 if __name__ == "__main__":
@@ -276,4 +297,8 @@ if __name__ == "__main__":
     register_modules()
     pickled = {function.__name__: ByValue(function).data for function in [*WORKS, *OTHERS]}
     Path(sys.argv[1]).write_bytes(pickle.dumps(pickled))
-    print(json.dumps({function.__name__: function() for function in WORKS}))
+    rewards = {}
+    for function in WORKS:
+        reward = function()
+        rewards[function.__name__] = asyncio.run(reward) if asyncio.iscoroutine(reward) else reward
+    print(json.dumps(rewards))
