@@ -70,6 +70,19 @@ class Child(Parent):
         super().__init__()
 
 
+Direction = typing.Literal["left", "right"]
+
+
+@dataclass
+class Typed:
+    direction: Direction
+
+
+def tool(direction: Direction, colour: Colour) -> Pair:
+    """Do nothing."""
+    return Pair(1.0)
+
+
 @functools.lru_cache(maxsize=8)
 def cached(value: float) -> float:
     return value + 1
@@ -201,6 +214,11 @@ def variables() -> float:
     return CACHE["sum"]
 
 
+def annotations() -> float:
+    hints = typing.get_type_hints(tool)
+    return len(hints) + float(typing.get_type_hints(Typed)["direction"] == hints["direction"])
+
+
 def files() -> float:
     with tempfile.TemporaryDirectory() as folder, sqlite3.connect(":memory:") as database:
         Path(folder, "file").write_text("2")
@@ -230,7 +248,7 @@ async def episode_with_programs() -> float:
 
 
 async def episode_with_variables() -> float:
-    return variables() + pickling() + output()
+    return variables() + pickling() + annotations() + output()
 
 
 # -- each of these is refused, or affects only its own score ----------------------------------------------------------
@@ -283,7 +301,7 @@ async def nests_event_loops() -> float:
 
 WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
-    *(event_loops, alarm, pickling, variables, files, output),
+    *(event_loops, alarm, pickling, annotations, variables, files, output),
     *(episode_with_processes, episode_with_programs, episode_with_variables),
 ]
 OTHERS: list[Callable[[], Any]] = [
