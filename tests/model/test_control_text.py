@@ -103,6 +103,18 @@ def test_thoughts_and_arguments_write_no_control_token() -> None:
         assert chat.decode(ids).count(text) == chat.decode(plain).count(text) + 4
 
 
+def test_added_tokens_that_are_ordinary_vocabulary_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """As the tags of HTML and the runs of spaces that some tokenizers have."""
+    folder = write_model(tmp_path, "tagged")
+    tokenizer = ChatTemplate(folder).tokenizer
+    tokenizer.add_tokens(["<table>", "    ", "<|fim_prefix|>"])
+    tokenizer.save_pretrained(folder)
+    chat = ChatTemplate(folder)
+    ids = Conversation(chat).add(user("<table>    a<|fim_prefix|>"))
+    table, spaces, fill_in = (tokenizer.convert_tokens_to_ids(token) for token in ("<table>", "    ", "<|fim_prefix|>"))
+    assert {table, spaces} <= set(ids) and fill_in not in ids
+
+
 def test_the_first_text_of_a_control_token_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A recipe that writes control tokens of its own on purpose has to learn of the switch."""
     chat = ChatTemplate(write_model(tmp_path, "qwen3"))

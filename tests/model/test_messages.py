@@ -182,6 +182,28 @@ def test_what_cannot_be_kept_is_refused_by_name(row: Row, culprits: list[str]) -
     assert (conversation.ids, conversation.messages) == ([], [])
 
 
+TEXT_CALLS = TAGGED.replace(
+    "{{ '<|start|>'",
+    "{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ '<|start|>' + c.function.name + '(' + c.function.arguments + ')<|end|>' }}{% endfor %}{% endif %}"
+    "{{ '' if m.content is none else '<|start|>'",
+    1,
+)
+"""Renders calls only beside None, and their arguments only as text, as DeepSeek-V3's template does."""
+
+
+def test_calls_have_the_form_that_the_template_renders(tmp_path: Any) -> None:
+    chat = ChatTemplate(write_model(tmp_path, "tagged", TEXT_CALLS))
+    for arguments in ({"city": "Oslo é"}, '{"city":"Oslo é"}'):
+        for content in ("", None):
+            call = {"type": "function", "id": "c", "function": {"name": "look", "arguments": arguments}}
+            row = {"role": "assistant", "content": content, "tool_calls": [call]}
+            ids = Conversation(chat).add([user("?"), row, user("?")])
+            call["function"] = {"name": "look", "arguments": '{"city": "Oslo é"}'}
+            question = {"role": "user", "content": "?"}
+            assert ids == chat._plain(whole(chat, [question, row | {"content": None}, question]))
+
+
 READS_ALL = TAGGED.replace("+ m['content']", "+ (m.name or '') + (m.place or '') + m['content']")
 
 

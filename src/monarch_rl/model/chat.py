@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.errors import ChatError
-from monarch_rl.model.chat_shape import TURN_SENTINEL, Row, Shape, after_calls, find_shape, user_row
+from monarch_rl.model.chat_shape import (
+    TURN_SENTINEL,
+    CallForm,
+    Row,
+    Shape,
+    after_calls,
+    find_call_form,
+    find_shape,
+    user_row,
+)
 from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
@@ -61,6 +70,8 @@ class ChatTemplate:
         self._tools_checked: set[str] = set()
         """Keys of tool sets that the template can render."""
         self._shapes: dict[str, Shape] = {}
+        """By template source."""
+        self._call_forms: dict[str, CallForm] = {}
         """By template source."""
         self._warned = False
         """Whether the text of a control token in a message has been reported."""
@@ -204,12 +215,14 @@ class ChatTemplate:
 
     @cached_property
     def _control(self) -> ControlText:
-        """The control tokens: special tokens, and added ones that the template itself writes."""
+        """The control tokens: special tokens, and added ones that the template writes or that look like
+        ``<|fim_prefix|>``. Other added tokens are ordinary vocabulary: Gemma's ``<table>``, runs of spaces."""
         if self._allow_control_tokens:
             return ControlText([])
         template = str(self.tokenizer.chat_template or "")
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        return ControlText([*special_tokens(self.tokenizer), *(token for token in added if token in template)])
+        written = [token for token in added if token in template or token.startswith(("<|", "<｜"))]
+        return ControlText([*special_tokens(self.tokenizer), *written])
 
     @cached_property
     def _turn_control(self) -> ControlText:
@@ -224,7 +237,7 @@ class ChatTemplate:
     def _rows(self, messages: Sequence[Message], tools: ToolSet | None) -> tuple[list[Row], ToolSet | None, str]:
         """Messages and tools as the template reads them, and the mark inside texts of control tokens; "" if there are
         none."""
-        rows = [self._row(message, tools) if message.thinking else as_row(message) for message in messages]
+        rows = [self._row(message, tools) for message in messages]
         found = [row["role"] for row in rows for key in row if self._has_control_text(row, key)]
         in_tools = tools is not None and self._control.occurs_in(tools.key)
         mark = ""
@@ -243,11 +256,23 @@ class ChatTemplate:
         return [_watched(row) for row in rows], tools, mark
 
     def _row(self, message: Message, tools: ToolSet | None) -> Row:
-        """A message with a thought, under the key that the template reads."""
-        row, source = as_row(message), self._source(tools)
-        thought = row.pop("reasoning_content")
-        keys = ("reasoning_content", "reasoning", "thinking")
-        return row | {next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0]): thought}
+        """The message, with its thought under the key that the template reads, and its calls in the form."""
+        row = as_row(message)
+        if message.thinking:
+            keys, source = ("reasoning_content", "reasoning", "thinking"), self._source(tools)
+            key = next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0])
+            row[key] = row.pop("reasoning_content")
+        if message.tool_calls:
+            form = self._call_form(self._source(tools))
+            row["content"] = message.content or form.content
+            for call in row["tool_calls"] if form.as_text else ():
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return row
+
+    def _call_form(self, source: str) -> CallForm:
+        if source not in self._call_forms:
+            self._call_forms[source] = find_call_form(lambda rows, prompt: self._render(rows, prompt, None, source))
+        return self._call_forms[source]
 
     def _has_control_text(self, row: Row, key: str) -> bool:
         value, occurs_in = row[key], self._control_of(row, key).occurs_in

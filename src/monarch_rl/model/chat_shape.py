@@ -7,6 +7,7 @@ tried here, before any episode: each role gets a sentence that has to appear in 
 from __future__ import annotations
 
 import itertools
+import json
 import os.path
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,31 @@ def calls_row(answers: Sequence[Row]) -> Row:
         for row in answers
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The form in which a template renders the calls of a message that is given."""
+
+    content: str | None = ""
+    """The content of a message that has only calls: templates such as DeepSeek-V3's render calls only beside None."""
+    as_text: bool = False
+    """Whether arguments are JSON text, which templates such as DeepSeek-V3's insert as it is."""
+
+
+def find_call_form(render: Render) -> CallForm:
+    """The first form in which the template renders a call with its arguments; the default if there is none."""
+    for as_text, content in itertools.product((False, True), ("", None)):
+        arguments: Any = {"argument": SENTINEL}
+        function = {"name": TURN_SENTINEL, "arguments": json.dumps(arguments) if as_text else arguments}
+        call = {"type": "function", "id": "call00000", "function": function}
+        try:
+            text = render([user_row(), {"role": "assistant", "content": content, "tool_calls": [call]}], False)
+        except ChatError:
+            continue
+        if TURN_SENTINEL in text and SENTINEL in text:
+            return CallForm(content, as_text)
+    return CallForm()
 
 
 def _refusal(render: Render, rows: Sequence[Row], first: str, then: str) -> str:
