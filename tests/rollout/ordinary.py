@@ -214,7 +214,7 @@ def variables() -> float:
     return CACHE["sum"]
 
 
-def annotations() -> float:
+def type_hints() -> float:
     hints = typing.get_type_hints(tool)
     return len(hints) + float(typing.get_type_hints(Typed)["direction"] == hints["direction"])
 
@@ -248,7 +248,7 @@ async def episode_with_programs() -> float:
 
 
 async def episode_with_variables() -> float:
-    return variables() + pickling() + annotations() + output()
+    return variables() + pickling() + type_hints() + output()
 
 
 # -- each of these is refused, or affects only its own score ----------------------------------------------------------
@@ -264,6 +264,10 @@ def asks() -> float:
 
 def pickles_an_object_of_a_module_next_to_the_recipe() -> float:
     return float(pickle.loads(pickle.dumps(beside.Mark(2.0))).value)
+
+
+def evaluates_text() -> float:
+    return float(eval("cached(1.0)"))
 
 
 def leaves_an_alarm() -> float:
@@ -301,11 +305,19 @@ async def nests_event_loops() -> float:
 
 WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
-    *(event_loops, alarm, pickling, annotations, variables, files, output),
+    *(event_loops, alarm, pickling, type_hints, variables, files, output),
     *(episode_with_processes, episode_with_programs, episode_with_variables),
 ]
 OTHERS: list[Callable[[], Any]] = [
-    *(exits, asks, pickles_an_object_of_a_module_next_to_the_recipe, leaves_an_alarm, is_not_interrupted),
+    *(
+        exits,
+        asks,
+        evaluates_text,
+        pickles_an_object_of_a_module_next_to_the_recipe,
+        leaves_an_alarm,
+        is_not_interrupted,
+    ),
+    *(leaves_an_alarm, is_not_interrupted),
     *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops),
 ]
 

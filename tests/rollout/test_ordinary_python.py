@@ -107,6 +107,7 @@ def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str)
         ("asks", ["standard input"]),
         ("episode_asks", ["standard input"]),
         ("pickles_an_object_of_a_module_next_to_the_recipe", ["beside.Mark", "within the function"]),
+        ("evaluates_text", ["NameError", "eval", "name it in the function"]),
         ("handles_signals", ["main thread", "policy.in_scorer"]),
         ("nests_event_loops", ["await", "asyncio.to_thread"]),
     ],
