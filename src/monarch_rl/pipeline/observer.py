@@ -94,6 +94,7 @@ class Observer:
             values["weights/served_version"] = report.version
         values |= _of_buffer(counts)
         values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
+        values["length/turn_limits"] = sum(worker.turn_limits for worker in self._stats.values())
         values |= self._stage_times() | self._lost(counts, list(self._stats.values()))
         self._last_step_at = moment
         self._engines |= engines  # the next step counts an unresponsive replica from its last answer

@@ -117,7 +117,7 @@ def _sequence(
     turns = [untrained(turn, truncated) for turn in shared] + turns[len(shared) :]
     fork = Fork(trained_in[id(shared[-1])], len(shared)) if shared else None
     routes = np.concatenate(line.expert_routes) if line.expert_routes else None
-    reason = "context" if line.full else line.finish_reasons[-1]
+    reason = line.full or line.finish_reasons[-1]
     messages = as_rows(line.conversation.messages)
     return Episode(
         turns,
