@@ -104,6 +104,7 @@ class Run:
         self.log, self.temporary = scratch / "log", scratch / "t"
         self.temporary.mkdir()
         sizes = ["--groups-per-step=8", "--held-out=16", "--rollout.workers=2", "--rollout.concurrent-groups=16"]
+        sizes += ["--trainer.ranks=2", "--generator.replicas=2"]
         more = ["--steps=1000000", f"--output={scratch}/runs", "--recovery.restarts=1000", *sizes, *flags]
         arguments = [str(scratch), "" if stuck_s is None else str(stuck_s), *more]
         # SGLang's processes change their title, which by default overwrites the environment by which they are found.

@@ -112,7 +112,8 @@ class Settings:
 
 def command(s: Settings, output: Path, every: int, *more: str) -> list[str]:
     flags = [f"--model={s.model}", f"--output={output}", "--held-out=1", f"--checkpoint.every-steps={every}"]
-    flags += ["--checkpoint.every-minutes=0", "--generator.replicas=1", "--groups-per-step=8", *more]
+    flags += ["--checkpoint.every-minutes=0", "--trainer.ranks=2", "--generator.replicas=1", "--groups-per-step=8"]
+    flags += more
     return [sys.executable, "-m", "monarch_rl.runtime.supervisor", str(ROOT / "recipes" / "grpo.py"), *flags]
 
 

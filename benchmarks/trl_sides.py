@@ -68,10 +68,10 @@ def sides(devices: int) -> dict[str, Side]:
         split = ("--trainer.ranks", str(ranks), "--generator.replicas", str(devices - ranks))
         all_sides = [Side(f"{ranks} + {devices - ranks}", split), Side("lag 0", split + lag0), Side("TRL", threads=1)]
         return dict(zip(("default", "lag0", "trl"), all_sides, strict=True))
-    one = ("--trainer.ranks", "1", "--generator.replicas", "1")
+    one, two = (("--trainer.ranks", n, "--generator.replicas", n) for n in "12")
     return {
-        "default": Side("default (2 ranks, 2 replicas, lag 2)"),
-        "lag0": Side("lag 0", lag0),
+        "default": Side("default (2 ranks, 2 replicas, lag 2)", two),
+        "lag0": Side("lag 0", two + lag0),
         "one": Side("1 rank + 1 replica", one),
         "trl1": Side("TRL, 1 thread", threads=1),
         "trl2": Side("TRL, 2 threads", threads=2),

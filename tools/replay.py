@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from monarch_rl.checkpoint.journal import FOLDER, JournalReader
+from monarch_rl.checkpoint.journal import FOLDER, JournalReader, plans_of
 from monarch_rl.offline.program import run_program
 from monarch_rl.offline.replay import (
     OpenedEpisode,
@@ -58,6 +58,7 @@ def objective_of(name: str, plan: Any) -> ByValue[Any]:
 def job_of(run: Path, first: int | None, last: int | None, objective: str, opened: int | None) -> tuple[ReplayJob, int]:
     """The job for these arguments, and the first step to show."""
     journal = run / FOLDER
+    read_plan(journal, max(plans_of(journal), default=0))  # first: that of another version says which one to use
     reader = JournalReader(journal, 0)
     if opened is not None and first is None:
         first = last = opened

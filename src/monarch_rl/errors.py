@@ -5,7 +5,7 @@
             TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
-            ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft
+            ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft, OutOfMemory
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
@@ -25,7 +25,8 @@
 
 Each also derives from the built-in exception that fits it best, for example ValueError for refused settings.
 Exceptions of a recipe's own code reach the recipe unchanged, with their traceback.
-:class:`~monarch_rl.rollout.stages.DropGroup` is not an error: a stage raises it to drop a group. Three errors are
+:class:`~monarch_rl.rollout.stages.DropGroup` is not an error: a stage raises it to drop a group. Nor is
+:class:`LoopBlocked`, which ends code that blocks an event loop. Three errors are
 defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``), all others here.
 """
 
@@ -106,6 +107,10 @@ class NotFinite(RunError):
     """A tensor holds NaN or infinity; the message names the tensor."""
 
 
+class OutOfMemory(RunError):
+    """A trainer rank could not allocate memory; the message names flags that lower its need."""
+
+
 class BufferClosed(RunError):
     """The run ended before the batch was complete."""
 
@@ -184,7 +189,7 @@ class JudgeFailed(EpisodeError):
 
 
 class ContextFull(EpisodeError):
-    """The episode has no room for another turn.
+    """The episode has no room for another turn, or has had ``rollout.max_turns``.
 
     If the coroutine does not catch it, the episode ends with ``policy.reward_so_far`` and is trained like any other.
     """
@@ -291,3 +296,16 @@ def written_by_another_version(what: str, writer: str, reason: object) -> str:
     return (
         f"{what} was written by {by}, and this version, {version('monarch_rl')}, cannot read it ({reason}): use {use}"
     )
+
+
+class LoopBlocked(BaseException):
+    """Raised in an episode's code that has blocked the event loop of its worker for ``rollout.episode_deadline_s``.
+
+    No Exception, because a loop that catches these would go on.
+    """
+
+    def __str__(self) -> str:  # raised by its class alone, without arguments
+        return (
+            "this code blocked the event loop of its worker, and with it all other episodes there, for longer than "
+            "--rollout.episode-deadline-s: await asyncio.to_thread(...) for computation and blocking calls"
+        )

@@ -16,6 +16,7 @@ from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.errors import BufferClosed, DeadlineExceeded
 from monarch_rl.rollout.submit import UNASKED_BYTES, SubmitQueue, TicketQueue
@@ -71,6 +72,28 @@ def test_steps_through_waiting_calls(process: Any) -> None:
         assert ticket.group_id == 4
         shard = await buffer.take.call_one(1, 0, ShardPlan(1, 64), WAIT_S)
         assert shard.lag_counts.tolist() == [0, 4]
+
+    run(test)
+
+
+def test_a_batch_is_awaited_until_it_is_complete_and_names_what_it_lacks(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 4, 1)
+        assert await buffer.awaited_batch.call_one() is None, "no rank waits"
+        (done,) = await fill(buffer, 1)
+        await buffer.drop.call_one((await buffer.admit.call_one("worker 0", WAIT_S)).group_id, "before", 0, 0)
+        taking = asyncio.ensure_future(buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S))
+        for reason in ("meanwhile", ""):
+            ticket = await buffer.admit.call_one("worker 0", WAIT_S)
+            if reason:
+                await buffer.drop.call_one(ticket.group_id, reason, 0, 0)
+        batch = await buffer.awaited_batch.call_one()
+        assert (batch.groups, batch.missing, batch.unstarted) == (4, [ticket.group_id], 2)
+        assert (batch.running, batch.dropped) == (1, {"meanwhile": 1}) and done not in batch.missing
+        await buffer.submit.call_one(serialize_group(group(ticket.group_id, [0], [0])))
+        await fill(buffer, 2)
+        await within(WAIT_S, taking, "the batch")
+        assert await buffer.awaited_batch.call_one() is None, "the trainer computes"
 
     run(test)
 
@@ -244,6 +267,21 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_submissions_are_igno
         await buffer.submit.call_one(serialize_group(restarted))
         shard = await buffer.take.call_one(0, 0, ShardPlan(1, 64), WAIT_S)
         assert shard.num_episodes == 4
+
+    run(test)
+
+
+def test_a_group_that_has_blocked_its_worker_is_dropped_and_the_others_are_restarted(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 3, 0)
+        for worker in ("worker 0", "worker 0", "worker 1"):
+            await buffer.admit.call_one(worker, WAIT_S)
+        failure = Failure("episode blocked its worker", report="mistakes.py:62")
+        assert await buffer.requeue.call_one("worker 0", (1, failure)) == [0]
+        assert (await buffer.counts.call_one()).dropped == {failure.reason: 1}
+        assert (await buffer.failures.call_one(0, 600.0)).failures == [failure]
+        assert await buffer.requeue.call_one("worker 0", (2, failure)) == [], "another worker has it"
+        assert (await buffer.counts.call_one()).dropped == {failure.reason: 1}
 
     run(test)
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -227,27 +227,27 @@ def test_files_that_cannot_be_removed_do_not_prevent_a_checkpoint(
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
-    values = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
+    values = folders.read_checked(folder / "manifest.json")
+    folders.write_checked(folder / "manifest.json", values | {"format": 9})
     with pytest.raises(BrokenCheckpoint, match="format 9.* 3"):
         folders.verify(folder)
 
 
 def test_a_field_of_a_later_version_is_refused_with_that_version(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
-    values = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(values | {"new": 1, "packages": {"monarch_rl": "7.5"}}))
+    values = folders.read_checked(folder / "manifest.json")
+    folders.write_checked(folder / "manifest.json", values | {"new": 1, "packages": {"monarch_rl": "7.5"}})
     with pytest.raises(BrokenCheckpoint, match=r"monarch_rl 7\.5.* new\): use monarch_rl 7\.5"):
         folders.read_manifest(folder)
 
 
 def test_a_measurement_and_the_supervised_steps_may_be_missing(tmp_path: Path) -> None:
     folder = made(tmp_path, 1, 0.5)
-    values = json.loads((folder / "manifest.json").read_text())
+    values = folders.read_checked(folder / "manifest.json")
     optional = {field.name for field in fields(Manifest) if field.default is None}
     assert optional == {"measured", "best", "warm_up_steps"}
     required = {name: value for name, value in values.items() if name not in optional}
-    (folder / "manifest.json").write_text(json.dumps(required))
+    (folder / "manifest.json").write_text(json.dumps(required))  # as an earlier version did, without a checksum
     manifest = folders.read_manifest(folder)
     assert manifest.version == 1 and manifest.measured is manifest.best is None and manifest.warm_up_steps is None
 
@@ -257,3 +257,40 @@ def test_when_a_checkpoint_is_due() -> None:
     assert CheckpointSettings(every_minutes=15).due(1, 900) and not CheckpointSettings(every_minutes=15).due(1, 899)
     assert CheckpointSettings(every_steps=5, every_minutes=0).due(5, 0)
     assert not CheckpointSettings(every_minutes=0).due(10**6, 1e9)
+
+
+@given(st.data())
+def test_a_flipped_bit_or_a_cut_in_a_manifest_is_noticed(root: Path, data: st.DataObject) -> None:
+    folder = folders.folder_of(root, 3)
+    path, whole = folder / "manifest.json", (root / "whole").read_bytes()
+    spoilt, place = bytearray(whole), data.draw(st.integers(0, len(whole) - 2))
+    if data.draw(st.booleans()):
+        spoilt[place] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del spoilt[place:]
+    path.write_bytes(spoilt)
+    with pytest.raises(BrokenCheckpoint, match=str(path)):
+        folders.verify(folder)
+    path.write_bytes(whole)
+    assert folders.verify(folder).counters == {"7": 1.5, "12": [2]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of step 3, and a copy of its manifest."""
+    root = tmp_path_factory.mktemp("manifest")
+    folder = made(root, 3, 0.5)
+    manifest = replace(folders.read_manifest(folder), counters={7: 1.5, 12: (2,)})  # type: ignore[dict-item]
+    folders.write_checked(folder / "manifest.json", asdict(manifest))
+    shutil.copy(folder / "manifest.json", root / "whole")
+    return root
+
+
+def test_checkpoints_whose_names_were_exchanged_are_not_used(tmp_path: Path) -> None:
+    earlier, third, later = (made(tmp_path, version) for version in (3, 6, 9))
+    third.rename(tmp_path / "other")
+    later.rename(third)
+    (tmp_path / "other").rename(later)
+    assert newest_whole(tmp_path) == (earlier, folders.read_manifest(earlier))
+    with pytest.raises(BrokenCheckpoint, match=f"{later} was renamed: .* step 6"):
+        folders.verify(later)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,7 @@ from monarch_rl.checkpoint.journal import (
     FILES,
     MAGIC,
     OVERHEAD,
+    Damage,
     JournalReader,
     JournalWriter,
     Made,
@@ -46,7 +48,16 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st
 VALUES = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
 )
-RECORDS = st.lists(st.builds(Record, st.sampled_from(["BTCH", "STEP"]), st.integers(-1, 2**40), st.binary(max_size=60)))
+RECORDS = st.lists(
+    st.builds(
+        Record,
+        st.sampled_from(["BTCH", "STEP"]),
+        st.integers(-1, 2**40),
+        st.binary(max_size=60),
+        st.integers(0, 9),
+        st.integers(0, 99),
+    )
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,30 +108,40 @@ def test_all_whole_records_of_a_truncated_file_are_read(records: list[Record], d
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "0.journal"
         path.write_bytes(whole[:length])
-        assert list(read_records(path)) == expected
+        assert read(path)[0] == expected
         path.write_bytes(whole[:length] + bytes(data.draw(st.integers(0, 40))))  # a hole that was never filled
-        found = list(read_records(path))  # zeros may complete a record that ends in zeros
+        found, _ = read(path)  # zeros may complete a record that ends in zeros
         assert found[: len(expected)] == expected and found == records[: len(found)]
 
 
+def read(path: Path) -> tuple[list[Record], list[Damage]]:
+    """The records of a file, and its damage."""
+    items = list(read_records(path))
+    return [item for item in items if isinstance(item, Record)], [item for item in items if isinstance(item, Damage)]
+
+
 @given(RECORDS.filter(bool), st.data())
-def test_a_corrupted_byte_costs_its_record_and_the_following_ones(records: list[Record], data: st.DataObject) -> None:
+def test_a_corrupted_byte_costs_its_record_alone_which_is_named(records: list[Record], data: st.DataObject) -> None:
     packed = [serialize_record(record) for record in records]
     ends = np.cumsum([len(MAGIC), *map(len, packed)])
     place = data.draw(st.integers(len(MAGIC), int(ends[-1]) - 1))
+    hit = int((ends <= place).sum()) - 1
     spoilt = bytearray(MAGIC + b"".join(packed))
     spoilt[place] ^= data.draw(st.integers(1, 255))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "0.journal"
         path.write_bytes(spoilt)
-        assert list(read_records(path)) == records[: int((ends <= place).sum()) - 1]
+        found, (damage,) = read(path)
+        assert found == records[:hit] + records[hit + 1 :]
+        assert (damage.record, damage.offset, damage.nbytes) == (hit, ends[hit], len(packed[hit]))
+        assert damage.at_the_end == (hit == len(records) - 1)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "0.journal").write_bytes(b"MRLJNL99")
+    (tmp_path / "0.journal").write_bytes(b"MRLJNL99" + bytes(40))
     with pytest.raises(ValueError, match="MRLJNL99"):
         list(read_records(tmp_path / "0.journal"))
-    assert OVERHEAD == 24
+    assert OVERHEAD == 32
 
 
 def shards(version: int, ranks: int) -> list[PackedShard]:
@@ -185,7 +206,7 @@ def test_replayed_batches_replace_those_before_the_resume(starts: list[int], ste
         for run, (start, count) in enumerate(zip(starts, steps, strict=False)):
             first = min(start, reached)
             reached = first + count
-            writer = JournalWriter(Path(folder), 0, 10**6)
+            writer = JournalWriter(Path(folder), 0, 10**6, {"generation": run})
             for version in range(first, reached):
                 (shard,) = shards(version, 1)
                 shard.tasks = [f"run {run}"] * 2
@@ -258,6 +279,127 @@ def test_a_full_disk_leaves_whole_records_and_no_files_without_any(tmp_path: Pat
         assert writer.lost == 20
     for rank, expected in ((0, [0, 21]), (1, [21])):
         (file,) = files_of(tmp_path / f"rank{rank}")
-        assert [record.version for record in read_records(file) if record.kind == "STEP"] == expected
-        end = serialize_record(list(read_records(file))[-1])
+        records, _ = read(file)
+        assert [record.version for record in records if record.kind == "STEP"] == expected
+        end = serialize_record(records[-1])
         assert file.read_bytes().endswith(end) and file.stat().st_size == len(whole) + len(end) * (rank == 0)
+
+
+# -- damage: whatever happens to the files, a batch or result that is read is the one that the run used last ----------
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The journal of a run in three generations, which have made versions 0 to 5, 3 to 7, and 6 to 9, in six files."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for generation, versions in enumerate((range(6), range(3, 8), range(6, 10))):
+        writer = JournalWriter(folder, 0, 16_000, {"generation": generation})
+        for version in versions:
+            (shard,) = shards(version, 1)
+            shard.tasks = [f"generation {generation}"] * 2
+            append(writer, shard)
+            append_made(writer, version, generation)
+        writer.close()
+    return folder
+
+
+def append_made(writer: JournalWriter, version: int, generation: int) -> None:
+    wait_until(writer._waiting.empty, "room for a result", every_s=0.001)
+    writer.made(version, Made(np.asarray([version, generation]), {}))
+
+
+LAST = {version: 0 if version < 3 else 1 if version < 6 else 2 for version in range(10)}
+"""By version: the generation that made it last."""
+
+
+def check_read(folder: Path) -> JournalReader:
+    """Read the journal, and check that all of its contents are those of the last generation that made them."""
+    reader = JournalReader(folder, 0)
+    for version in reader.versions:
+        shard, made = reader.batch(version), reader.made(version)
+        assert (shard.version, shard.tasks[0]) == (version, f"generation {LAST[version]}")
+        assert reader.about_batch(version)["generation"] == LAST[version]
+        assert made is None or made.checksums.tolist() == [version, LAST[version]]
+    return reader
+
+
+def copied(journal_folder: Path, folder: str) -> tuple[Path, list[Path]]:
+    copy = Path(shutil.copytree(journal_folder, Path(folder) / "journal"))
+    return copy, files_of(copy / "rank0")
+
+
+def test_an_undamaged_journal_of_several_generations_is_read_in_full(resumed: Path) -> None:
+    reader = check_read(resumed)
+    assert reader.versions == list(range(10)) and not reader.damage
+    assert [reader.made(version) is not None for version in range(10)] == [True] * 10
+    assert len(files_of(resumed / "rank0")) >= 5
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_flipped_bit_never_gives_a_wrong_batch_and_its_file_and_record_are_named(
+    resumed: Path, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        copy, files = copied(resumed, folder)
+        file = data.draw(st.sampled_from(files))
+        content = bytearray(file.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        _, records = bounds(file)
+        hit = next((record for start, end, record in records if start <= place < end), None)
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(content)
+        reader = check_read(copy)
+        if hit is not None:
+            number, start = next((i, start) for i, (start, _, record) in enumerate(records) if record is hit)
+            cut_off = hit is records[-1][2] and 12 <= place - start < 20  # a longer record would be cut off here
+            assert len(reader.damage) == 1 or (cut_off and not reader.damage)
+            assert all(str(file) in text and f"record {number}, at byte {start}" in text for text in reader.damage)
+            lost = set(range(10)) - set(reader.versions)
+            if hit.kind == "BTCH" and hit.version not in (3, 6):  # a generation's first batch replaces earlier ones
+                assert lost <= {hit.version}
+
+
+def bounds(file: Path) -> tuple[bytes, list[tuple[int, int, Record]]]:
+    """The content of a journal file, and the beginning and end of each record."""
+    content, place, found = file.read_bytes(), len(MAGIC), []
+    for record in read(file)[0]:
+        end = place + len(serialize_record(record))
+        found.append((place, end, record))
+        place = end
+    return content, found
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(["truncate", "remove", "swap", "repeat", "remove file", "swap files"]))
+def test_missing_and_exchanged_records_and_files_never_give_a_wrong_batch(
+    resumed: Path, data: st.DataObject, fault: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        copy, files = copied(resumed, folder)
+        place = data.draw(st.integers(0, len(files) - 1))
+        file, other = files[place], files[data.draw(st.integers(0, len(files) - 1))]
+        content, records = bounds(file)
+        bodies = [content[start:end] for start, end, _ in records]
+        i, j = (data.draw(st.integers(0, len(bodies) - 1)) for _ in range(2))
+        if fault == "truncate":
+            file.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+        elif fault == "remove":
+            del bodies[i]
+        elif fault == "swap":
+            bodies[i], bodies[j] = bodies[j], bodies[i]
+        elif fault == "repeat":
+            bodies.insert(j, bodies[i])
+        elif fault == "remove file" and file != files[-1]:  # nothing shows that there was a newer one
+            file.unlink()
+        elif fault == "swap files":
+            both = file.read_bytes(), other.read_bytes()
+            file.write_bytes(both[1])
+            other.write_bytes(both[0])
+        if fault in ("remove", "swap", "repeat"):
+            file.write_bytes(MAGIC + b"".join(bodies))
+        reader = check_read(copy)
+        oldest_removed = fault == "remove file" and file == files[0]  # as a journal does that has reached its limit
+        at_the_end = file == files[-1] and fault in ("truncate", "remove")  # nothing shows that there was more
+        if reader.versions != list(range(10)) and not oldest_removed and not at_the_end:
+            assert all(".journal" in text for text in reader.damage) and reader.damage

@@ -32,8 +32,12 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 
+def qwen3_values(**change: Any) -> dict[str, Any]:
+    return _QWEN3 | change
+
+
 def qwen3(**change: Any) -> ModelConfig:
-    return parse_config(_QWEN3 | change)
+    return parse_config(qwen3_values(**change))
 
 
 def qwen3_moe(**change: Any) -> ModelConfig:

@@ -14,9 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.observe import disk_thread
-from monarch_rl.observe.lines import LineFile, truncate
+from monarch_rl.observe.lines import LineFile, read_object, read_rows, truncate
 from monarch_rl.observe.metrics import Metrics
 from tests import patience
 
@@ -188,3 +191,33 @@ def test_metrics_continue_without_a_disk_and_resume_with_it(tmp_path: Path) -> N
     metrics.close()
     assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 3]
     assert metrics.lines.lost == 1
+
+
+@given(
+    st.lists(st.dictionaries(st.text(), st.integers() | st.text()), min_size=1, max_size=6),
+    st.binary(max_size=9).filter(lambda noise: b"\n" not in noise),
+    st.data(),
+)
+def test_a_damaged_line_is_named_and_all_others_are_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], noise: bytes, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "rows.jsonl"
+    lines = [json.dumps(row).encode() for row in rows]
+    place = data.draw(st.integers(0, len(lines) - 1))
+    at = data.draw(st.integers(0, len(lines[place])))
+    lines[place] = lines[place][:at] + b"\x00" + noise
+    path.write_bytes(b"\n".join([*lines, b'{"cut": of']))  # a line that is just being written
+    found, damage = read_rows(path)
+    assert found == rows[:place] + rows[place + 1 :]
+    offset = sum(len(line) + 1 for line in lines[:place])
+    assert len(damage) == 1 and damage[0].startswith(f"{path}: line {place + 1}, at byte {offset}, is damaged (")
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1', b"[1]", b"\xff\xfe{", b"[" * 10**5, b""])
+def test_a_damaged_object_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "settings.json"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=f"^{path} is damaged"):
+        read_object(path)
+    with pytest.raises(SettingsError, match=r"none\.json cannot be read \(No such file"):
+        read_object(tmp_path / "none.json")

@@ -11,7 +11,7 @@ import pytest
 from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.objectives import PolicyGradient, PPOClip
-from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
+from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, files_of
 from monarch_rl.offline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
@@ -20,7 +20,7 @@ from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import LossFunction, evaluate_loss, supervised
 from monarch_rl.trainer.plan import TrainerPlan, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
-from tests.checkpoint.test_journal import shards
+from tests.checkpoint.test_journal import append, bounds, shards
 from tests.trainer.test_objective import made
 from tools.replay import exit_code, objective_of, verdict
 
@@ -71,7 +71,7 @@ def test_steps_without_checksums_are_not_reported_as_equal() -> None:
 def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
     for generation, versions in enumerate((range(3), range(3, 6))):
         write_plan(tmp_path, replace(plan_of(), generation=generation))
-        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "trained_as": f"recipe {generation}"})
+        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "functions_as": f"recipe {generation}"})
         for version in versions:
             writer.batch(shards(version, 1)[0])
         writer.close()
@@ -82,9 +82,11 @@ def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Pat
 
 
 def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
-    """Two ranks make steps 1 to 4; the run resumes after step 3, on one rank, and later on one again."""
+    """Two ranks make steps 1 to 4; the run resumes after step 3, on one rank, and later on one again, with another
+    learning rate, which a replay follows."""
     for generation, (ranks, versions) in enumerate(((2, range(4)), (1, range(3, 6)), (1, range(6, 8)))):
-        plan = TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8, generation=generation)
+        settings = TrainerSettings(ranks=ranks, lr=1e-5 if generation == 2 else 1e-6)
+        plan = TrainerPlan(Path("model"), settings, 1, 1.0, 8, generation=generation)
         write_plan(tmp_path, plan)
         writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation})
         for version in versions:
@@ -92,8 +94,25 @@ def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_i
         writer.close()
     reader = JournalReader(tmp_path, 0)
     assert generation_of(tmp_path, reader, 0, 3) == 0
-    assert generation_of(tmp_path, reader, 3, 8) == 2, "the settings are the same"
+    assert generation_of(tmp_path, reader, 3, 8) == 2
     with pytest.raises(ValueError, match=r"step 3 .* step 5 \(trainer.ranks 2 and 1\)"):
         generation_of(tmp_path, reader, 0, 5)
     with pytest.raises(ValueError, match="step 9"):
         generation_of(tmp_path, reader, 3, 9)
+
+
+def test_a_damaged_batch_is_named_with_the_steps_that_can_be_replayed(tmp_path: Path) -> None:
+    write_plan(tmp_path, plan_of())
+    writer = JournalWriter(tmp_path, 0, 10**6, {"generation": 0})
+    for version in range(6):
+        append(writer, shards(version, 1)[0])
+    writer.close()
+    (file,) = files_of(tmp_path / "rank0")
+    content = bytearray(file.read_bytes())
+    place = bounds(file)[1][4][0] + 60  # record 0 describes the writer
+    content[place] ^= 1
+    file.write_bytes(content)
+    reader = JournalReader(tmp_path, 0)
+    with pytest.raises(ValueError, match=rf"lacks step 4; it has steps 1 to 3 and 5 to 6\. {file}: record 4, at byte"):
+        generation_of(tmp_path, reader, 0, 6)
+    assert generation_of(tmp_path, reader, 0, 3) == generation_of(tmp_path, reader, 4, 6) == 0

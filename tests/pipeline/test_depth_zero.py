@@ -99,6 +99,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
         "groups-per-step": SETTINGS["groups_per_step"],
         "buffer.max-policy-lag": 0,
         "held-out": 4,
+        "trainer.ranks": 2,
         "generator.replicas": 1,
         "rollout.group-size": SETTINGS["group_size"],
         "rollout.max-new-tokens": SETTINGS["max_new_tokens"],

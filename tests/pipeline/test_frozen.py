@@ -376,7 +376,7 @@ def test_all_clients_are_notified_of_a_lost_engine_and_its_replacement(
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
             if culprit:
-                assert await stage.recovery.recover(culprit)
+                assert await stage.recovery.recover(culprit, "is stopped")
             else:
                 stage.engines[1].end.set_exception(RuntimeError("Killed(sig=9)"))
             await until(lambda: stage.recovery.metrics()["recovery/returned"], "a return")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.pipeline.memory import (
     CACHE,
     REPLICA,
@@ -21,6 +22,7 @@ from monarch_rl.pipeline.memory import (
     VERSIONS,
     MemoryPlan,
     Sides,
+    check_cpu_trainer,
     check_gpu_memory,
     plan_memory,
 )
@@ -242,3 +244,35 @@ def test_the_readmes_commands_train_a_real_model_that_fits_80_gb() -> None:
         check_gpu_memory(MODELS[s.model.removeprefix("Qwen/")], memory_sides(s), gpus(80))
         assert s.trainer.lr == 1e-6 and s.rollout.max_new_tokens == 1024 and s.task.name == "chain_sum"
         assert s.task == apart.task
+
+
+@given(
+    st.sampled_from(["Qwen3-0.6B", "Qwen3-1.7B", "Llama-3.1-8B"]),
+    st.integers(1, 4),
+    st.integers(64, 2**17),
+    st.integers(1024, 2**17),
+    st.integers(1, 200 * GIB),
+)
+def test_trainer_ranks_that_cannot_fit_a_machine_without_gpus_are_refused(
+    name: str, ranks: int, chunk: int, tokens: int, memory: int
+) -> None:
+    """The largest chunk that the message suggests fits, and no larger one does."""
+    settings = TrainerSettings(ranks=ranks, logprob_chunk=chunk, tokens_per_microbatch=tokens)
+
+    def message(chunk: int) -> str:
+        try:
+            check_cpu_trainer(MODELS[name], replace(settings, logprob_chunk=chunk), TransferSettings(), memory, ranks)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    sizes = trained_model(MODELS[name], settings.lora).sizes
+    states = ranks * 16 * -(-sizes.elements // ranks)  # float32 weights, gradients and two moments
+    text, logits = message(chunk), ranks * 20 * sizes.vocabulary * min(chunk, tokens)
+    if text:
+        assert memory < 1.01 * (states + logits) and f"{min(chunk, tokens)} tokens" in text
+    else:
+        assert memory > 0.99 * (states + logits)
+    if found := re.search(r"--trainer.logprob-chunk at most (\d+)", text):
+        assert int(found[1]) < min(chunk, tokens)
+        assert not message(int(found[1])) and message(int(found[1]) + 1)

@@ -24,6 +24,8 @@ from monarch_rl.pipeline.recovery import LostProcesses, Recovery, RecoverySettin
 from monarch_rl.simulate.clock import run_virtual
 from tests.patience import until
 
+STATE = "has blocked its event loop for 16 s at mistakes.py:62"
+
 
 class Worker:
     """A handle of a rollout worker or a generator; ``fail`` ends it."""
@@ -170,15 +172,22 @@ def test_the_groups_of_a_lost_worker_are_requeued_and_a_new_worker_runs(tmp_path
             elif cause == "its work":
                 lost.work.set_exception(RuntimeError("no such item"))
             else:
-                assert await stage.recovery.recover("rollout worker 0")
+                assert await stage.recovery.recover("rollout worker 0", STATE, 4)
             await until(stage.returns, "a return")
             (new,) = stage.started["rollout worker"]
-            assert stage.events == [("requeue", "rollout worker 0"), ("dispatch",)]
+            (_, name, dropped), dispatched = stage.events
+            assert name == "rollout worker 0" and dispatched == ("dispatch",)
+            if cause == "the watch":
+                group, failure = dropped
+                assert group == 4 and STATE in failure.report
+            else:
+                assert dropped is None
             await until(lambda: new.runs, "its run")  # the task that calls run starts after the return is recorded
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # has an effect only because run was called
         assert new.runs == 1
         assert stage.events[-1] == ("close",)
+        assert (stage.losses()[0]["cause"] == f"rollout worker 0 {STATE}") == (cause == "the watch")
 
     run_on_stage(tmp_path, test)
 
@@ -202,7 +211,7 @@ def test_a_replacement_that_does_not_start_is_retried_up_to_the_limit(tmp_path: 
             stage.generators.handles[0].fail("Killed(sig=9)")
             await until(stage.has_removed, "a removal")
             assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
-            assert await stage.recovery.recover("generator 1"), "a replacement may be started"
+            assert await stage.recovery.recover("generator 1", STATE), "a replacement may be started"
 
     run_on_stage(tmp_path, test, restarts=2)
 
@@ -288,8 +297,8 @@ def test_a_process_without_a_registered_name_is_identified_by_its_mesh(tmp_path:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
-            assert await stage.recovery.recover("generator1 0")
-            assert not await stage.recovery.recover("trainer 0")
+            assert await stage.recovery.recover("generator1 0", STATE)
+            assert not await stage.recovery.recover("trainer 0", STATE)
             await until(stage.returns, "a return")
         assert stage.losses()[0]["who"] == "generator 1"
 
@@ -343,10 +352,10 @@ def test_without_restarts_a_run_continues_until_the_last_replica_is_lost(tmp_pat
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
-            assert await stage.recovery.recover("the engine of generator 1")
+            assert await stage.recovery.recover("the engine of generator 1", STATE)
             await until(lambda: list(stage.generators.handles) == [0], "a removal")
-            assert not await stage.recovery.recover("generator 0")
-            assert not await stage.recovery.recover("trainer rank 0")
+            assert not await stage.recovery.recover("generator 0", STATE)
+            assert not await stage.recovery.recover("trainer rank 0", STATE)
 
     run_on_stage(tmp_path, test, restarts=0)
 

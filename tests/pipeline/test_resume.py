@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,13 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalBatch, JournalSettings
+from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
 from monarch_rl.pipeline.replayed_steps import OnReplayed, replay_steps
 from monarch_rl.pipeline.resume import Resumed
-from monarch_rl.pipeline.run_folder import note_state, recipe_name
+from monarch_rl.pipeline.run_folder import note_state, read_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
@@ -58,7 +60,10 @@ def finished_step(run_settings: RunSettings, version: int = 3, name: str = "1", 
     [
         (RunSettings(groups_per_step=8), "--groups-per-step was 32 and is now 8, .* bound"),
         (RunSettings(buffer=BufferSettings(1)), "--buffer.max-policy-lag was 2 and is now 1, .* bound"),
-        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "--trainer.lr was 1e-06 and is now 1e-05, .* schedule"),
+        (
+            RunSettings(trainer=TrainerSettings(lr_min_factor=0.1)),
+            "--trainer.lr-min-factor was 1.0 and is now 0.1, .* schedule .*from 1 to 0.989 .*export.py .*--model",
+        ),
     ],
 )
 def test_settings_that_break_the_bound_or_the_schedule_are_refused(
@@ -67,6 +72,49 @@ def test_settings_that_break_the_bound_or_the_schedule_are_refused(
     run = finished_step(RunSettings(output=tmp_path))
     with pytest.raises(ValueError, match=message):
         resume.resolve_resume(replace(changed, output=tmp_path, resume=str(run)))
+
+
+def test_the_learning_rate_may_change_and_so_may_its_schedule_if_the_next_step_keeps_its_rate(tmp_path: Path) -> None:
+    """Checkpoints are of step 3 of 250."""
+    run = finished_step(RunSettings(output=tmp_path))
+    for trainer, listed in (
+        (TrainerSettings(lr=1e-5), {"trainer.lr 1e-06 -> 1e-05"}),
+        (TrainerSettings(lr_warmup_steps=3), {"trainer.lr_warmup_steps 0 -> 3"}),
+        (
+            TrainerSettings(lr=1e-7, lr_min_factor=0.1, lr_decay_ratio=0.2),
+            {"trainer.lr 1e-06 -> 1e-07", "trainer.lr_min_factor 1.0 -> 0.1", "trainer.lr_decay_ratio None -> 0.2"},
+        ),
+    ):
+        settings = RunSettings(output=tmp_path, resume=str(run), trainer=trainer)
+        resumed = resume.resolve_resume(settings)
+        assert resumed is not None and listed <= set(resumed.differences)
+        resume.take_folder(settings, resumed)
+        row = json.loads((run / "resumes.jsonl").read_text().splitlines()[-1])
+        assert listed <= set(row["differences"]) and row["step"] == 3
+    with pytest.raises(ValueError, match="--trainer.lr-warmup-steps was 0 and is now 5"):
+        resume.resolve_resume(RunSettings(output=tmp_path, resume=str(run), trainer=TrainerSettings(lr_warmup_steps=5)))
+    late = TrainerSettings(lr_min_factor=0.0, lr_decay_ratio=0.1)
+    run = finished_step(RunSettings(output=tmp_path / "late", trainer=late))
+    longer = RunSettings(output=tmp_path / "late", trainer=late, steps=500, resume=str(run))
+    resumed = resume.resolve_resume(longer)
+    assert resumed is not None and "steps 250 -> 500" in resumed.differences
+
+
+@pytest.mark.parametrize("given", ["path", "auto"])
+def test_a_resumed_run_keeps_its_ranks_and_replicas_on_another_machine(tmp_path: Path, given: str) -> None:
+    sizes = {"trainer": TrainerSettings(ranks=3), "generator": GeneratorSettings(replicas=5)}
+    run = finished_step(RunSettings(output=tmp_path, **sizes))  # type: ignore[arg-type]
+    damaged = folders.folder_of(run / "checkpoints", 9)
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{")  # the one before counts
+    fresh = RunSettings(output=tmp_path, resume=str(run) if given == "path" else "auto")
+    kept = resume.keep_sizes(fresh)
+    assert (kept.trainer.ranks, kept.generator.replicas) == (3, 5)
+    assert (resumed := resume.resolve_resume(kept)) is not None
+    assert not any("ranks" in text or "replicas" in text for text in resumed.differences)
+    own = resume.keep_sizes(replace(fresh, trainer=TrainerSettings(ranks=2)))
+    assert (own.trainer.ranks, own.generator.replicas) == (2, 5)
+    assert resume.keep_sizes(replace(fresh, resume=None)) == replace(fresh, resume=None)
 
 
 def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path: Path) -> None:
@@ -163,6 +211,63 @@ def test_journals_from_before_a_generation_without_one_are_ignored(tmp_path: Pat
         assert asyncio.run(replay(resumed)) == []
         resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
     assert since == [0, 0, 2, 2] and calls == [(0, number) for number in since]
+
+
+@pytest.mark.parametrize(
+    ("damage", "since"),
+    [
+        (lambda line: line.replace(b"false", b"galse"), 2),
+        (lambda line: line.replace(b'"journal"', b'"kournal"'), 2),
+        (lambda line: line.replace(b'"generation": 2', b'"generation": 3'), 2),
+        (lambda line: line[: len(line) // 2], 3),  # joined with the next line
+        (lambda line: b"", 2),
+        (lambda line: b"\xff" + line[1:], 2),
+    ],
+    ids=["no JSON", "another key", "another generation", "cut", "removed", "no text"],
+)
+def test_a_generation_whose_line_is_damaged_counts_as_one_without_a_journal(
+    tmp_path: Path, damage: Callable[[bytes], bytes], since: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise batches from before it would be replayed."""
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    for mib in (64, 0, 64):
+        resumed = resume.resolve_resume(replace(settings, resume=str(run)))
+        resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
+    (run / "journal").mkdir()
+    for generation in (1, 3):
+        (run / "journal" / f"plan-{generation}.json").touch()
+    path = run / "resumes.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + damage(lines[1]) + lines[2])
+    resumed = resume.resolve_resume(replace(settings, resume=str(run)))
+    assert resumed is not None and (resumed.generation, resumed.journal_since) == (4, since)
+    if b"galse" in path.read_bytes():
+        assert f"{path}: line 2, at byte {len(lines[0])}, is damaged" in caplog.text
+
+
+def test_a_damaged_file_of_the_runs_state_or_settings_prevents_no_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    for text in ('{"state": "fin', "[]", '{"state": 7, "cause": "", "goes_on": true}', "{}"):
+        (run / "run.json").write_text(text)
+        assert read_state(run)["goes_on"] is True and f"{run / 'run.json'} is damaged" in caplog.text
+        caplog.clear()
+        assert (found := resume.resolve_resume(replace(settings, resume="auto"))) and found.run == run.resolve()
+    (run / "settings.json").write_bytes(b"\xff{")
+    resume.note_settings(run, settings)
+    assert json.loads((run / "settings.json").read_text())["held_out"] == settings.held_out
+
+
+def test_lines_that_a_checkpoint_had_and_that_are_gone_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings, positions={"metrics.jsonl": 20})
+    resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run))))
+    assert f"{run.resolve() / 'metrics.jsonl'} has 13 bytes, but had 20" in caplog.text
 
 
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +17,28 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.publishing import TransferGroup
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, normaliser_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.settings import (
+    RunSettings,
+    check,
+    chosen_sizes,
+    episode_limits,
+    normaliser_tokens,
+    prepare_engine,
+    resolve,
+    sized,
+)
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.cli import cli
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import TransferSettings
+from recipes import grpo
 from tests.model.configs import qwen3
 from tests.recipe.running import random_model
 
@@ -203,3 +216,44 @@ def test_the_constant_aggregation_divides_by_the_tokens_of_an_answer_unless_a_nu
     assert normaliser_tokens(given) == 64
     assert "8 tokens (rollout.max-new-tokens)" in LossSettings().normaliser(8)
     assert "64 tokens (trainer.loss.max-tokens)" in given.trainer.loss.normaliser(64)
+
+
+@pytest.mark.parametrize(("kind", "cores", "expected"), [("cpu", 1, 1), ("cpu", 2, 1), ("cpu", 3, 2), ("cuda", 2, 2)])
+def test_small_machines_have_one_rank_and_one_replica_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    offered = Devices(kind, 1, 8)
+
+    def sizes(*flags: str) -> tuple[int, int]:
+        settings = sized(cli(grpo.Settings, args=list(flags)), offered)
+        assert sized(settings, offered) == settings, "they are given now"
+        return settings.trainer.ranks, settings.generator.replicas
+
+    assert sizes("--trainer.ranks=2") == (2, expected)
+    assert sizes("--generator.replicas=2", "--trainer.lr=0.1") == (expected, 2)
+    experts = RunSettings(trainer=TrainerSettings(expert_parallel=2))
+    assert sized(experts, offered).trainer.ranks == 2, "experts are divided among two ranks"
+    assert chosen_sizes(experts, sized(experts, offered)) == ["trainer.ranks 2", f"generator.replicas {expected}"]
+
+
+def test_trainer_ranks_are_refused_beyond_the_machines_memory_and_the_limit_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model's logits, of 8,192 tokens at most: two ranks on the CPU, none on GPUs of unknown memory."""
+    trainer = TrainerSettings(ranks=2, logprob_chunk=65_536)
+    generator = GeneratorSettings(max_total_tokens=4096)
+    settings = RunSettings(model=str(random_model(tmp_path / "tiny")), trainer=trainer, generator=generator)
+    settings = replace(settings, output=tmp_path / "runs")
+    logits = 20 * 8192 * check(settings, CPUS).vocab_size
+    for limited in ("the machine", "a process"):
+        with monkeypatch.context() as patch:
+            if limited == "the machine":
+                patch.setattr("monarch_rl.pipeline.settings.memory_limit", lambda: 2 * logits)
+            else:
+                patch.setattr(resource, "getrlimit", lambda kind: (logits, resource.RLIM_INFINITY))
+            with pytest.raises(
+                ValueError, match=r"2 trainer ranks .*logits of 8192 tokens .*--trainer.logprob-chunk at"
+            ):
+                check(settings, CPUS)
+            check(replace(settings, trainer=replace(trainer, logprob_chunk=1024)), CPUS)

@@ -42,8 +42,11 @@ SMALL_RUN: dict[str, Any] = {
     "task.pass-mark": 0,
     "checkpoint.restarts": 0,
     "steps": STEPS,
+    "trainer.ranks": 2,
+    "generator.replicas": 2,
 }
-"""Flags of a small run: partial marks count, or a random model would never get a reward; a failed run ends."""
+"""Flags of a small run: partial marks count, or a random model would never get a reward; a failed run ends; several
+processes of each kind, whatever the machine's defaults are."""
 ROW = {
     "step",
     "group",

@@ -82,6 +82,8 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     check_run(ended.output(), model, max_policy_lag=2)
     refused = re.findall(r"started without the fork server: .* differ", ended.output())
     assert not refused, "processes were not forked by the fork server"
+    for part in ("trainer ranks up: ", "generators up: ", "rollout workers up: ", "version 0 is served"):
+        assert re.search(f"^{part}", ended.output(), re.MULTILINE), f"not reported: {part}"
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
@@ -528,6 +530,7 @@ def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> No
     assert check(grpo.Settings(model=str(model), output=tmp_path / "runs"), devices()).folder == model
 
 
+TWO_RANKS = {"trainer": TrainerSettings(ranks=2)}
 TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
 MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
 
@@ -549,11 +552,18 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature", "at least"]),
         ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 data ranks"]),
         (
-            {"groups_per_step": 4096, "trainer": TrainerSettings(ranks=4096)},
+            {
+                "groups_per_step": 4096,
+                "trainer": TrainerSettings(ranks=4096),
+                "generator": GeneratorSettings(replicas=2),
+            },
             ["4098 ranks", "4096 trainer ranks", "2 generator replicas"],
         ),
-        ({"generator": GeneratorSettings(replicas=5000)}, ["5002 ranks", "5000 generator replicas"]),
-        ({"generator": GeneratorSettings(replicas=700, tp=4)}, ["2802 ranks", "700 generator replicas of 4"]),
+        ({"generator": GeneratorSettings(replicas=5000), **TWO_RANKS}, ["5002 ranks", "5000 generator replicas"]),
+        (
+            {"generator": GeneratorSettings(replicas=700, tp=4), **TWO_RANKS},
+            ["2802 ranks", "700 generator replicas of 4"],
+        ),
         ({"generator": GeneratorSettings(tp=3)}, ["tp 3 "]),
         ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "spell_backward"]),
         ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config", "JSON", "{min_terms: 2}"]),

@@ -33,6 +33,8 @@ from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.tasks.task import Policy, Task
 
 GROUPS, SIZE = 40, 2
+DEADLINE_S = 1.0
+"""Of episodes that never end."""
 PRINTED = 10**7
 OPENED = "/dev/zero"
 LEFT_OPEN: list[Any] = []
@@ -41,8 +43,9 @@ sys.modules[PROGRAM] = sys.modules[__name__]
 HUNG = threading.Event()
 """Set once the worker has ended."""
 CLOSED: list[int] = []
-BLOCKED_AT: list[str] = []
-"""The blocking line that the monitor of the process reported."""
+LOOPED: set[int] = set()
+BLOCKED_AT: list[tuple[str, int]] = []
+"""The blocking line that the monitor of the process reported, and the group of its episode."""
 
 
 class Generator:
@@ -153,13 +156,27 @@ async def blocks(item: int, policy: Policy) -> float:
 
 def look(seen: threading.Event) -> None:
     """From another thread, as a monitor does."""
-    while not (place := own_report().blocked_at):
+    while not (report := own_report()).blocked_at or report.blocking_group is None:
         time.sleep(0.05)
-    BLOCKED_AT.append(place)
+    BLOCKED_AT.append((report.blocked_at, report.blocking_group))
     seen.set()
 
 
-FAULTS = (forks, prints, leaks, leaks_at_once, calls_tools_that_hang, stays, blocks)
+async def never_ends(item: int, policy: Policy) -> float:
+    """One episode loops without an await; another one also catches every Exception."""
+    await policy.reply("a")
+    if item in (0, 1) and item not in LOOPED:
+        LOOPED.add(item)
+        if item == 0:
+            while True:  # without an exception
+                pass
+        while True:
+            with suppress(Exception):
+                json.loads("[1, 2, 3]")
+    return float(item)
+
+
+FAULTS = (forks, prints, leaks, leaks_at_once, calls_tools_that_hang, stays, blocks, never_ends)
 EPISODES = {function.__name__: function for function in FAULTS}
 
 
@@ -167,7 +184,8 @@ async def run_worker(fault: str, folder: str) -> dict[str, Any]:
     HUNG.clear()
     template = ChatTemplate(folder)
     task = Task(lambda cursor: cursor, EPISODES[fault])
-    settings = RolloutSettings(concurrent_groups=2, group_size=SIZE)
+    limit_s = DEADLINE_S if fault == "never_ends" else 300.0
+    settings = RolloutSettings(concurrent_groups=2, group_size=SIZE, episode_deadline_s=limit_s)
     buffer = Buffer(GROUPS - (fault == "stays"))
     worker = RolloutWorker(settings, ByValue(task), folder, "rollout worker 0")
     handle: Any = LocalMesh([buffer])

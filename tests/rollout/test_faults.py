@@ -86,5 +86,18 @@ def test_episodes_cancelled_at_the_end_of_the_run_close_their_resources(faults: 
 
 def test_an_episode_that_blocks_the_workers_loop_is_named_with_its_line(faults: Faulty) -> None:
     result = faults.results["blocks"]
-    assert result["blocked_at"] == [f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}"]
+    assert result["blocked_at"] == [[f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}", 0]]
     assert (result["submitted"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
+
+
+def test_code_that_blocks_the_workers_loop_is_ended_at_the_deadline_and_fails_only_its_episode(faults: Faulty) -> None:
+    result = faults.results["never_ends"]
+    assert (result["submitted"], result["ended"]) == (faulty.GROUPS - 2, ""), "a group of two has no other episode"
+    assert result["failed"] == {f"the episode's own code took over {faulty.DEADLINE_S:g} s": 2}
+    first, second = sorted(result["failures"], key=lambda failure: int(failure["place"].rpartition(":")[2]))
+    assert first["place"].rpartition(":")[0] == second["place"].rpartition(":")[0] == faulty.__file__
+    line = line_of(faulty.never_ends, "while True:  # without an exception")
+    assert first["place"].rpartition(":")[2] in (str(line), str(line + 1))
+    assert second["place"] != first["place"]
+    assert all("in never_ends" in failure["report"] for failure in (first, second))
+    assert all("asyncio.to_thread" in failure["report"] for failure in (first, second))

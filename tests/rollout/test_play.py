@@ -43,6 +43,7 @@ from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationP
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.statistics import Statistics
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Policy, Reply, Task, as_outcome
@@ -144,6 +145,36 @@ def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
     first, second = echo.prompts
     assert second[: len(first)] == first
     assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
+
+
+def test_the_longest_running_episode_of_some_groups_is_described(template: ChatTemplate) -> None:
+    echo, ends = Echo(template, "8"), asyncio.Event()
+
+    async def episode(turns: int, policy: Policy) -> float:
+        for _ in range(turns):
+            await policy.reply("no: ")
+        await ends.wait()
+        return 1.0
+
+    async def test() -> None:
+        runner, letters = EpisodeRunner(echo, template, SETTINGS), task(episode, name="letters")
+        playing = [
+            asyncio.ensure_future(runner.play(letters, index, turns, Sampling(), group))
+            for index, turns, group in ((7, 2, 0), (8, 5, 0), (9, 9, 1), (3, 1, -4))
+        ]
+        await asyncio.sleep(0.1)
+        longest, held_out = runner.longest([0]), runner.longest(None)
+        assert longest is not None and held_out is not None
+        assert (longest.item, longest.group, longest.turns, longest.task) == (8, 0, 5, "letters")
+        turn = len(template.opening([user("no: ")])) + len(echo.completion.token_ids)
+        assert longest.tokens == 5 * turn
+        assert longest.in_own_code and longest.seconds > 0
+        assert (held_out.item, held_out.turns) == (3, 1) and runner.longest([5]) is None
+        ends.set()
+        await asyncio.gather(*playing)
+        assert runner.longest([0, 1]) is None
+
+    run(test())
 
 
 @pytest.mark.parametrize("read_first", [False, True])
@@ -722,6 +753,42 @@ def test_a_full_context_ends_an_episode_with_its_reward_so_far(template: ChatTem
     assert (guessed.finish_reason, guessed.reward) == ("context", -1.0)
     whole = run_episode(echo, template, guessing, sampling=sampling, limit=limit + 2)
     assert (whole.finish_reason, whole.reward, whole.num_tokens) == ("stop", 1.0, limit + 2)
+
+
+def test_an_episode_that_asks_for_ever_ends_after_the_most_turns_as_with_a_full_context(template: ChatTemplate) -> None:
+    echo = Echo(template, "8")
+
+    async def asking(item: Any, policy: Policy) -> float:
+        while True:
+            await policy.reply("no: ")
+            policy.reward_so_far += 0.25
+
+    async def catching(item: Any, policy: Policy) -> list[float]:
+        """A fork from the middle has turns left; the policy itself has none, whatever it is asked."""
+        for _ in range(3):
+            await policy.reply("no: ")
+        for _ in range(2):
+            with pytest.raises(ContextFull, match=r"max-turns"):
+                await policy.reply("no: ")
+        fork = policy.fork(turns=2)
+        assert (await fork.reply("again: ")).text == "8"
+        with pytest.raises(ContextFull):
+            await fork.reply("again: ")
+        return [0.5, 1.0]
+
+    def play(episode: Any, max_turns: int) -> list[Episode]:
+        runner = EpisodeRunner(echo, template, replace(SETTINGS, max_turns=max_turns))
+        return run(runner.play(task(episode), 7, "", Sampling(), 0))
+
+    (ended,) = play(asking, 3)
+    assert (ended.finish_reason, ended.reward, len(ended.turns)) == ("turns", 0.75, 3)
+    assert template.plain(ended.token_ids.tolist()) == "no: 8" * 3
+    assert [(one.finish_reason, one.reward) for one in play(catching, 3)] == [("turns", 0.5), ("turns", 1.0)]
+    (whole,) = play(guessing, 2)
+    assert (whole.finish_reason, whole.reward) == ("stop", 1.0), "as many turns as allowed, and not one more"
+    statistics = Statistics("rollout worker 0")
+    statistics.add_episodes([[ended], [whole]])
+    assert (statistics.stats().turn_limits, statistics.stats().full_contexts) == (1, 0)
 
 
 def test_a_turn_is_limited_to_the_remaining_context(template: ChatTemplate) -> None:

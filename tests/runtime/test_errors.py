@@ -13,8 +13,9 @@ import pytest
 from monarch_rl import errors
 
 SOURCES = Path(__file__).parents[2] / "src/monarch_rl"
-NOT_ERRORS = {"DropGroup", "NoForkServer"}
-"""A decision of a stage, and an answer of a program that imports only the standard library."""
+NOT_ERRORS = {"DropGroup", "LoopBlocked", "NoForkServer"}
+"""A decision of a stage, what ends code that blocks an event loop, and an answer of a program that imports only the
+standard library."""
 
 
 def parents() -> dict[str, set[str]]:

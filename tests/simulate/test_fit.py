@@ -112,3 +112,11 @@ def test_samples_have_their_measured_frequencies() -> None:
 def test_uniform_numbers_are_uniform() -> None:
     counts, _ = np.histogram([uniform("x", i) for i in range(10_000)], bins=10, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # chi-squared, 9 degrees of freedom: 1 in 1,000
+
+
+def test_a_damaged_line_of_a_run_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [row(step) for step in range(1, 45)])
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"group": 9, "tok\n')
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 41, at byte \d+, is damaged .* other 84 can be read"):
+        read_run(tmp_path)

@@ -66,6 +66,8 @@ def test_answers_are_compared_mathematically(
 def test_a_row_without_a_mathematical_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="'see text.'"):
         are_equal("see text.", "5")
+    with pytest.raises(ValueError, match=r"column solution\b.*'see text.'"):
+        MathReward("solution")({"solution": "see text."}, "5")
 
 
 @pytest.mark.parametrize(

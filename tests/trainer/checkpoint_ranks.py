@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -147,6 +148,18 @@ def read(policy: Policy, folder: Path, name: str) -> None:
     for step in range(AT, UPDATES):
         update(policy, step)
     save(policy, folder / f"{name}_resumed_{policy.world_size}")
+    if policy.critic is None:
+        follow_another_schedule(policy)
+
+
+def follow_another_schedule(policy: Policy) -> None:
+    """The next update has the rate of the other schedule at its step, and the one after it the following one."""
+    other = replace(policy.settings, lr=3 * LR, lr_warmup_steps=1, lr_min_factor=0.5, lr_decay_ratio=0.5)
+    policy.reschedule(other, total_steps=8)
+    for step in range(UPDATES, UPDATES + 2):
+        part = shard(batch(step), step, policy.rank, policy.world_size, tokens_per_microbatch=50)
+        metrics = policy.update(packed(part, policy), loss_function(PPOClip(), policy.settings.loss))
+        assert metrics["lr"] == pytest.approx(3 * LR * (1 - 0.5 * (step - 4) / 4)), step
 
 
 def main(folder: Path, model: str, name: str, does: str) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae, grpo, rloo
 from monarch_rl.algorithms.distillation import top_columns
 from monarch_rl.algorithms.functions import Columns
 from monarch_rl.algorithms.objectives import GSPO, TIS, DecoupledPPO, Distillation, Objective, PPOClip, SequenceMask
+from monarch_rl.checkpoint.folders import read_checked, write_checked
+from monarch_rl.errors import SettingsError
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
@@ -111,10 +115,11 @@ def test_functions_of_a_recipe_are_stored_by_value(tmp_path: Path) -> None:
 
 def test_an_unreadable_plan_names_the_version_that_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "plan-0.json"
-    values = written(tmp_path, plan()) | {"monarch_rl": "0.9.7"}
+    written(tmp_path, plan())
+    values = read_checked(path) | {"monarch_rl": "0.9.7"}
     wrongs: list[dict[str, Any]] = [{"format": 99}, {"settings": {"gone": 1}}, {"functions": {}}]
     for wrong in wrongs:
-        path.write_text(json.dumps(values | wrong))
+        write_checked(path, values | wrong)
         with pytest.raises(ValueError, match="0.9.7"):
             read_plan(tmp_path)
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "normaliser_tokens"}))
@@ -126,3 +131,27 @@ def test_an_unreadable_plan_names_the_version_that_wrote_it(tmp_path: Path) -> N
     (tmp_path / "plan-0.pickle").touch()
     with pytest.raises(ValueError, match="plan-0.pickle.*0.1"):
         read_plan(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    write_plan(folder, plan())
+    return folder
+
+
+@given(st.data())
+def test_a_damaged_plan_is_named_and_never_read_as_another_one(whole: Path, data: st.DataObject) -> None:
+    path = whole / "plan-0.json"
+    content = path.read_bytes()
+    spoilt = bytearray(content)
+    spoilt[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(spoilt)
+    try:
+        found = read_plan(whole)
+    except SettingsError as error:
+        assert str(path) in str(error)
+    else:  # of white space, or of the checksum's name
+        assert trained_as(found) == trained_as(plan()) and found.total_steps == plan().total_steps
+    finally:
+        path.write_bytes(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -143,6 +144,36 @@ def test_a_process_without_a_core_counts_as_busy_whoever_waits_for_it() -> None:
     assert picture(RANK_0, BUFFER, starved, worse).at_work()
     assert picture(RANK_0, BUFFER, starved, worse).starved() == [worse, starved]
     assert re.search("1%.* 90%", starved.describe(SILENCE_S))
+
+
+def limited(made: Process, block_limit_s: float) -> Process:
+    """The process with a limit on how long its event loop may be blocked."""
+    assert made.report is not None
+    made.report = replace(made.report, block_limit_s=block_limit_s, blocked_at="mistakes.py:62")
+    return made
+
+
+def test_a_blocked_worker_that_uses_the_cpu_is_named_and_not_the_generator_that_it_waits_for() -> None:
+    """It does not notice that the generator has answered."""
+    evaluates = process("controller", ("rollout worker 2 to run the held-out items", "rollout worker 2", 33.0))
+    blocked = process(WORKER_2.name, cpu_share=1.0, blocked_s=33.0)
+    assert WORKER_2.report is not None and blocked.report is not None
+    blocked.report = replace(blocked.report, waits=WORKER_2.report.waits, blocked_at="mistakes.py:62")
+    for seen in (picture(CONTROLLER, RANK_0, BUFFER, blocked, process("generator 1")), picture(evaluates, blocked)):
+        assert seen.culprits() == [] and seen.at_work()
+        assert_names(seen, "; rollout worker 2 has blocked", "33 s", "mistakes.py:62", "100%")
+        assert "generator 1" not in sentence(seen)
+
+
+@given(st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 1), st.floats(0.05, 1))
+def test_a_loop_blocked_beyond_its_limit_makes_a_culprit_however_much_cpu_is_used(
+    blocked_s: float, silent_s: float, queued: float, cpu: float
+) -> None:
+    """A call that holds the GIL blocks the monitor, too, so that the process is silent."""
+    made = process("rollout worker 2", cpu_share=cpu, blocked_s=blocked_s, silent_s=silent_s, queued_share=queued)
+    seen = picture(CONTROLLER, limited(made, 330.0))
+    too_long = (blocked_s + silent_s) * (1 - queued) >= 330.0
+    assert seen.culprits() == ([made] if too_long else [])
 
 
 def test_a_stopped_process_is_a_culprit_even_if_it_lacked_a_core_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -50,8 +51,8 @@ def spin(seconds: float) -> None:
 class ScriptedActor(Actor):
     """A trainer rank or a rollout worker controlled by the test."""
 
-    def __init__(self, kind: str) -> None:
-        wait_registry.register(f"{kind} {current_rank().rank}")
+    def __init__(self, kind: str, block_limit_s: float = math.inf) -> None:
+        wait_registry.register(f"{kind} {current_rank().rank}", block_limit_s=block_limit_s)
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -68,6 +69,11 @@ class ScriptedActor(Actor):
     @concurrent_endpoint
     async def spin(self, seconds: float) -> None:
         spin(seconds)
+
+    @concurrent_endpoint
+    async def backtrack(self) -> None:
+        """Match a regular expression, which takes ages and holds the GIL."""
+        re.match("(a+)+$", "a" * 60 + "b")
 
     @concurrent_endpoint
     async def compute(self, device: str, each_s: float) -> None:
@@ -105,10 +111,12 @@ def _watch_only_processes_of_the_test(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("cluster").monitors = []
 
 
-async def scripted_actors(cluster: Cluster, kind: str) -> tuple[list[ScriptedActor], list[int]]:
+async def scripted_actors(
+    cluster: Cluster, kind: str, block_limit_s: float = math.inf
+) -> tuple[list[ScriptedActor], list[int]]:
     """Two processes with one actor each; handles and pids."""
     mesh = cluster.spawn(kind.split()[0], 2)
-    actors: ScriptedActor = mesh.spawn("actors", ScriptedActor, kind)
+    actors: ScriptedActor = mesh.spawn("actors", ScriptedActor, kind, block_limit_s)
     pids = await within(PATIENCE_S, actors.pid.call(), "the actors", on="Monarch")
     return members(actors), list(pids.values())
 
@@ -212,7 +220,7 @@ def test_the_first_cause_of_the_end_is_raised(cluster: Cluster, tmp_path: Path, 
         _, pids = await scripted_actors(cluster, "generator")
         asked, failed = asyncio.Event(), asyncio.Event()
 
-        async def recover(culprit: str) -> bool:
+        async def recover(culprit: str, state: str, group: int | None) -> bool:
             asked.set()
             await within(PATIENCE_S, failed.wait(), "the run to fail", on="the test")
             await asyncio.sleep(0.5)  # its end has begun
@@ -242,8 +250,8 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
         asked: list[str] = []
         replaced = asyncio.Event()
 
-        async def recover(culprit: str) -> bool:
-            asked.append(culprit)
+        async def recover(culprit: str, state: str, group: int | None) -> bool:
+            asked.append(f"{culprit} {state}")
             asyncio.get_running_loop().call_later(2 * STALL_S, replaced.set)
             return True
 
@@ -251,7 +259,8 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
             await answered(cluster, watching)
             os.kill(pids[0], signal.SIGSTOP)
             await within(PATIENCE_S, replaced.wait(), "a replacement", on="the test")
-        assert asked == ["generator 0"]
+        (cause,) = asked
+        assert re.fullmatch(rf"generator 0 stopped answering \d+ s ago; its process {pids[0]} is stopped", cause)
         await until(lambda: gone(pids[0]), "its end")
 
     run(test)
@@ -414,6 +423,25 @@ def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, 
         assert re.search(
             r"the loop of rollout worker 0\n(.*\n)*.*in block\n\s+time\.sleep\(seconds\)", report.read_text()
         )
+
+    run(test)
+
+
+def test_a_call_that_holds_the_gil_for_too_long_is_a_culprit_although_it_uses_the_cpu(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        workers, pids = await scripted_actors(cluster, "rollout worker", block_limit_s=1.5 * STALL_S)
+
+        async def work() -> None:
+            wait_registry.progress("version published")  # otherwise the run would end as stuck
+            await workers[0].backtrack.call_one()
+
+        message, _ = await stalled(cluster, tmp_path, work)
+        silent = rf"rollout worker 0 stopped answering \d+ s ago; its process {pids[0]} is \w+ and uses \d+%"
+        assert re.match(rf"controller .*work that cannot end; {silent}", message), message
+        (report,) = tmp_path.glob("stall-*.txt")
+        assert "in backtrack" in report.read_text() or "backtrack (" in report.read_text(), "no stack of py-spy"
 
     run(test)
 

@@ -22,7 +22,7 @@ class GroupView:
     lengths: torch.Tensor
     """int32[S]: sampled tokens of each sequence."""
     cut: torch.Tensor
-    """bool[S]: whether the sequence was cut off at a token limit."""
+    """bool[S]: whether the sequence was cut off at a limit on tokens or turns."""
     rollouts: torch.Tensor
     """int32[S]: index of the rollout that the sequence belongs to."""
     seats: Sequence[str]

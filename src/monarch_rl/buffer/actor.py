@@ -31,6 +31,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import ShardPlan, cut
 from monarch_rl.buffer.waiting import Interruptions, WaitQueue
 from monarch_rl.episode.episode import Ticket
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import SerializedGroup
 from monarch_rl.episode.shard import PackedShard
@@ -91,6 +92,8 @@ class Buffer(FailureReports):
         """Callers that wait for a slot, for memory, and for a batch."""
         self._lost: Counter[str] = Counter()
         """How often a worker of this name was lost."""
+        self._awaited: tuple[float, Counter[str]] | None = None
+        """While a trainer rank waits for a batch: since when, and the groups dropped before, by reason."""
         self._held_back = Interruptions()
         """Times that a batch waited for a slow group although enough groups were complete, while a rank waited."""
         wait_registry.register("buffer", lambda: waits(self._core, self._leases.copy()))
@@ -175,19 +178,30 @@ class Buffer(FailureReports):
     @persistent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` tokens were sampled. Raises ValueError if it is not in the buffer."""
+        self._drop(group_id, reason, tokens, attempt)
+
+    def _drop(self, group_id: int, reason: str, tokens: int, attempt: int) -> None:
         if self._core.drop(group_id, reason, tokens, attempt):
             self.note_dropped(group_id, reason, self._core.groups.next_id)
         self._end_lease(group_id, attempt)
         self._serve()
 
     @persistent_endpoint
-    async def requeue(self, worker: str) -> list[int]:
+    async def requeue(self, worker: str, dropped: tuple[int, Failure] | None = None) -> list[int]:
         """A worker is lost: other workers restart its groups, in the same slots and queue places.
 
         Groups that it still submits are ignored, and its calls that wait for a slot get none. Another worker may use
         its name from now on. Returns the ids of the requeued groups.
+
+        Args:
+            dropped: one of them that is dropped instead, and why.
         """
         self._lost[worker] += 1
+        if dropped is not None:
+            group_id, failure = dropped
+            if (lease := self._leases.get(group_id)) is not None and lease.worker == worker:
+                self._failures.note(failure)
+                self._drop(group_id, failure.reason, 0, lease.attempt)
         held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
         for group_id in held:
             del self._leases[group_id]
@@ -233,7 +247,11 @@ class Buffer(FailureReports):
             return batch is not None or self._core.closed
 
         what = f"the batch that updates version {version}"
-        await self._wait(self._batches, try_take, timeout_s, f"trainer rank {dp_rank}", what, "patience")
+        self._awaited = self._awaited or (now(), Counter(self._core.counts().dropped))
+        try:
+            await self._wait(self._batches, try_take, timeout_s, f"trainer rank {dp_rank}", what, "patience")
+        finally:
+            self._awaited = None
         self._memory.serve()  # other groups are now first in the queue, and these always fit
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
@@ -282,6 +300,21 @@ class Buffer(FailureReports):
     @persistent_endpoint
     async def counts(self) -> Counts:
         return self._counts()
+
+    @persistent_endpoint
+    async def awaited_batch(self) -> AwaitedBatch | None:
+        """What the batch lacks that trainer ranks wait for; None if they wait for none."""
+        if self._awaited is None:
+            return None
+        (since, dropped), missing, counts = self._awaited, self._core.missing(), self._core.counts()
+        return AwaitedBatch(
+            waited_s=now() - since,
+            groups=self._core.groups_per_step,
+            missing=[group_id for group_id in missing if group_id is not None],
+            unstarted=missing.count(None),
+            running=counts.playing,
+            dropped=dict(Counter(counts.dropped) - dropped),
+        )
 
     @persistent_endpoint
     async def report(self) -> str:
@@ -350,6 +383,23 @@ class Lease:
     since: float
     """Start in seconds, by :func:`now`."""
     attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedBatch:
+    """A batch that trainer ranks wait for, and what it lacks."""
+
+    waited_s: float
+    groups: int
+    """Groups of the batch."""
+    missing: list[int]
+    """Those of them that are in progress."""
+    unstarted: int
+    """Number of those that no worker has started."""
+    running: int
+    """All groups in progress, including those of later batches."""
+    dropped: dict[str, int]
+    """Groups dropped since the wait began, by reason."""
 
 
 def report(core: BufferCore, leases: Mapping[int, Lease]) -> str:
@@ -425,10 +475,15 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The inverse of :func:`write_state`. Raises OSError, and ValueError for another format or missing bytes."""
     with path.open("rb") as file:
-        start = file.read(len(FORMAT) + _LENGTH.size)
-        if start[: len(FORMAT)] != FORMAT:
-            raise ValueError(f"{path} cannot be read: its format is {start[: len(FORMAT)]!r}, not {FORMAT!r}")
-        state: dict[str, Any] = json.loads(file.read(_LENGTH.unpack(start[len(FORMAT) :])[0]))
-        state["live"] = [(*place, None if nbytes is None else file.read(nbytes)) for *place, nbytes in state["live"]]
+
+        def read(nbytes: int) -> bytes:
+            if len(data := file.read(nbytes)) < nbytes:
+                raise ValueError(f"{path} is cut off: it has {file.tell()} bytes, {nbytes - len(data)} too few")
+            return data
+
+        if (form := read(len(FORMAT))) != FORMAT:
+            raise ValueError(f"{path} cannot be read: its format is {form!r}, not {FORMAT!r}")
+        state: dict[str, Any] = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+        state["live"] = [(*place, None if nbytes is None else read(nbytes)) for *place, nbytes in state["live"]]
     state["attempts"] = {int(group_id): attempt for group_id, attempt in state["attempts"].items()}
     return state

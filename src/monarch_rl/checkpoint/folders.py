@@ -17,19 +17,22 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.errors import BrokenCheckpoint, written_by_another_version
+from monarch_rl.errors import BrokenCheckpoint, SettingsError, written_by_another_version
+from monarch_rl.observe.lines import read_object
 from monarch_rl.runtime.restart import CHECKPOINT_NAME
 
 logger = logging.getLogger("monarch_rl")
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+CHECKSUM = "crc32"
+"""Key of the checksum of a JSON file's other values."""
 TRAINER = "trainer"
 """Folder of the trainer ranks' shards."""
 GROUPS = "buffer.groups"
@@ -137,7 +140,7 @@ def discard(root: Path, version: int) -> None:
 def commit(root: Path, manifest: Manifest) -> Path:
     """Give a checkpoint its final name, after all its files are written and flushed. Raises OSError."""
     partial, folder = partial_of(root, manifest.version), folder_of(root, manifest.version)
-    _write_manifest(partial, manifest)
+    write_checked(partial / MANIFEST, asdict(manifest))
     flush(partial / TRAINER)
     flush(partial)
     replaced = root / f".{folder.name}.replaced.partial"
@@ -149,10 +152,6 @@ def commit(root: Path, manifest: Manifest) -> Path:
     return folder
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_whole(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
-
-
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: readers, also after a power failure, see the old or the new content. Raises OSError."""
     fresh = path.with_name(f".{path.name}.new")
@@ -161,6 +160,29 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.rename(path)
+
+
+def write_checked(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object with a checksum of itself, atomically. Raises OSError."""
+    values = json.loads(json.dumps(values))  # as it is read back
+    write_whole(path, json.dumps({CHECKSUM: _checksum(values), **values}, indent=1) + "\n")
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """The JSON object that :func:`write_checked` wrote, without its checksum. Files of earlier versions have none.
+
+    Raises:
+        SettingsError: the file cannot be read or is damaged; names it.
+    """
+    values = read_object(path)
+    expected = values.pop(CHECKSUM, None)
+    if expected is not None and expected != _checksum(values):
+        raise SettingsError(f"{path} is damaged: its values do not have its checksum ({CHECKSUM})")
+    return values
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def flush(path: Path) -> None:
@@ -189,21 +211,24 @@ def complete(root: Path) -> dict[int, Path]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint. Raises BrokenCheckpoint."""
     try:
-        values = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise BrokenCheckpoint(f"{folder / MANIFEST} cannot be read ({error})") from error
+        values = read_checked(folder / MANIFEST)
+    except SettingsError as error:
+        raise BrokenCheckpoint(str(error)) from error
     if values.get("format") != FORMAT:
         raise BrokenCheckpoint(
             f"{folder / MANIFEST} has format {values.get('format')}, but this program reads format {FORMAT}"
         )
-    for name in ("measured", "best"):
-        values[name] = Measurement(**values[name]) if values.get(name) else None
     unknown = values.keys() - Manifest.__dataclass_fields__.keys()
     if unknown:  # fields with a default are added without another format
         writer = values.get("packages", {}).get("monarch_rl", "")
         reason = f"unknown fields: {', '.join(sorted(unknown))}"
         raise BrokenCheckpoint(written_by_another_version(str(folder / MANIFEST), writer, reason))
-    return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
+    try:
+        for name in ("measured", "best"):
+            values[name] = Measurement(**values[name]) if values.get(name) else None
+        return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
+    except (TypeError, KeyError) as error:  # of an earlier version, without a checksum
+        raise BrokenCheckpoint(f"{folder / MANIFEST} is damaged ({error})") from error
 
 
 @contextmanager
@@ -234,6 +259,9 @@ def verify(folder: Path, links: Path | None = None) -> Manifest:
     """
     source = links or folder
     manifest = read_manifest(source)
+    name = CHECKPOINT_NAME.match(folder.name)
+    if name and int(name[1]) != manifest.version:
+        raise BrokenCheckpoint(f"{folder} was renamed: its manifest is that of step {manifest.version}")
     for expected in manifest.files:
         try:
             found = file_sum(source, source / expected.path)
@@ -277,7 +305,8 @@ def measure(root: Path, found: Measurement, best: bool) -> bool:
     manifest = read_manifest(folder)
     if closer(manifest.measured, found) != found:
         return False
-    _write_manifest(folder, replace(manifest, measured=found, best=found if best else manifest.best))
+    measured = replace(manifest, measured=found, best=found if best else manifest.best)
+    write_checked(folder / MANIFEST, asdict(measured))
     return True
 
 

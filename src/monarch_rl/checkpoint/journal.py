@@ -31,6 +31,7 @@ import numpy as np
 
 from monarch_rl.episode.serialization import FORMAT
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
+from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -106,19 +107,21 @@ class JournalWriter:
         folder: ``journal/`` of the run.
         rank: trainer rank.
         most_bytes: maximum bytes of this rank's files.
-        about: plain values that describe the writer to readers.
+        about: plain values that describe the writer to readers; ``generation`` is that of the run, 0 without one.
     """
 
     def __init__(self, folder: Path, rank: int, most_bytes: int, about: dict[str, Any] | None = None) -> None:
         self._folder = folder / f"rank{rank}"
         self._most = max(most_bytes, 1)
-        self._about = {"format": FORMAT.decode(), **(about or {})}
+        self._about = {"format": FORMAT.decode(), "generation": 0, **(about or {})}
+        self._records = 0
+        """Records so far, including those that could not be written."""
         self.lost = 0
         """Records that could not be written."""
         self._file: FileIO | None = None
         self._written = 0
         """Bytes of the whole records in the current file."""
-        self._waiting: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(QUEUED)
+        self._waiting: queue.Queue[tuple[str, int, int, Any] | None] = queue.Queue(QUEUED)
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -141,8 +144,9 @@ class JournalWriter:
         self._thread.join(END_S)
 
     def _append(self, kind: str, version: int, value: Any) -> None:
+        index, self._records = self._records, self._records + 1
         try:
-            self._waiting.put_nowait((kind, version, value))
+            self._waiting.put_nowait((kind, version, index, value))
         except queue.Full:
             self._lose(f"the disk is slower than training: {QUEUED} records wait")
 
@@ -153,18 +157,21 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         while (waiting := self._waiting.get()) is not None:  # waits: as long as the rank lives
-            kind, version, value = waiting
+            kind, version, index, value = waiting
             try:
-                self._write(Record(kind, version, zlib.compress(encode(value), COMPRESSION)))
+                self._write(self._record(kind, version, index, value))
             except Exception as error:  # training continues after any error
                 self._lose(f"{type(error).__name__}: {error}")
                 self._take_back()
         self._end_file()
 
+    def _record(self, kind: str, version: int, index: int, value: Any) -> Record:
+        return Record(kind, version, zlib.compress(encode(value), COMPRESSION), self._about["generation"], index)
+
     def _write(self, record: Record) -> None:
         data = serialize_record(record)
         if self._file is None or self._written + len(data) > self._most // FILES:
-            data = self._begin_file(record.version) + data
+            data = self._begin_file(record.version, record.index) + data
         assert self._file is not None
         view = memoryview(data)
         while view:  # a disk that is nearly full accepts only some of the bytes
@@ -189,8 +196,9 @@ class JournalWriter:
         with suppress(OSError):  # the record is counted already
             file.close()
 
-    def _begin_file(self, version: int) -> bytes:
-        """Open the next file, after removing the oldest ones to stay within the limit; returns its first bytes."""
+    def _begin_file(self, version: int, index: int) -> bytes:
+        """Open the next file, after removing the oldest ones to stay within the limit; returns its first bytes, with a
+        record that has the version and index of the one that follows it."""
         self._end_file()
         self._folder.mkdir(parents=True, exist_ok=True)
         existing = files_of(self._folder)
@@ -201,7 +209,7 @@ class JournalWriter:
         number = int(existing[-1].stem) + 1 if existing else 0
         # Unbuffered: a later write or close() would retry the bytes that a buffer still holds after a failed write.
         self._file, self._written = (self._folder / f"{number:06d}.journal").open("xb", buffering=0), 0
-        return MAGIC + serialize_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
+        return MAGIC + serialize_record(self._record(OPENED, version, index, self._about))
 
     def _end_file(self) -> None:
         file, self._file = self._file, None
@@ -221,7 +229,7 @@ class JournalReader:
     """Reads one rank's files of a journal.
 
     A resumed run makes some versions again: a record of a version invalidates earlier records of that version and of
-    all later ones.
+    all later ones. Where records are missing that may have done so, the batches that they concern are left out, too.
 
     Args:
         folder: ``journal/`` of the run.
@@ -229,38 +237,116 @@ class JournalReader:
         since: first version to keep in memory.
 
     Raises:
-        ValueError: a file has another format.
+        SettingsError: a file has another format.
     """
 
     def __init__(self, folder: Path, rank: int, since: int = 0) -> None:
+        self.folder = folder / f"rank{rank}"
         self._since = since
-        self._batches: dict[int, bytes] = {}
-        self._made: dict[int, bytes] = {}
-        self._made_by: dict[int, dict[str, Any]] = {}
+        self._batches: dict[int, Record] = {}
+        self._made: dict[int, Record] = {}
         self._abouts: dict[int, dict[str, Any]] = {}
-        self.about: dict[str, Any] = {}
-        """Description of the last writer (``about`` of :class:`JournalWriter`)."""
-        for path in files_of(folder / f"rank{rank}"):
-            for record in read_records(path):
-                self._take(path, record)
+        """Description of the writer, by generation."""
+        self.damage: list[str] = []
+        """What is damaged or missing, one text for each place: file, record and offset."""
+        self._unread: list[Damage] = []
+        """Unreadable places since the last record."""
+        self._generation, self._next, self._version = -1, 0, -1
+        """Generation of the last record, index of the next one of this generation, and version of the last one."""
+        self._has_batch = False
+        """Whether a batch of this generation was read."""
+        self._opened = False
+        """Whether the last record opened a file: it was written together with a record that should follow."""
+        previous: Path | None = None
+        for path in files_of(self.folder):
+            if previous is not None and int(path.stem) != int(previous.stem) + 1:
+                missing = path.with_stem(f"{int(previous.stem) + 1:06d}")
+                self._unread.append(Damage(missing, 0, 0, 0, "the file is missing"))
+            self._read(path)
+            previous = path
+        # Incomplete bytes at the end may be those of a record whose writer was killed, or damaged.
+        self.damage += map(str, self._unread)
+        self._distrust(other_generation=True)
+        self._batches = {version: batch for version, batch in self._batches.items() if batch.generation in self._abouts}
+
+    def _read(self, path: Path) -> None:
+        ordered = True
+        try:
+            for item in read_records(path):
+                if isinstance(item, Damage):
+                    self._unread.append(item)
+                elif (item.generation, item.index) >= (self._generation, self._next):
+                    self._note_missing(path, item)
+                    self._take(path, item)
+                else:
+                    if ordered:  # once per file
+                        self.damage.append(f"{path}: record {item.index} of resume {item.generation} is out of order")
+                        ordered = False
+                    # It may have invalidated records of earlier generations.
+                    self._batches = {v: own for v, own in self._batches.items() if own.generation >= item.generation}
+        except OSError as error:
+            self._unread.append(Damage(path, 0, 0, 0, f"the file cannot be read ({error.strerror or error})"))
+
+    def _note_missing(self, path: Path, record: Record) -> None:
+        """Note what is missing or damaged before a record."""
+        other = record.generation != self._generation
+        expected = 0 if other else self._next
+        # Before the first record of all, older files were removed to stay within the limit.
+        missing = self._generation >= 0 and record.index > expected
+        if not self._unread and not missing:
+            if other:
+                self._distrust(other)
+            return
+        # Cut off at the end of a file, it is the last record of a killed writer: no damage, unless others are missing.
+        noted = [str(unread) for unread in self._unread if missing or not unread.cut_off or unread.whole_file]
+        if not self._unread:
+            noted.append(
+                f"{path}: before record {record.index} of resume {record.generation}, {record.index - expected} are "
+                "missing: they were removed, or left out because the disk was full or slow"
+            )
+        self.damage += noted
+        self._distrust(other, beginning=other and missing)
+        self._unread = []
+
+    def _distrust(self, other_generation: bool, beginning: bool = False) -> None:
+        """Leave out batches that unread records may have invalidated. Within a generation, its first batch invalidates
+        all that later ones could.
+
+        Args:
+            other_generation: whether another generation may follow the unread places.
+            beginning: whether the beginning of that generation is missing.
+        """
+        if not self._has_batch and (self._unread or self._opened or not other_generation):
+            self._forget(self._version)
+        if beginning or (other_generation and any(unread.whole_file for unread in self._unread)):
+            self._forget(-1)
 
     def _take(self, path: Path, record: Record) -> None:
+        if record.generation != self._generation:
+            self._has_batch = False
+        self._generation, self._version = record.generation, record.version
+        self._opened = record.kind == OPENED
+        self._next = record.index + (not self._opened)
         if record.kind == OPENED:
-            self.about = decode(zlib.decompress(record.data))
-            if self.about["format"] != FORMAT.decode():
-                raise ValueError(
-                    f"{path} has episodes of format {self.about['format']}, but this program reads {FORMAT.decode()}"
+            about = decode(zlib.decompress(record.data))
+            if about["format"] != FORMAT.decode():
+                raise SettingsError(
+                    f"{path} has episodes of format {about['format']}, but this program reads {FORMAT.decode()}"
                 )
+            self._abouts[record.generation] = about
         elif record.kind == BATCH:
-            if record.version <= max(self._batches, default=-1):
-                self._batches = {version: data for version, data in self._batches.items() if version < record.version}
-                self._made = {version: data for version, data in self._made.items() if version < record.version}
+            self._has_batch = True
+            self._forget(record.version)
             if record.version >= self._since:
-                self._batches[record.version] = record.data
-                self._abouts[record.version] = self.about
+                self._batches[record.version] = record
         elif record.kind == STEP and record.version >= self._since:
-            self._made[record.version] = record.data
-            self._made_by[record.version] = self.about
+            self._made[record.version] = record
+
+    def _forget(self, version: int) -> None:
+        """Leave out the records of this version and of later ones."""
+        if version <= max([*self._batches, *self._made], default=-1):
+            self._batches = {own: record for own, record in self._batches.items() if own < version}
+            self._made = {own: record for own, record in self._made.items() if own < version}
 
     @property
     def versions(self) -> list[int]:
@@ -270,27 +356,32 @@ class JournalReader:
     def batch(self, version: int) -> PackedShard:
         """The batch that updates ``version``. Raises KeyError if the journal does not have it."""
         classes = PackedShard, MiniBatch, SupervisedShard
-        shard: PackedShard = decode(zlib.decompress(self._batches[version]), *classes)
+        shard: PackedShard = decode(zlib.decompress(self._batches[version].data), *classes)
         return shard
 
     def about_batch(self, version: int) -> dict[str, Any]:
         """Description of the writer of this batch. Raises KeyError if the journal does not have the batch."""
-        return self._abouts[version]
+        return self._abouts[self._batches[version].generation]
 
     def about_made(self, version: int) -> dict[str, Any] | None:
         """Description of the writer of this result; None if the journal does not have the result."""
-        return self._made_by.get(version) if version in self._made else None
+        return self._abouts.get(self._made[version].generation) if version in self._made else None
 
     def made(self, version: int) -> Made | None:
         """Result of the update of ``version``; None if the journal does not have it."""
-        data = self._made.get(version)
-        made: Made | None = None if data is None else decode(zlib.decompress(data), Made)
+        record = self._made.get(version)
+        made: Made | None = None if record is None else decode(zlib.decompress(record.data), Made)
         return made
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Description of the last writer (``about`` of :class:`JournalWriter`)."""
+        return self._abouts[max(self._abouts)] if self._abouts else {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the batches and results that are kept in memory, compressed."""
-        return sum(len(data) for records in (self._batches, self._made) for data in records.values())
+        return sum(len(record.data) for records in (self._batches, self._made) for record in records.values())
 
 
 def journal_of(folder: Path, rank: int, tp: int, since: int = 0) -> tuple[JournalReader, JournalReader]:
@@ -307,18 +398,20 @@ def plans_of(folder: Path) -> list[int]:
 
 
 # -- files of records: a record is read whole or not at all, however the process that wrote it ended ------------------
-#     8 bytes "MRLJNL01", then the records one after the other. A record is
+#     8 bytes "MRLJNL02", then the records one after the other. A record is
 #
-#     4 bytes kind, 8 bytes version, 8 bytes length, 4 bytes CRC-32 of these and of the data, the data
+#     4 bytes kind, 8 bytes version, 8 bytes length, 4 bytes generation, 4 bytes index among the generation's records,
+#     4 bytes CRC-32 of these and of the data, the data
 #
-# all little-endian. Bytes after the last whole record, left by a write that was cut off, are not read.
+# all little-endian. After bytes that are no whole record, reading continues at the next whole one.
 
-MAGIC = b"MRLJNL01"
+MAGIC = b"MRLJNL02"
 """The last two characters are the version of the format."""
-_HEAD = struct.Struct("<4sqQ")
+_HEAD = struct.Struct("<4sqQII")
 _CHECK = struct.Struct("<I")
 OVERHEAD = _HEAD.size + _CHECK.size
 """Bytes of a record besides its data."""
+_KINDS = re.compile("|".join((BATCH, STEP, OPENED)).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +423,35 @@ class Record:
     version: int
     """Policy version that the record describes."""
     data: bytes
+    generation: int = 0
+    """Generation of the run that wrote it."""
+    index: int = 0
+    """Number of records that the generation wrote before. A file's first record has that of the second one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes of a journal file that are no whole record."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    record: int
+    """Position in the file, counted from 0, of the first record that they were part of."""
+    problem: str
+    at_the_end: bool = False
+    """Whether no record follows in the file."""
+    cut_off: bool = False
+    """Whether the file ends within the record."""
+
+    @property
+    def whole_file(self) -> bool:
+        """Whether no record of the file can be read, so that its generation is unknown."""
+        return not self.nbytes or (self.at_the_end and not self.record)
+
+    def __str__(self) -> str:
+        where = f"record {self.record}, at byte {self.offset}: " if self.nbytes else ""
+        return f"{self.path}: {where}{self.problem}"
 
 
 def serialize_record(record: Record) -> bytes:
@@ -337,31 +459,57 @@ def serialize_record(record: Record) -> bytes:
     kind = record.kind.encode("ascii")
     if len(kind) != 4:
         raise ValueError(f"the kind of a record must have four characters, {record.kind!r} has {len(kind)}")
-    head = _HEAD.pack(kind, record.version, len(record.data))
+    head = _HEAD.pack(kind, record.version, len(record.data), record.generation, record.index)
     return head + _CHECK.pack(zlib.crc32(record.data, zlib.crc32(head))) + record.data
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, up to the first one that is damaged or cut off.
+def read_records(path: Path) -> Iterator[Record | Damage]:
+    """The records of a file, and between them the places that are damaged or cut off.
 
-    A file that was cut off within its first bytes has no records. Raises ValueError if the file has another format.
+    Raises SettingsError if the file has another format, and OSError.
     """
-    with path.open("rb") as file:
-        magic = file.read(len(MAGIC))
-        if magic != MAGIC:
-            if MAGIC.startswith(magic.rstrip(b"\0")):
-                return
-            raise ValueError(f"{path} has format {magic!r}, but this program reads {MAGIC!r}")
-        size = path.stat().st_size
-        while len(head := file.read(OVERHEAD)) == OVERHEAD:
-            kind, version, length = _HEAD.unpack_from(head)
-            if file.tell() + length > size:
-                return
-            data = file.read(length)
-            (check,) = _CHECK.unpack_from(head, _HEAD.size)
-            if zlib.crc32(data, zlib.crc32(head[: _HEAD.size])) != check:
-                return
-            yield Record(kind.decode("ascii", "replace"), version, data)
+    data = path.read_bytes()
+    place, number = len(MAGIC), 0
+    if len(data) <= place:
+        yield Damage(path, 0, 0, 0, "the file has no records")
+        return
+    if data[:place] != MAGIC and _record_at(data, place) is None:  # otherwise only these bytes are damaged
+        if data.startswith(MAGIC[:-2]) and data[len(MAGIC) - 2 : len(MAGIC)].isdigit():
+            raise SettingsError(
+                f"{path} has format {data[:place]!r}, but this program reads {MAGIC!r}: use the version of monarch_rl "
+                "that wrote it"
+            )
+        place = 0
+    while place < len(data):
+        if (record := _record_at(data, place)) is not None:
+            yield record
+            place += OVERHEAD + len(record.data)
+        else:
+            found = (match.start() for match in _KINDS.finditer(data, place + 1))
+            after = next((start for start in found if _record_at(data, start) is not None), len(data))
+            ends, cut_off = after == len(data), after == len(data) < _end_at(data, place)
+            problem = "it is cut off" if cut_off else f"{after - place} bytes are damaged"
+            yield Damage(path, place, after - place, number, problem, at_the_end=ends, cut_off=cut_off)
+            place = after
+        number += 1
+
+
+def _end_at(data: bytes, place: int) -> int:
+    """Where the record ends that begins at ``place``, by its length; it may not be whole."""
+    start = place + OVERHEAD
+    return start if start > len(data) else start + int(_HEAD.unpack_from(data, place)[2])
+
+
+def _record_at(data: bytes, place: int) -> Record | None:
+    """The whole record that begins at ``place``, if there is one."""
+    if (end := _end_at(data, place)) > len(data):
+        return None
+    kind, version, _, generation, index = _HEAD.unpack_from(data, place)
+    (check,) = _CHECK.unpack_from(data, place + _HEAD.size)
+    content = data[place + OVERHEAD : end]
+    if zlib.crc32(content, zlib.crc32(data[place : place + _HEAD.size])) != check:
+        return None
+    return Record(kind.decode("ascii", "replace"), version, content, generation, index)
 
 
 # -- values: plain values that contain NumPy arrays, as bytes, without pickle -----------------------------------------

@@ -146,7 +146,8 @@ class Episode:
     turns: list[Turn]
     reward: float
     finish_reason: str
-    """Why it ended: ``stop``, ``length`` (limit of the last turn), ``context`` (the context window is full)."""
+    """Why it ended: ``stop``, ``length`` (limit of the last turn), ``context`` (the context window is full), ``turns``
+    (``rollout.max_turns``)."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values for later inspection (texts, the scorer's details); training never reads them."""
     expert_routes: np.ndarray | None = None

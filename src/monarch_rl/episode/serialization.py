@@ -122,8 +122,8 @@ class SerializedGroup:
 
     @property
     def cut(self) -> np.ndarray:
-        """bool[G]: whether the episode was truncated by a token limit."""
-        return np.asarray([episode.finish_reason in ("length", "context") for episode in self.episodes], bool)
+        """bool[G]: whether the episode was truncated by a limit on tokens or turns."""
+        return np.asarray([episode.finish_reason in ("length", "context", "turns") for episode in self.episodes], bool)
 
     @property
     def rollouts(self) -> np.ndarray:

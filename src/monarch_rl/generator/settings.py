@@ -16,7 +16,7 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.device_work import COMPILATION_S
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
+from monarch_rl.settings.ranges import FOREVER_S, SEED, TWO, CheckedSettings, Range
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
 
@@ -25,8 +25,10 @@ InFlight = Literal["continue", "recompute", "resume", "drain"]
 class GeneratorSettings(CheckedSettings, flags="generator"):
     """The generator replicas and their SGLang engines."""
 
-    replicas: Annotated[int, Range(1, 100_000)] = 2
-    """Engines, one process mesh each, each with a whole copy of the model. More replicas generate more tokens/s."""
+    replicas: Annotated[int, Range(1, 100_000)] = TWO
+    """Engines, one process mesh each, each with a whole copy of the model. More replicas generate more tokens/s. If it
+    is not given: 1 without GPUs on at most two cores, where that is faster, otherwise 2; a resumed run keeps its
+    number."""
     tp: Annotated[int, Range(1, 1024)] = 1
     """Engine ranks per replica (tensor parallel), each with its own device and a shard of every layer. More ranks fit a
     larger model and decode a sequence faster, but communicate in each layer. Must divide the number of heads."""

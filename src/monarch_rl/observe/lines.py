@@ -1,11 +1,15 @@
-"""Line files that a run appends to. If the disk is full or read-only, lines are lost but the run continues."""
+"""Line files that a run appends to, and how its JSON files are read back. If the disk is full or read-only, lines are
+lost but the run continues."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from monarch_rl.errors import SettingsError
 
 logger = logging.getLogger("monarch_rl")
 
@@ -98,9 +102,52 @@ def truncate(path: Path, nbytes: int) -> None:
 
     Raises OSError.
     """
-    with suppress(FileNotFoundError):
-        if path.stat().st_size > nbytes:
-            os.truncate(path, nbytes)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        size = 0
+    if size > nbytes:
+        os.truncate(path, nbytes)
+    elif size < nbytes:
+        logger.warning(
+            "%s has %d bytes, but had %d at the checkpoint: lines at its end are missing, and new ones follow",
+            path,
+            size,
+            nbytes,
+        )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run.
+
+    Raises:
+        SettingsError: it cannot be read; names the file, and the place of the damage.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} is damaged ({error})") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f"{path} is damaged: it holds {str(value)[:40]!r}, not a JSON object")
+    return value
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The JSON objects in the complete lines of a file, and a text for each line that cannot be read: the file, the
+    line, counted from 1, and its offset. Raises OSError."""
+    rows, damage, offset = list[dict[str, Any]](), list[str](), 0
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{str(row)[:40]!r} is no JSON object")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            damage.append(f"{path}: line {number}, at byte {offset}, is damaged ({error})")
+        offset += len(line) + 1
+    return rows, damage
 
 
 def _end_of_lines(descriptor: int) -> int:

@@ -56,7 +56,7 @@ METRICS = (
     Metric(
         "length/cut_share",
         "share",
-        "Share of episodes that ended at a token limit (finish reason `length` or `context`). If it rises, answers "
+        "Share of episodes that ended at a limit (finish reason `length`, `context` or `turns`). If it rises, answers "
         "outgrow `--rollout.max-new-tokens`, or conversations outgrow the context.",
         "learning",
         "cut",
@@ -66,6 +66,13 @@ METRICS = (
         "length/full_contexts",
         "episodes",
         "Episodes so far that ended because their context was full (finish reason `context`). They are trained.",
+        "learning",
+    ),
+    Metric(
+        "length/turn_limits",
+        "episodes",
+        "Episodes so far that ended because they had `--rollout.max-turns` turns (finish reason `turns`). They are "
+        "trained.",
         "learning",
     ),
     Metric(

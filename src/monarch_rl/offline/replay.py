@@ -24,7 +24,9 @@ from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory
+from monarch_rl.settings.ranges import to_plain
 from monarch_rl.trainer.plan import read_plan
+from monarch_rl.trainer.settings import SCHEDULE
 
 if TYPE_CHECKING:
     import torch
@@ -112,39 +114,54 @@ def starting_point(run: Path, first: int) -> tuple[int, Path | None, int]:
 
 
 def check_range(reader: JournalReader, start: int, last: int) -> None:
-    """Raise ValueError if the journal lacks a batch of the steps ``start`` + 1 to ``last``; says which steps it has."""
+    """Raise SettingsError if the journal lacks a batch of the steps ``start`` + 1 to ``last``; says which steps it has,
+    and what is damaged."""
     missing = sorted(set(range(start, last)) - set(reader.versions))
     if missing or start >= last:
-        versions = reader.versions
-        existing = f"steps {versions[0] + 1} to {versions[-1] + 1}" if versions else "no steps"
         lacks = f"step {missing[0] + 1}" if missing else f"steps after {start} up to {last}"
+        damage = "".join(f". {damage}" for damage in reader.damage)
+        advice = "replay a range without the missing steps (--from, --to), for which" if damage else "for longer ranges"
         raise SettingsError(
-            f"the journal lacks {lacks}; it has {existing}. The replay starts from the newest checkpoint before the "
-            f"first step, or from the model that the run began with (here version {start}): keep more checkpoints, "
-            "or a longer journal (--journal.mib)"
+            f"{reader.folder} lacks {lacks}; it has {steps_of(reader.versions)}{damage}. The replay starts from the "
+            "newest checkpoint before the first step, or from the model that the run began with (here version "
+            f"{start}): {advice}, keep more checkpoints, or a longer journal (--journal.mib)"
         )
+
+
+def steps_of(versions: Sequence[int]) -> str:
+    """The steps that update these versions, in ascending order, as ranges: "steps 1 to 8 and 10 to 20"."""
+    ranges: list[list[int]] = []
+    for version in versions:
+        if ranges and version == ranges[-1][1]:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([version + 1, version + 1])
+    named = [f"{first} to {last}" if first < last else str(first) for first, last in ranges]
+    return f"steps {' and '.join(named)}" if named else "no steps"
 
 
 def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -> int:
     """The generation of the run that trained step ``last``, after checking the steps from ``start`` + 1 on.
 
     Raises:
-        ValueError: the journal lacks a batch, or a step was trained with other ranks, trainer settings or functions
-            than the last one, because the run was resumed in between; says where.
+        ValueError: the journal lacks a batch, or a step was trained with other ranks, trainer settings (except those
+            of the learning rate) or functions than the last one, because the run was resumed in between; says where.
     """
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
     newest = generations[last - 1]
     settings = {generation: read_plan(journal, generation).settings for generation in set(generations.values())}
     for version, generation in reversed(generations.items()):
-        if settings[generation] != settings[newest]:
-            ranks = [settings[each].ranks for each in (generation, newest)]
+        other, own = (to_plain(settings[each]) for each in (generation, newest))
+        changed = [name for name in own if other[name] != own[name] and name not in ("lr", *SCHEDULE)]
+        if changed:
+            name = changed[0]
             raise SettingsError(
-                f"step {version + 1} was trained with other trainer settings than step {last} (trainer.ranks "
-                f"{ranks[0]} and {ranks[1]}): the run was resumed in between. Start after step {version + 1} (--from), "
-                "which needs a later checkpoint, or end before the resume (--to)"
+                f"step {version + 1} was trained with other trainer settings than step {last} (trainer.{name} "
+                f"{other[name]} and {own[name]}): the run was resumed in between. Start after step {version + 1} "
+                "(--from), which needs a later checkpoint, or end before the resume (--to)"
             )
-        if reader.about_batch(version).get("trained_as") != reader.about_batch(last - 1).get("trained_as"):
+        if reader.about_batch(version).get("functions_as") != reader.about_batch(last - 1).get("functions_as"):
             raise SettingsError(
                 f"step {version + 1} was trained with another advantage or objective than step {last}, or with another "
                 "length limit or temperature of answers: the run was resumed in between, with a changed recipe. Start "
@@ -161,8 +178,11 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
         SideFailed: a rank failed; its error is on stderr.
     """
     plan = read_plan(job.journal, job.generation)
-    check_range(JournalReader(job.journal, 0), job.start, job.last)
     ranks = plan.settings.ranks
+    for reader in (JournalReader(job.journal, rank) for rank in range(0, ranks, plan.settings.tp)):
+        check_range(reader, job.start, job.last)
+        for damage in reader.damage:
+            logger.warning("the journal is damaged: %s. It has %s", damage, steps_of(reader.versions))
     limit_s = START_S + plan.settings.compile_limit_s + STEP_S * (job.last - job.start)
     with temporary_directory() as folder, held_port() as port:
         what = f"{ranks} trainer ranks to replay {job.last - job.start} steps"
@@ -241,7 +261,12 @@ class _Rank:
 
     def run(self) -> dict[str, Any]:
         steps, opened = [], list[OpenedEpisode]()
+        generation = self._job.generation
         for version in range(self._job.start, self._job.last):
+            if (taken_by := self._batches.about_batch(version)["generation"]) != generation:
+                generation = taken_by  # the learning rate may have changed when the run was resumed
+                plan = read_plan(self._job.journal, generation)
+                self._policy.reschedule(plan.settings, plan.total_steps)
             shard = self._batches.batch(version)
             inspect = version + 1 == self._job.opened
             logprobs = self._logprobs(shard) if inspect else []
@@ -258,8 +283,10 @@ class _Rank:
         from monarch_rl.trainer.step_journal import weights_checksums
 
         figures, advantages = train(self._policy, shard, self._functions, self._plan.normaliser_tokens)
-        made = self._own.made(shard.version)
-        if made is None:
+        made, version = self._own.made(shard.version), shard.version
+        about, taken = self._own.about_made(version), self._batches.about_batch(version)
+        # A result from before the run was resumed is that of another batch.
+        if made is None or about is None or about["generation"] < taken["generation"]:
             return ReplayedStep(shard.version + 1, None, {}, figures), advantages
         equal = bool(np.array_equal(made.checksums, weights_checksums(self._policy)))
         return ReplayedStep(shard.version + 1, equal, made.figures, figures), advantages

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.checkpoints import Checkpoints, NoCheckpoints
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs
+from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.run_folder import BEST
 from monarch_rl.pipeline.settings import RunSettings
@@ -148,6 +150,7 @@ class Evaluations:
         best: tracks the best result so far.
         on_best: called for each new best result.
         checkpoints: record the result of their version.
+        progress: reports evaluations that take long.
     """
 
     def __init__(
@@ -162,10 +165,12 @@ class Evaluations:
         best: BestResult,
         on_best: list[OnBest],
         checkpoints: Checkpoints | NoCheckpoints,
+        progress: Progress,
     ) -> None:
         self._settings, self._requests, self._task = settings, requests, task
         self._workers, self._publisher, self._failures = workers, publisher, failures
         self._outputs, self._best, self._on_best, self._checkpoints = outputs, best, on_best, checkpoints
+        self._progress = progress
         self._concurrent: asyncio.Task[Evaluation] | None = None
         """An evaluation that runs concurrently with training."""
         self._warned = False
@@ -203,8 +208,13 @@ class Evaluations:
             replicas, workers = len(self._publisher.replicas), len(self._workers.handles)
             max_concurrent = settings.max_concurrent(self._requests * replicas, workers) if concurrent else None
             evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), max_concurrent)
-            # If publishing fails, no generator may be left to answer: that ends the evaluation.
-            result = await self._publisher.unless_publishing_fails(evaluating)
+            if not step:
+                self._outputs.note(f"evaluating {items} held-out items{f' of {name}' if name else ''} before training")
+            # Next to training, the steps are printed.
+            reporting = nullcontext() if concurrent else self._progress.evaluation(step, items * settings.samples)
+            async with reporting:
+                # If publishing fails, no generator may be left to answer: that ends the evaluation.
+                result = await self._publisher.unless_publishing_fails(evaluating)
             values = self._outputs.evaluation(result, step)
             await self._note(values, result, step)
             measured |= values.keys()

@@ -66,6 +66,8 @@ NARROW_COMMUNICATOR = 96 << 20
 per channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
 
 # -- a trainer rank
+STATES, HEAD = ("parameters", "reference", "gradients", "optimiser states", "critic"), "logits"
+"""Purposes that do not depend on the tokens of a micro-batch; and of a chunk's logits, which depend on few."""
 MASTER = 4
 """Bytes of a float32 master weight, of its gradient, and of each of its optimiser states."""
 LOGITS = 5
@@ -157,6 +159,40 @@ def trainer_memory(
         groups = NARROW_COMMUNICATOR if any(t.nccl for t in weights.candidates) else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (ranks > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
+
+
+def check_cpu_trainer(
+    config: ModelConfig, settings: TrainerSettings, weights: TransferSettings, memory_bytes: int, ranks: int
+) -> None:
+    """Refuse trainer ranks that cannot have enough memory on a machine without GPUs, whatever the episodes.
+
+    Activations are not counted, because micro-batches of short episodes have fewer tokens than they may.
+
+    Args:
+        memory_bytes: memory of the machine, or less if a process may not use all of it.
+        ranks: trainer ranks on the machine.
+
+    Raises:
+        SettingsError: they have not; states what each rank needs by purpose, and the largest chunk of logits that fits.
+    """
+    model = trained_model(config, settings.lora)
+    planned = trainer_memory(model, settings, weights, on_gpu=False, served=4)
+    needed = {purpose: planned[purpose] for purpose in STATES if purpose in planned}
+    states, token = sum(needed.values()), _at_the_head(model.sizes, replace(settings, logprob_chunk=1), MASTER)[HEAD]
+    chunk = min(settings.logprob_chunk, settings.tokens_per_microbatch)
+    needed[HEAD] = chunk * token
+    if ranks * sum(needed.values()) <= memory_bytes:
+        return
+    fitting = (memory_bytes // ranks - states) // token
+    advice = f"give --trainer.logprob-chunk at most {fitting}" if fitting >= FEWEST_LOGITS else "use a smaller model"
+    if fitting < FEWEST_LOGITS and not settings.lora.rank:
+        advice += ", or LoRA (--trainer.lora.rank 16)"
+    raise SettingsError(
+        f"{ranks} trainer ranks need {_gib(sum(needed.values()))} GiB each, without activations ({describe(needed)}; "
+        f"logits of {chunk} tokens x {config.vocab_size:,} entries of the vocabulary), but "
+        f"{_gib(memory_bytes)} GiB of this machine may be used: {advice}"
+        + (", or fewer --trainer.ranks" if ranks > 1 else "")
+    )
 
 
 def checkpoint_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
@@ -269,7 +305,7 @@ def _at_the_head(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dic
     return {
         "unsharded weights": item * embeddings,
         "LM head in fp32": (weight if item < MASTER else 0) + (0 if settings.lora.rank else gradients * weight),
-        "logits": arrays * chunk * vocabulary * MASTER,
+        HEAD: arrays * chunk * vocabulary * MASTER,
     }
 
 

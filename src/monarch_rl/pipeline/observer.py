@@ -97,6 +97,7 @@ class Observer:
         values |= _of_buffer(counts)
         workers = list(self._stats.values())
         values["length/full_contexts"] = sum(worker.full_contexts for worker in workers)
+        values["length/turn_limits"] = sum(worker.turn_limits for worker in workers)
         values["length/without_turn"] = sum(worker.without_turn for worker in workers)
         values |= self._infrastructure(workers)
         values |= self._stage_times() | self._lost(counts, workers)

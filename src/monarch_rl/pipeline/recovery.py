@@ -34,6 +34,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from monarch.actor import ActorError
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.episode.failure import Failure
 from monarch_rl.errors import AllActorsLost, DeadlineExceeded
 from monarch_rl.generator.actor import Generator
 from monarch_rl.observe.disk_thread import DiskThread
@@ -73,6 +74,29 @@ class Living(Protocol):
 
 
 L = TypeVar("L", bound=Living)
+
+
+class _Stuck(RuntimeError):
+    """The watch has found a process that cannot continue.
+
+    Args:
+        group: group of the episode that blocks it, if known.
+    """
+
+    def __init__(self, why: str, group: int | None) -> None:
+        super().__init__(why)
+        self.group = group
+
+
+def _blocking(cause: Exception) -> tuple[int, Failure] | None:
+    """The group whose episode has blocked its worker, and how it failed; None if the worker was lost otherwise."""
+    if not isinstance(cause, _Stuck) or cause.group is None:
+        return None
+    report = (
+        f"{cause}. The group of its episode is dropped. Await asyncio.to_thread(...) for blocking calls, and give them "
+        "deadlines of their own."
+    )
+    return cause.group, Failure("episode blocked its worker", report=report)
 
 
 class Recovery:
@@ -145,11 +169,13 @@ class Recovery:
         running, self._running = self._running, None
         await asyncio.gather(*running.values())  # waits: they end with the buffer; lost ones have ended
 
-    async def recover(self, culprit: str) -> bool:
+    async def recover(self, culprit: str, state: str, group: int | None = None) -> bool:
         """Replace a stuck process, if the run can continue without it.
 
         Args:
             culprit: the watch's name for the process, such as ``"generator 1"`` or ``"the engine of generator 1"``.
+            state: its state, for the cause of the loss: "has blocked its event loop for 15 s at ...".
+            group: group of the episode that blocks it. It is dropped, since it would block the next worker, too.
 
         Returns:
             Whether the run can continue: the process belongs to a pool that has other processes left, or in which it
@@ -163,7 +189,7 @@ class Recovery:
             lost = int(match[1] or match[2])
             name, others_left = pool.name(lost), any(index != lost for index in pool.handles)
             if others_left or (pool.replaceable and self._losses.recent(name) < self._settings.restarts):
-                self._report_loss(name, RuntimeError(f"{culprit} is stopped or stuck"))
+                self._report_loss(name, _Stuck(f"{culprit} {state}", group))
                 return True
         return False
 
@@ -204,7 +230,7 @@ class Recovery:
         elif isinstance(pool, FrozenPool):
             await pool.note_lost_engine(self._workers)
         else:
-            await self._detach_worker(index)
+            await self._detach_worker(index, cause)
 
     async def _replace(self, pool: ActorPool[Any], index: int) -> None:
         """Start a replacement for a lost process."""
@@ -268,13 +294,13 @@ class Recovery:
         self._lose_workers(await pool.note_new_engine(self._workers, index), pool.name(index))
         await pool.note_lost_engine(self._workers)
 
-    async def _detach_worker(self, index: int) -> None:
-        """Stop a lost worker, and have other workers restart its groups."""
+    async def _detach_worker(self, index: int, cause: Exception) -> None:
+        """Stop a lost worker, and have other workers restart its groups, except one whose episode has blocked it."""
         name = self._workers.name(index)
         await self._workers.stop(index)  # before its groups are requeued: it might still request them
         if self._running is not None and index in self._running:
             self._running.pop(index).cancel()
-        requeue = self._buffer.requeue.call_one(name)
+        requeue = self._buffer.requeue.call_one(name, _blocking(cause))
         groups = await within(CALL_DEADLINE_S, requeue, f"the buffer to requeue the groups of {name}", on="buffer")
         if groups:
             logger.warning("%d groups of %s are restarted: %s", len(groups), name, ", ".join(map(str, groups)))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_rl.buffer.actor import SavedBuffer
 from monarch_rl.checkpoint.folders import (
@@ -32,7 +33,7 @@ from monarch_rl.checkpoint.folders import (
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
-from monarch_rl.observe.lines import LineFile, truncate
+from monarch_rl.observe.lines import LineFile, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
@@ -47,16 +48,18 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
-from monarch_rl.settings.ranges import to_plain
+from monarch_rl.settings.ranges import Automatic, to_plain
+from monarch_rl.trainer.settings import SCHEDULE, lr_share
 
 logger = logging.getLogger("monarch_rl")
 
+S = TypeVar("S", bound=RunSettings)
 RESUMES = "resumes.jsonl"
 """File in the run's folder with a line for each resume."""
 BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
 """Settings that determine the buffer's slots. If they change, the lag bound does not hold for the restored groups."""
-SCHEDULE = tuple(f"trainer.lr{of}" for of in ("", "_warmup_steps", "_decay_ratio", "_decay_type", "_min_factor"))
-"""Settings that determined the learning rates so far."""
+TOTAL_STEPS = ("steps", "trainer.epochs", "trainer.minibatches")
+"""Settings that determine the run's number of optimiser steps, on which a decay of the learning rate depends."""
 MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
 """Settings that determine the trained tensors."""
 NOT_COMPARED = ("resume", "output")
@@ -112,6 +115,26 @@ def resolve_resume(settings: RunSettings) -> Resumed | None:
         process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
         raise SettingsError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
+
+
+def keep_sizes(settings: S) -> S:
+    """The settings with the numbers of trainer ranks and replicas of the run to resume, where they are not given.
+
+    Raises:
+        SettingsError: the run to resume has no complete checkpoint.
+    """
+    left = isinstance(settings.trainer.ranks, Automatic) or isinstance(settings.generator.replicas, Automatic)
+    run = _run_to_resume(settings) if left and os.environ.get("RANK", "0") == "0" else None
+    for checkpoint in reversed(complete(run / FOLDER).values()) if run is not None else ():
+        with suppress(BrokenCheckpoint):  # reported when the run is opened
+            saved = read_manifest(checkpoint).settings
+            trainer, generator = settings.trainer, settings.generator
+            if isinstance(trainer.ranks, Automatic):
+                trainer = replace(trainer, ranks=saved["trainer"]["ranks"])
+            if isinstance(generator.replicas, Automatic):
+                generator = replace(generator, replicas=saved["generator"]["replicas"])
+            return replace(settings, trainer=trainer, generator=generator)
+    return settings
 
 
 def _run_to_resume(settings: RunSettings) -> Path | None:
@@ -174,10 +197,12 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
-        raise SettingsError(f"resume {run}: {error}") from error
+        raise SettingsError(
+            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run"
+        ) from error
     before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
-    check_same(before, to_plain(settings))
+    check_same(before, to_plain(settings), manifest.optimizer_steps, run)
     if manifest.packages.get("monarch_rl", "").startswith("0.1."):
         _check_normaliser(before, settings)
     installed = versions_of_packages()
@@ -187,7 +212,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         if installed.get(package) != version
     ]
     resumes = _resumes(run)
-    generation, since = _last_generation(run, resumes) + 1, _last_without_journal(resumes)
+    last = _last_generation(run, resumes)
+    generation, since = last + 1, _last_without_journal(resumes, last)
     return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
 
 
@@ -218,7 +244,7 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
     """Write the settings of a resumed run, once it has restored its checkpoint with them. A failure is only logged:
     each checkpoint stores its settings, too."""
     try:
-        if (folder / SETTINGS).read_text() != _text(settings):
+        if (folder / SETTINGS).read_bytes() != _text(settings).encode():
             write_whole(folder / SETTINGS, _text(settings))
     except OSError as error:
         logger.error(
@@ -262,13 +288,27 @@ def _note_generation(resumed: Resumed, journal: bool) -> None:
         note.close()
 
 
-def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse changed settings with which a run cannot resume. Raises ValueError with the flag, and both values."""
-    schedule = list(SCHEDULE)
-    if before["trainer"]["lr_min_factor"] != 1:
-        schedule += ["steps", "trainer.epochs", "trainer.minibatches"]
+def check_same(before: dict[str, Any], after: dict[str, Any], optimizer_steps: int, run: Path) -> None:
+    """Refuse changed settings with which a run cannot resume.
+
+    The learning rate is a function of the optimiser step: another ``trainer.lr`` scales it from the checkpoint on. The
+    schedule may change where that leaves the rate of the next step as it was, for example to a decay that begins later.
+
+    Args:
+        before: settings of the checkpoint.
+        after: settings of the resumed run.
+        optimizer_steps: optimiser steps of the checkpoint.
+        run: the run's folder, for the message.
+
+    Raises:
+        SettingsError: names the flag and both values, and says what to do.
+    """
     reasons = dict.fromkeys(BOUND, "the lag bound of the checkpoint's groups depends on it")
-    reasons |= dict.fromkeys(schedule, "the learning-rate schedule depends on it")
+    shares = [lr_share(s["trainer"], optimizer_steps, _total_updates(s)) for s in (before, after)]
+    if not math.isclose(*shares):
+        schedule = (*(f"trainer.{name}" for name in SCHEDULE), *TOTAL_STEPS)
+        jump = f"from {shares[0]:.3g} to {shares[1]:.3g} times trainer.lr"
+        reasons |= dict.fromkeys(schedule, f"the learning-rate schedule depends on it: the rate would jump {jump}")
     reasons |= dict.fromkeys(MODEL, "the checkpoint's tensors depend on it")
     if after["trainer"]["reference"]:
         reasons["model"] = "the reference model is loaded from it"
@@ -281,8 +321,14 @@ def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
             flag = name.replace("_", "-")
             raise SettingsError(
                 f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
-                "begin a new run without --resume"
+                f"begin a new run from its weights: python tools/export.py {run} OUT, then --model OUT without --resume"
             )
+
+
+def _total_updates(settings: Mapping[str, Any]) -> int:
+    """Optimiser steps of a whole run."""
+    trainer = settings["trainer"]
+    return int(settings["steps"] * trainer.get("epochs", 1) * trainer.get("minibatches", 1))
 
 
 def _check_normaliser(before: dict[str, Any], settings: RunSettings) -> None:
@@ -332,17 +378,17 @@ def _last_generation(run: Path, resumes: Mapping[int, bool]) -> int:
     return max(found + plans_of(run / JOURNAL))
 
 
-def _last_without_journal(resumes: Mapping[int, bool]) -> int:
-    """The last generation that ran without a journal, so that its steps differ from the journaled ones; 0 if none."""
-    return max((generation for generation, journal in resumes.items() if not journal), default=0)
+def _last_without_journal(resumes: Mapping[int, bool], last: int) -> int:
+    """The last generation, up to ``last``, that ran without a journal, so that its steps differ from the journaled
+    ones; 0 if none. One whose line is lost may have."""
+    return max((generation for generation in range(1, last + 1) if not resumes.get(generation)), default=0)
 
 
 def _resumes(run: Path) -> dict[int, bool]:
-    """For each generation with a line in the run's file of resumes: whether it kept a journal."""
-    found = {}
-    with suppress(FileNotFoundError):
-        for line in (run / RESUMES).read_text(errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                row = json.loads(line)
-                found[int(row["generation"])] = bool(row.get("journal", True))
-    return found
+    """For each generation with a line in the run's file of resumes: whether it kept a journal. Logs damaged lines."""
+    if not (run / RESUMES).is_file():
+        return {}
+    rows, damage = read_rows(run / RESUMES)
+    for problem in damage:
+        logger.warning("%s: steps from before that resume are not replayed from the journal", problem)
+    return {row["generation"]: row.get("journal") is True for row in rows if isinstance(row.get("generation"), int)}

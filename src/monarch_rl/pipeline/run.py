@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,15 +27,19 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TypeVar
 
+from monarch.actor import ActorError
+
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.checkpoint.folders import Measurement
-from monarch_rl.errors import EpisodesFail, FrozenRefused, SettingsError
+from monarch_rl.checkpoint.folders import Measurement, write_whole
+from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.observe.console_relay import end_relay, relay_output
+from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -44,12 +49,13 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
+from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
-from monarch_rl.pipeline.resume import Resumed, how_to_resume, note_settings, resolve_resume, take_folder
-from monarch_rl.pipeline.run_folder import recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, normaliser_tokens, prepare
+from monarch_rl.pipeline.resume import Resumed, how_to_resume, keep_sizes, note_settings, resolve_resume, take_folder
+from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
+from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -72,6 +78,7 @@ from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.restart import raised_by_actor
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row, as_rows
@@ -83,9 +90,11 @@ from monarch_rl.trainer.functions import (
     check_that_columns_are_read,
     check_unread_objective,
     equal_rewards_warning,
+    without_rewards,
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import LossFunction
+from monarch_rl.trainer.settings import lr_warnings
 from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import Watch, watched
 
@@ -116,6 +125,9 @@ class NoWatch:
     def loop_lag(self) -> dict[str, float]:
         return {}
 
+    def state_of(self, name: str) -> str:
+        return ""
+
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -129,6 +141,7 @@ class RunComponents:
     watch: Watch | NoWatch
     outputs: RunOutputs | NoOutputs
     evaluations: Evaluations
+    progress: Progress
 
 
 class Run:
@@ -183,6 +196,8 @@ class Run:
         """The update in progress."""
         self._unlogged: list[dict[str, float]] | None = None
         """Metrics of the newest step, until they are logged."""
+        buffer, groups = settings.buffer, settings.groups_per_step
+        self._learning_signal = LearningSignal(groups, buffer.max_filtered * groups * buffer.drop_equal_rewards)
         # A generator may be restarted during a step. Its deadline is computed here, because settings that are not
         # resolved for the devices have none.
         floor_s = settings.patient_s(settings.generator.start_limit_s(self._on_gpu)) + 60
@@ -318,10 +333,12 @@ class Run:
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
         check_that_columns_are_read(functions, columns_for_training(stages))
         warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
+        warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
+        self._learning_signal.reads_rewards = not without_rewards(functions)
         print(
             f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
             f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
@@ -372,6 +389,7 @@ class Run:
         # Nothing is sampled before the served weights have been verified to be the trainer's.
         await publisher.publish(self.version)
         await publisher.wait_until_served()
+        outputs.note(f"version {self.version} is served")
         if resumed is not None:
             await on_disk(disk_limit_s(0), "the run's settings", note_settings, resumed.run, s)
             await take_snapshots(actors, self.version, self.folder, resumed=True)
@@ -394,6 +412,9 @@ class Run:
                 generation=resumed.generation if resumed else 0,
                 metric=lambda: self._best.metric,
             )
+        progress = Progress(
+            None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
+        )
         evaluations = Evaluations(
             s,
             s.generator.running_requests(self._on_gpu),
@@ -405,11 +426,14 @@ class Run:
             self._best,
             self.on_best,
             checkpoints,
+            progress,
         )
         self._lifetimes.callback(evaluations.cancel)
         await self._lifetimes.enter_async_context(failures.summary_at_end(observer, outputs.note))
         frozen = FrozenMeter(actors.frozen)
-        self._begun = RunComponents(actors, publisher, observer, recovery, frozen, watch, outputs, evaluations)
+        self._begun = RunComponents(
+            actors, publisher, observer, recovery, frozen, watch, outputs, evaluations, progress
+        )
         self._checkpoints = checkpoints
         # After replayed steps, checkpoint at once, so that another loss does not cost the same replay again.
         if self.version > restored:
@@ -488,7 +512,11 @@ class Run:
         """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
+        step = f"step {self.version - self.warm_up_steps + 1}"
+        if self._phase is Phase.SET_UP:
+            step = f"warm-up {self.warm_up_steps + 1}"
+        async with self._components.progress.step(step):
+            metrics = await self.publisher.unless_publishing_fails(asyncio.shield(self._updating))
         self._note_update(metrics)
         return metrics
 
@@ -523,6 +551,8 @@ class Run:
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
         outputs.show(self.version - self.warm_up_steps, values)
+        if warning := self._learning_signal.note(values):
+            outputs.note(f"warning: {warning}")
         return values
 
     async def step(self) -> dict[str, float]:
@@ -773,6 +803,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     try:
+        given, settings = settings, keep_sizes(settings)
         made = None if task is None else task(settings)
         settings, _ = prepare(settings, devices(), made)
         if made is not None:
@@ -794,6 +825,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             return
         folder = take_folder(settings, resumed)
         relay.log_to(folder)
+        if chosen := chosen_sizes(given, settings):
+            print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with recording_state(folder, cluster.interrupts):
@@ -802,6 +835,11 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         except (EpisodesFail, FrozenRefused) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
+        except ActorError as error:
+            if not isinstance(cause := raised_by_actor(error), OutOfMemory):
+                raise
+            write_whole(folder / ERROR, "".join(traceback.format_exception(error)))
+            sys.exit(f"error: {cause}. The traceback is in {folder / ERROR}")
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.errors import SettingsError
 from monarch_rl.observe.console_relay import end_relay
+from monarch_rl.observe.lines import read_object
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
@@ -26,6 +28,9 @@ from monarch_rl.runtime.signals import Interrupts
 logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
+ERROR = "error.txt"
+"""Traceback of an error of which the console shows the message only."""
+STATE_FIELDS = {"state": str, "cause": str, "goes_on": bool}
 NO_JOB = "none"
 """torchrun's id for jobs on several machines that were given none."""
 
@@ -109,12 +114,19 @@ def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) ->
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """The contents of ``run.json``; empty if it cannot be read."""
-    try:
-        values: dict[str, Any] = json.loads((run / STATE).read_text())
-        return values
-    except (OSError, ValueError):
+    """The contents of ``run.json``; empty if it does not exist. If it is damaged, a warning is logged, and the run
+    counts as lost, from which it can be resumed."""
+    if not (run / STATE).exists():
         return {}
+    try:
+        values = read_object(run / STATE)
+        if all(isinstance(values.get(name), kind) for name, kind in STATE_FIELDS.items()):
+            return values
+        problem = f"{run / STATE} is damaged: it does not have {', '.join(STATE_FIELDS)}"
+    except SettingsError as error:
+        problem = str(error)
+    logger.warning("%s. The run counts as lost: it can be resumed", problem)
+    return {"state": "running", "cause": problem, "goes_on": True}
 
 
 def launcher() -> str | list[float]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import psutil
 import torch
 
 from monarch_rl.algorithms.objectives import Objective, PPOClip
@@ -33,7 +33,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_cache, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
@@ -46,8 +46,9 @@ from monarch_rl.rollout.settings import (
     check_rollout,
 )
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
+from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
@@ -57,6 +58,8 @@ from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, transport
 S = TypeVar("S", bound="RunSettings")
 SHORTEST_S = 30.0
 """A `patience` below 1 makes no deadline shorter than this."""
+SMALL_CORES = 2
+"""Cores of a machine without GPUs up to which the defaults are one trainer rank and one replica."""
 UPDATE_S = 600.0
 """Seconds that a step may take, however few tokens it generates."""
 
@@ -177,8 +180,35 @@ class RunSettings(CheckedSettings, flags=""):
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
     """Run :func:`check`; returns the settings with automatic values resolved, and the model's config. Idempotent."""
+    s = sized(s, offered)
     model = check(s, offered, task)
     return resolve(s, offered, model), model
+
+
+def sized(s: S, offered: Devices) -> S:
+    """The settings with the numbers of trainer ranks and replicas for this machine, where they are not given.
+
+    On two cores, processes beyond one of each kind only take turns: a step of the main job takes longer
+    (benchmarks/results/trl_main_cpu.txt).
+    """
+    cores = len(os.sched_getaffinity(0))
+    small = offered.kind == "cpu" and offered.num_hosts == 1 and cores <= SMALL_CORES
+    trainer, generator = s.trainer, s.generator
+    if isinstance(trainer.ranks, Automatic):
+        fewest = math.lcm(trainer.tp, trainer.expert_parallel) if small else int(trainer.ranks)
+        trainer = replace(trainer, ranks=fewest)
+    if isinstance(generator.replicas, Automatic):
+        generator = replace(generator, replicas=1 if small else int(generator.replicas))
+    return replace(s, trainer=trainer, generator=generator)
+
+
+def chosen_sizes(given: RunSettings, resolved: RunSettings) -> list[str]:
+    """The numbers of trainer ranks and replicas that were not given, as text."""
+    sizes = [
+        ("trainer.ranks", given.trainer.ranks, resolved.trainer.ranks),
+        ("generator.replicas", given.generator.replicas, resolved.generator.replicas),
+    ]
+    return [f"{flag} {chosen}" for flag, value, chosen in sizes if isinstance(value, Automatic)]
 
 
 def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelConfig:
@@ -274,7 +304,7 @@ def _check_generation(s: RunSettings, offered: Devices, task: Task | None) -> Mo
     check_folder(model)
     check_served(model, s.generator, on_gpu)
     if not on_gpu:
-        check_cache(model, s.generator, psutil.virtual_memory().total)
+        check_cache(model, s.generator, memory_limit())
     check_context(model, s.generator)
     limits = episode_limits(s, model, on_gpu)
     check_lengths(s.rollout, limits)
@@ -286,6 +316,12 @@ def _check_trained(s: RunSettings, model: ModelConfig, offered: Devices) -> None
     """Refuse a model that cannot be trained with these settings, or that does not fit the GPUs."""
     check_trained(model, s.trainer)
     check_gpu_memory(model, memory_sides(s), offered)
+    if offered.kind == "cpu":
+        per_process = resource.getrlimit(resource.RLIMIT_AS)[0]
+        ranks, memory = min(s.trainer.ranks, offered.per_host), memory_limit()
+        if per_process != resource.RLIM_INFINITY:  # `ulimit -v`
+            memory = min(memory, ranks * per_process)
+        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:

@@ -34,6 +34,7 @@ from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.memory import checkpoint_bytes, cpu_memory
+from monarch_rl.pipeline.progress import Start
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, normaliser_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
@@ -361,47 +362,64 @@ async def start_actors(
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())
     bound = s.rollout.bound(episode_limit)
-    buffer = await start_buffer(
-        cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
-    )
-    trainer, generators, pools, _ = await asyncio.gather(
-        start_trainer(cluster, plan, buffer, first_device=0),
-        start_generators(
-            cluster,
-            model,
-            s.generator,
-            s.first_replica_device,
-            s.trainer.lora,
-            routes,
-            survivors.generators if survivors else None,
-            s.colocate,
-        ),
-        start_all_frozen(
+    start = Start()
+    async with start.reporting():
+        spawning = start_buffer(
+            cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
+        )
+        buffer = await start.part("the import of PyTorch", spawning, "PyTorch is imported")
+        starting_frozen = start_all_frozen(
             cluster,
             frozen,
             s.first_frozen_device,
             generator_bytes=0 if survivors else engine_bytes,  # surviving generators have their memory already
             survivors=survivors.frozen if survivors else (),
-        ),
-        set_up_buffer(cluster, buffer),
-    )
-    if resumed is not None:
-        steps, nbytes = resumed.manifest.optimizer_steps, resumed.manifest.nbytes
-        await restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
-    await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
-    workers = await start_rollout(
-        cluster,
-        s.rollout,
-        task,
-        model.folder,
-        buffer,
-        generators,
-        episode_limit,
-        routes,
-        stages,
-        pools,
-        survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
-    )
+        )
+        if frozen:
+            names = ", ".join(plan.model.name for plan in frozen)
+            starting_frozen = start.part("the frozen models' engines", starting_frozen, f"frozen models up: {names}")
+        trainer, generators, pools, _ = await asyncio.gather(
+            start.part(
+                "the trainer to load the model",
+                start_trainer(cluster, plan, buffer, first_device=0),
+                f"trainer ranks up: {s.trainer.ranks}",
+            ),
+            start.part(
+                "the generators' engines",
+                start_generators(
+                    cluster,
+                    model,
+                    s.generator,
+                    s.first_replica_device,
+                    s.trainer.lora,
+                    routes,
+                    survivors.generators if survivors else None,
+                    s.colocate,
+                ),
+                f"generators up: {s.generator.replicas}",
+            ),
+            starting_frozen,
+            set_up_buffer(cluster, buffer),
+        )
+        if resumed is not None:
+            steps, nbytes = resumed.manifest.optimizer_steps, resumed.manifest.nbytes
+            restoring = restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
+            await start.part("the checkpoint to be read", restoring, f"checkpoint read: step {resumed.version}")
+        await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
+        starting_rollout = start_rollout(
+            cluster,
+            s.rollout,
+            task,
+            model.folder,
+            buffer,
+            generators,
+            episode_limit,
+            routes,
+            stages,
+            pools,
+            survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
+        )
+        workers = await start.part("the rollout workers", starting_rollout, f"rollout workers up: {s.rollout.workers}")
     return Actors(
         buffer,
         trainer,

@@ -44,8 +44,9 @@ class Line:
     """Rows that each turn added, if expert routes are kept."""
     context: list[int] = field(default_factory=list)
     """Tokens given to the policy since its last turn."""
-    full: bool = False
-    """Whether a token limit ended a turn, or left no room for one."""
+    full: str = ""
+    """Why it cannot have another turn: ``context``: a token limit ended a turn, or left no room for one; ``turns``:
+    ``rollout.max_turns``; empty if it can."""
     first_version: int | None = None
     """Policy version that sampled the first token."""
     pending_tokens: int = 0
@@ -63,9 +64,9 @@ class Line:
         """Set the reward for the case that a full context ends the episode."""
         self.reward_so_far, self.has_outcome = reward_so_far, True
 
-    def mark_full(self) -> None:
+    def mark_full(self, why: str) -> None:
         """Record that there is no room for its next turn."""
-        self.full = self.has_outcome = True
+        self.full, self.has_outcome = why, True
 
     def length(self, turns: int) -> int:
         """Number of tokens of the first ``turns`` turns."""

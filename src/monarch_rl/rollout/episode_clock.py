@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import DeadlineClock
+from monarch_rl.runtime.deadlines import DeadlineClock, now
 
 
 class StoppableClock(Protocol):
@@ -68,7 +68,7 @@ class EpisodeClock:
         what: owner of the clock, for the wait registry.
     """
 
-    __slots__ = ("_seconds", "_stops", "_wait", "_what", "deadline", "ended")
+    __slots__ = ("_changed_at", "_seconds", "_stops", "_wait", "_what", "deadline", "ended")
 
     def __init__(self, seconds: float, what: str = OWN_CODE) -> None:
         self._seconds, self._what = seconds, what
@@ -78,12 +78,20 @@ class EpisodeClock:
         """Whether the episode is over."""
         self.deadline: DeadlineClock | None = None
         """Deadline of the running interval; None while the clock is stopped."""
+        self._changed_at = 0.0
+        """When it was last stopped or restarted, by :func:`now`."""
         self.resume()
+
+    @property
+    def state(self) -> tuple[bool, float]:
+        """Whether it runs, and for how many seconds it has been running or stopped."""
+        return self.deadline is not None, now() - self._changed_at
 
     def resume(self) -> None:
         """Restart at 0 once every :meth:`stop` has been matched, unless the episode is over."""
         self._stops -= 1
         if not self._stops and not self.ended:
+            self._changed_at = now()
             self._wait = wait_registry.begin_wait(self._what, "an episode's code", self._seconds)
             self.deadline = DeadlineClock(self._seconds, self._what)
 
@@ -91,6 +99,7 @@ class EpisodeClock:
         """Stop the clock until a matching call of :meth:`resume`."""
         self._stops += 1
         if self.deadline is not None:
+            self._changed_at = now()
             wait_registry.end_wait(self._wait)
             self.deadline = None
 

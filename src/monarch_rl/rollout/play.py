@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, ScoringFailed, is_infrastructure
+from monarch_rl.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    JudgeFailed,
+    LoopBlocked,
+    ScoringFailed,
+    is_infrastructure,
+)
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
@@ -21,6 +28,7 @@ from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.statistics import EpisodeProgress
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time, within
 from monarch_rl.tasks.task import EpisodeCode, Returned, Task
@@ -55,7 +63,11 @@ class EpisodeRunner:
         self._template = template
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
-        self._context = EpisodeContext(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
+        self._context = EpisodeContext(
+            generator, scorer, stops, settings.episode_deadline_s, episode_limit, settings.max_turns
+        )
+        self._running: dict[Rollout, tuple[str, int]] = {}
+        """Running episodes in the order of their start, with the name of the task and the index of the item."""
         self._leaving: set[asyncio.Task[Any]] = set()
         """Code of ended or cancelled episodes that is still running."""
 
@@ -67,6 +79,19 @@ class EpisodeRunner:
         _, stuck = await asyncio.wait(self._leaving, timeout=LEAVE_S)
         if stuck:
             logger.warning("%d cancelled episodes did not end within %g s; the process ends them", len(stuck), LEAVE_S)
+
+    def longest(self, groups: Collection[int] | None) -> EpisodeProgress | None:
+        """The running episode with most tokens, and the earliest of equals; None if none is running.
+
+        Args:
+            groups: only episodes of these groups; None: only those of held-out items.
+        """
+        running = [
+            EpisodeProgress(task, item, rollout.group, *rollout.length, *rollout.clock.state)
+            for rollout, (task, item) in self._running.items()
+            if (rollout.group < 0 if groups is None else rollout.group in groups)
+        ]
+        return max(running, key=lambda progress: progress.tokens, default=None)
 
     async def play(
         self, task: Task, index: int, item: Any, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
@@ -80,7 +105,7 @@ class EpisodeRunner:
 
         Returns:
             The episode's sequences: one, or one per seat and branch. ``finish_reason`` is ``context`` if there was no
-            room left, else that of the last turn.
+            room left, ``turns`` if it was refused one more than ``max_turns``, else that of the last turn.
 
         Raises:
             EpisodeFailed: the episode's code raised, did not end in time or returned a value that is not a reward, its
@@ -91,6 +116,7 @@ class EpisodeRunner:
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
         rollout = Rollout(self._context, conversation, sampling, group, reward, share)
+        self._running[rollout] = task.name, index
         running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group))
         try:
             return rollout.sequences(await self._outcomes(task.episode, item, rollout))
@@ -99,6 +125,7 @@ class EpisodeRunner:
             failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
             raise
         finally:
+            del self._running[rollout]
             rollout.end()
             RUNNING_EPISODE.reset(running)
 
@@ -159,6 +186,9 @@ class EpisodeRunner:
         if error is not None:
             raise error
         returned = task.result()
+        if isinstance(returned, LoopBlocked):
+            place, stack = describe(returned)
+            raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, stack)
         if isinstance(returned, BaseException):
             raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
@@ -172,6 +202,10 @@ async def _with_turn_rewards(coroutine: Awaitable[Returned], rollout: Rollout) -
         returned = CONTEXT_FULL
     await rollout.turn_rewards.settled()
     return returned
+
+
+CALLS_EPISODE = _with_turn_rewards.__code__
+"""In the stack of a thread, it shows that the thread runs an episode's code."""
 
 
 async def value_or_exit(coroutine: Awaitable[T]) -> T | BaseException:

@@ -54,6 +54,8 @@ class EpisodeContext:
     episode_deadline_s: float
     episode_limit: int | None = None
     """Maximum tokens of a sequence, prompts included; None means no limit."""
+    max_turns: int | None = None
+    """Maximum turns of a sequence; None means no limit."""
 
 
 class Rollout:
@@ -131,6 +133,13 @@ class Rollout:
         """The conversation of the first seat of the first branch so far, as JSON objects with role and content."""
         line, *_ = self.branches.leaves[0].seats.values()
         return as_rows(line.conversation.messages)
+
+    @property
+    def length(self) -> tuple[int, int]:
+        """Turns and tokens of the longest conversation so far."""
+        lines = (line for branch in self.branches.all for line in branch.lines.values())
+        tokens, turns = max((len(line.conversation.ids), len(line.turns)) for line in lines)
+        return turns, tokens
 
     @property
     def num_trainable(self) -> int:
@@ -274,7 +283,7 @@ class EpisodePolicy:
                 line.begun = False
                 self.branch.turns += 1
         if reason == "length" and sampling.max_new_tokens < requested:
-            reason, line.full = "context", True  # not mark_full(): there is a turn, so this alone is no outcome
+            reason = line.full = "context"  # not mark_full(): there is a turn, so this alone is no outcome
         self._add(completion, sampling, reason)
         line.answers.append(turn.text)
         self._rollout.answer = turn.text
@@ -287,12 +296,14 @@ class EpisodePolicy:
         """Raise if the policy cannot have another turn.
 
         Raises:
-            ContextFull: there is no room for a turn.
+            ContextFull: there is no room for a turn, or it had the most turns.
             RuntimeError: a turn is being generated, or the episode is over.
             Exception: the error that broke the rollout.
         """
         rollout, line = self._rollout, self._line
-        if rollout.broken is None and not line.pending_tokens and not line.full:
+        most = self._context.max_turns
+        no_turns_left = most is not None and self.turns >= most
+        if rollout.broken is None and not line.pending_tokens and not line.full and not no_turns_left:
             return
         is_generating = line.pending_tokens > 0  # the turn may end during the next await
         await asyncio.sleep(0)  # a loop that catches every exception must not block the worker
@@ -300,6 +311,9 @@ class EpisodePolicy:
             raise rollout.broken
         if is_generating:
             raise RuntimeError("the policy is generating a turn: await each policy.reply(...) before the next one")
+        if no_turns_left and line.full != "context":
+            line.mark_full("turns")
+            raise ContextFull(f"the conversation has had {most} turns, the most that --rollout.max-turns allows")
         raise ContextFull(
             f"the episode has {len(line.conversation.ids)} tokens and cannot have another turn. Its length is limited "
             f"by {EPISODE_LIMIT_FLAGS}"
@@ -330,7 +344,7 @@ class EpisodePolicy:
             routes_from = sum(map(len, self._line.expert_routes))
         new_tokens, first_version = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.first_version
         if new_tokens < 1:
-            self._line.mark_full()
+            self._line.mark_full("context")
             raise ContextFull(
                 f"the episode has {length} tokens and cannot have another one. Its length is limited by "
                 f"{EPISODE_LIMIT_FLAGS}"

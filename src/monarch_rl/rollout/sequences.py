@@ -111,7 +111,7 @@ def sequences(branches: Branches, outcomes: Outcomes, truncated: bool) -> list[E
                     trained_in.setdefault(id(turn), len(episodes) - 1)
             elif name in by_seat:
                 of, messages = by_seat[name], as_rows(line.conversation.messages)
-                reason = "context" if line.full else "stop"
+                reason = line.full or "stop"
                 without_turn.append(
                     Episode([], of.reward, reason, of.info, parts=of.parts, seat=name, messages=messages)
                 )
@@ -125,7 +125,7 @@ def _sequence(
     turns = [untrained(turn, truncated) for turn in shared] + turns[len(shared) :]
     fork = Fork(trained_in[id(shared[-1])], len(shared)) if shared else None
     routes = np.concatenate(line.expert_routes) if line.expert_routes else None
-    reason = "context" if line.full else line.finish_reasons[-1]
+    reason = line.full or line.finish_reasons[-1]
     messages = as_rows(line.conversation.messages)
     return Episode(
         turns,

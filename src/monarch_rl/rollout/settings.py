@@ -63,6 +63,9 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     `max_sequences` times the maximum tokens of one sequence."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 64
     """Maximum tokens of one turn; longer turns are cut."""
+    max_turns: Annotated[int | None, Range(1, 1_000_000)] = None
+    """Maximum turns of the policy in a conversation; it then ends the episode as a full context does. None: an episode
+    may go on until its context is full."""
     temperature: Annotated[float, Range(0, 100)] = 1.0
     """Temperature of training rollouts; held-out episodes use evaluation.temperature. 1 samples from the policy that is
     trained."""

@@ -1,4 +1,4 @@
-"""Counters of a rollout worker. Evaluation episodes are not counted."""
+"""Counters of a rollout worker, in which evaluation episodes are not counted, and its progress at one time."""
 
 from __future__ import annotations
 
@@ -25,6 +25,40 @@ class StageTime(NamedTuple):
         return StageTime(self.groups + groups, self.waited_s + waited_s, self.seconds + seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeProgress:
+    """How far a running episode is."""
+
+    task: str
+    item: int
+    """Index of its item."""
+    group: int
+    """Id of its group; negative for a held-out item."""
+    turns: int
+    """Turns of its longest conversation so far."""
+    tokens: int
+    """Tokens of that conversation, prompts included."""
+    in_own_code: bool
+    """Whether its own code runs; otherwise it waits for the policy or another model."""
+    seconds: float
+    """For how long it has done so."""
+
+    def __str__(self) -> str:
+        item = f"{'held-out ' if self.group < 0 else ''}item {self.item}{f' of task {self.task}' if self.task else ''}"
+        does = "in its own code" if self.in_own_code else "waiting for a model's answer"
+        return f"{self.turns} turns, {self.tokens:,} tokens ({item}, {does} for {self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """What a worker is doing, for the user of a run in which nothing is finished for a while."""
+
+    held_out: int
+    """Held-out episodes that have ended since the evaluation began."""
+    longest: EpisodeProgress | None
+    """The longest of the running episodes that were asked for."""
+
+
 @dataclass(slots=True)
 class WorkerStats:
     """Counters of one worker."""
@@ -40,6 +74,8 @@ class WorkerStats:
     """Number of scored episodes."""
     full_contexts: int = 0
     """Number of scored episodes that a full context ended."""
+    turn_limits: int = 0
+    """Number of scored episodes that ``max_turns`` ended."""
     without_turn: int = 0
     """Number of episodes that ended before the policy's turn; ``episodes`` does not include them."""
     failed: dict[str, int] = field(default_factory=dict)
@@ -110,6 +146,7 @@ class Statistics:
                 stats.episodes += 1
                 stats.tokens += sum(sequence.num_trainable for sequence in result)
                 stats.full_contexts += any(sequence.finish_reason == "context" for sequence in result)
+                stats.turn_limits += any(sequence.finish_reason == "turns" for sequence in result)
 
     def add_stage(self, name: str, waited_s: float, seconds: float) -> None:
         """Count the time of a group in a stage."""

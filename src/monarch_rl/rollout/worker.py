@@ -16,6 +16,7 @@ from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.blocked_loop import GRACE_S, LoopGuard
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect_frozen_models
@@ -27,7 +28,7 @@ from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer, read_nothing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder, Stage
-from monarch_rl.rollout.statistics import Statistics, WorkerStats
+from monarch_rl.rollout.statistics import Statistics, WorkerProgress, WorkerStats
 from monarch_rl.rollout.submit import GroupSubmitter, TicketQueue
 from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
@@ -102,11 +103,14 @@ class RolloutWorker(AsksFrozenModels):
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
-        wait_registry.register(self._name)
+        wait_registry.register(self._name, block_limit_s=settings.episode_deadline_s + GRACE_S)
+        self._guard: LoopGuard | None = None
         self._scorer: Scorer | None = None
         self._resources: Resources | None = None
         self._running: asyncio.Task[None] | None = None
         self._evaluating: set[asyncio.Task[Evaluation]] = set()
+        self._held_out_ended = 0
+        """Held-out episodes that have ended since the evaluation began."""
         self._statistics = Statistics(self._name)
         self._permits = asyncio.Semaphore(settings.concurrent_groups)
         self._transcripts = Transcripts()
@@ -151,6 +155,7 @@ class RolloutWorker(AsksFrozenModels):
         """Prepare this process, which belongs to the worker alone, for episodes' code, and limit what it can do."""
         run_recipe_code()
         read_nothing()
+        self._guard = LoopGuard(self._name, self._settings.episode_deadline_s)
         bound_printing(f"the code of {self._name}")
         end_copies()
 
@@ -202,6 +207,8 @@ class RolloutWorker(AsksFrozenModels):
             max_concurrent: number of episodes that run at once; None means as many as for training.
         """
         settings = self._settings
+        if not self._evaluating:
+            self._held_out_ended = 0
         evaluation = run_held_out(
             plan,
             self._task,
@@ -221,6 +228,7 @@ class RolloutWorker(AsksFrozenModels):
 
     async def _run_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
         result = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
+        self._held_out_ended += 1
         if not isinstance(result, EpisodeFailed):
             wait_registry.progress("held-out item played")
         return result
@@ -229,6 +237,11 @@ class RolloutWorker(AsksFrozenModels):
     async def stats(self) -> WorkerStats:
         """Counters of this worker."""
         return self._statistics.stats()
+
+    @persistent_endpoint
+    async def progress(self, groups: list[int] | None) -> WorkerProgress:
+        """How far the longest running episode of these groups is; of a held-out item if ``groups`` is None."""
+        return WorkerProgress(self._held_out_ended, self._runner.longest(groups))
 
     @persistent_endpoint
     async def rollouts(
@@ -269,12 +282,14 @@ class RolloutWorker(AsksFrozenModels):
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running}, timeout=BUFFER_DEADLINE_S)
-        await self._close_scorer()
+        await self._end_helpers()
 
     async def __cleanup__(self, exc: Exception | None) -> None:
-        await self._close_scorer()
+        await self._end_helpers()
 
-    async def _close_scorer(self) -> None:
+    async def _end_helpers(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
         scorer, self._scorer = self._scorer, None
         if scorer is not None:
             await asyncio.to_thread(scorer.close)

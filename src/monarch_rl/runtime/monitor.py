@@ -8,6 +8,7 @@ inspects it: the controller, or any other monitor there.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -66,6 +67,10 @@ class ProcessReport:
     blocked_at: str = ""
     """File and line at which its slowest event loop is blocked; empty unless that has not run for
     :data:`wait_registry.PAUSE_S`."""
+    block_limit_s: float = math.inf
+    """Seconds for which its event loops may be blocked, whatever they do."""
+    blocking_group: int | None = None
+    """Group of the episode that blocks an event loop, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ def own_report() -> ProcessReport:
         operation,
         helpers_operations,
         _blocked_at(),
+        wait_registry.block_limit_s(),
+        wait_registry.blocking_group(),
     )
 
 
@@ -145,10 +152,15 @@ def _blocked_at() -> str:
         return ""
     frame = sys._current_frames().get(slowest[1])
     while frame is not None and frame.f_code.co_filename not in _EVENT_LOOP:
-        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        if is_user_code(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_user_code(frame: FrameType) -> bool:
+    """Whether a frame is neither of a library nor of this package."""
+    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
 
 
 def machine() -> str:

@@ -18,9 +18,18 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from monarch_rl.errors import EpisodesFail, NotFinite
+from monarch_rl.errors import EpisodesFail, NotFinite, OutOfMemory
 
-PERMANENT_ERRORS = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+PERMANENT_ERRORS = (
+    EpisodesFail,
+    NotFinite,
+    OutOfMemory,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 """Errors of a task, an objective or a setting, which another attempt would meet again. Any other error is attributed
 to a lost process: when one is lost, the others fail in many ways."""
 
@@ -62,12 +71,18 @@ class Decision:
 
 def ending_of(error: BaseException) -> Ending:
     """How a run ended that raised ``error``: LOST or FAILED."""
+    error = raised_by_actor(error)
+    resumable = isinstance(error, Exception) and not isinstance(error, PERMANENT_ERRORS)
+    return Ending.LOST if resumable else Ending.FAILED
+
+
+def raised_by_actor(error: BaseException) -> BaseException:
+    """The exception that an actor raised, if Monarch has brought it here; otherwise ``error`` itself."""
     from monarch.actor import ActorError  # here, because the supervisor does without Monarch
 
     while isinstance(error, ActorError):
         error = error.exception
-    resumable = isinstance(error, Exception) and not isinstance(error, PERMANENT_ERRORS)
-    return Ending.LOST if resumable else Ending.FAILED
+    return error
 
 
 def decide(

@@ -100,6 +100,8 @@ class Heartbeat:
 _names: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, str] = weakref.WeakKeyDictionary()
 _heartbeats: dict[str, tuple[Heartbeat, asyncio.Task[None], int]] = {}
 """By actor name: the heartbeat, its task, and the loop's thread."""
+_block_limits: dict[str, float] = {}
+_blocking_group: int | None = None
 _more_waits: dict[str, Callable[[], Sequence[Wait]]] = {}
 _helpers: dict[int, str] = {}
 _helpers_operations: dict[int, Callable[[], GpuOperation | None]] = {}
@@ -108,16 +110,21 @@ _progress: dict[str, Progress] = {}
 _numbers = itertools.count()
 
 
-def register(name: str, more_waits: Callable[[], Sequence[Wait]] | None = None) -> None:
+def register(
+    name: str, more_waits: Callable[[], Sequence[Wait]] | None = None, block_limit_s: float = math.inf
+) -> None:
     """Name the actor of the running event loop, and monitor the loop. A second call with the same name changes nothing.
 
     Args:
         name: name in messages, such as ``"trainer rank 1"``.
         more_waits: returns waits of this actor that it does not await, such as leases that others hold. Called on
             another thread, at any time.
+        block_limit_s: seconds for which the loop may be blocked before the watch replaces the process, although it is
+            at work.
     """
     loop = asyncio.get_running_loop()
     _names[loop] = name
+    _block_limits[name] = block_limit_s
     if more_waits is not None:
         _more_waits[name] = more_waits
     if name not in _heartbeats or _heartbeats[name][1].done():
@@ -135,6 +142,7 @@ def unregister(name: str) -> None:
     if name in _heartbeats:
         _heartbeats.pop(name)[1].cancel()
     _more_waits.pop(name, None)
+    _block_limits.pop(name, None)
     _names.pop(asyncio.get_running_loop(), None)
 
 
@@ -221,6 +229,22 @@ def heartbeats() -> dict[str, tuple[Heartbeat, int]]:
         for name, (heartbeat, beating, thread) in _heartbeats.copy().items()
         if not (beating.done() or beating.get_loop().is_closed())
     }
+
+
+def note_blocking_group(group: int | None) -> None:
+    """Record the group of the episode that blocks an event loop of this process; None: none does, as far as known."""
+    global _blocking_group
+    _blocking_group = group
+
+
+def blocking_group() -> int | None:
+    """The group last noted by :func:`note_blocking_group`."""
+    return _blocking_group
+
+
+def block_limit_s() -> float:
+    """Seconds for which an event loop of this process may be blocked; infinite unless an actor limits it."""
+    return min(_block_limits.copy().values(), default=math.inf)
 
 
 def loops() -> list[asyncio.AbstractEventLoop]:

@@ -72,6 +72,17 @@ SEED = Range(0, 2**31 - 1)
 """Seeds that numpy, torch and SGLang all accept."""
 
 
+class Automatic(int):
+    """A default that a launch may replace by one for its machine. A number that a flag or a recipe gives is a plain
+    int, even if it is the same."""
+
+    def __hash__(self) -> int:
+        return hash((Automatic, int(self)))  # tyro caches by hash, and would return another flag's plain 2
+
+
+TWO = Automatic(2)
+
+
 class _Field(NamedTuple):
     """What a field may be: its type, the range of its numbers, and its strings; empty if it allows any string."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.errors import SettingsError
+from monarch_rl.observe.lines import read_object, read_rows
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Plan
 
@@ -150,12 +150,14 @@ def _between_s(rows: list[dict[str, Any]]) -> float:
 
 def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        settings = json.loads((folder / "settings.json").read_text())
-        metrics, rollouts = ((folder / f"{name}.jsonl").read_text() for name in ("metrics", "rollouts"))
-    except OSError as error:
+        settings = read_object(folder / "settings.json")
+        (metrics, damage), (samples, more) = (read_rows(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
+    except (OSError, SettingsError) as error:
         raise SettingsError(f"{folder} is not a run folder: {error}") from error
-    rows = [row for row in map(json.loads, metrics.splitlines()) if "time/step_s" in row]
-    samples = [json.loads(text) for text in rollouts.splitlines()]
+    if damage or more:
+        others = len(metrics) + len(samples)
+        raise SettingsError(f"{'; '.join([*damage, *more][:3])}. The other {others} can be read: remove such lines")
+    rows = [row for row in metrics if "time/step_s" in row]
     if len(rows) < 8 or not samples:
         raise SettingsError(f"{folder} has {len(rows)} steps and {len(samples)} episodes: at least 8 steps are needed")
     return settings, rows, samples

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.tasks.orders import ShuffledOrder
-from monarch_rl.tasks.rows import Row, as_rows, read_all
+from monarch_rl.tasks.rows import Row, as_rows, compact, read_all
 from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function
-from monarch_rl.tasks.template import DoesNotFit, check_template, fill, is_null, text_of
-from monarch_rl.values import lone_surrogate
+from monarch_rl.tasks.template import DoesNotFit, check_template, fill, text_of
+from monarch_rl.values import lone_surrogate, plain
 
 RewardFunction = Callable[[Any, str], Any]
 """``reward(row, answer)``: returns a number, named parts, an :class:`Outcome`, or a coroutine that returns one of
@@ -128,14 +128,17 @@ def prompt_of(template: str, row: Row, system: str = "") -> str | list[Any]:
         return fill(template, row)
     if system and messages[0]["role"] == "system":
         raise DoesNotFit(f"{column} begins with a system message, and the task has one, too: leave one of them out")
+    plain_messages = []
     for number, message in enumerate(messages, 1):
-        if is_null(message.get("content")) and not message.get("tool_calls"):
+        try:
+            plain_messages.append(compact(plain(message)))
+        except ValueError as error:
+            raise DoesNotFit(f"message {number} of {column} is not a JSON value", f": {error}") from error
+        if "content" not in plain_messages[-1] and not plain_messages[-1].get("tool_calls"):
             raise DoesNotFit(f"message {number} of {column} has no content")
-        if problem := lone_surrogate(json.dumps(message, ensure_ascii=False, default=str)):
-            raise DoesNotFit(f"message {number} of {column} is not valid Unicode", f": {problem}")
-    if not text_of(messages).strip():
+    if not text_of(plain_messages).strip():
         raise DoesNotFit(f"the messages of {column} are empty")
-    return [*messages]
+    return plain_messages
 
 
 @functools.lru_cache
@@ -228,7 +231,7 @@ class _Split:
 
 
 def _digest(prompt: str | list[Any]) -> bytes:
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=repr, sort_keys=True)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

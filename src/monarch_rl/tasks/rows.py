@@ -3,8 +3,8 @@
 Only the location of the rows is sent to other processes, each of which reads them itself, so every machine needs them.
 
 A row is the same from each of them: a column that it lacks is None, as in columnar formats. Within a column, such as
-messages or tools, a key whose value is null is left out, because columnar formats add such keys, and 3.0 is 3, because
-they store a whole number next to others as a float.
+messages or tools, a key whose value is null is left out, because columnar formats add such keys. 3.0 is 3, because they
+store a whole number next to others, or next to a missing one, as a float.
 """
 
 from __future__ import annotations
@@ -327,22 +327,23 @@ def _single_precision(schema: Any) -> frozenset[str]:
 
 
 def _as_written(row: Mapping[str, Any], single: Collection[str] = ()) -> dict[str, Any]:
-    """A row without what columnar formats add within its columns (see the top of this file).
+    """A row without what columnar formats add (see the top of this file).
 
     Args:
         single: columns of single precision, whose 0.1 would be read as 0.10000000149011612.
     """
     if not single:
-        return {name: _compact(value) if isinstance(value, dict | list) else value for name, value in row.items()}
+        return {name: compact(value) for name, value in row.items()}
     shortest = {name: _shortest(value) if name in single else value for name, value in row.items()}
     return _as_written(shortest)
 
 
-def _compact(value: Any) -> Any:
+def compact(value: Any) -> Any:
+    """A JSON value without keys whose value is null, and with whole numbers as ints."""
     if isinstance(value, dict):
-        return {key: _compact(item) for key, item in value.items() if item is not None}
+        return {key: compact(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_compact(item) for item in value]
+        return [compact(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 

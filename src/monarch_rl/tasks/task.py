@@ -203,7 +203,7 @@ class Policy(Protocol):
                 so only the first turn may add new ones (docs/chat.md).
 
         Raises:
-            ContextFull: there is no room for a token.
+            ContextFull: there is no room for a token, or the conversation has had ``rollout.max_turns`` turns.
             ValueError: the model's chat template cannot render the messages, or does not support tools; says why.
         """
         ...

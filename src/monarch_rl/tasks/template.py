@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.values import lone_surrogate, plain
 
 MAX_WIDTH = 10_000
@@ -25,7 +26,7 @@ _KINDS = (str, int, float, np.floating, Decimal, Fraction, datetime.date, *_TIME
 """Types with a text of their own."""
 
 
-class DoesNotFit(ValueError):
+class DoesNotFit(SettingsError):
     """A template and an item do not fit together.
 
     Args:

@@ -54,7 +54,8 @@ class Trainer(ResilientActor):
     """One trainer rank. Every call goes to all ranks. Training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Buffer) -> None:
-        wait_registry.register(f"trainer rank {current_rank().rank}")
+        self._rank = current_rank().rank
+        wait_registry.register(f"trainer rank {self._rank}")
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
@@ -100,7 +101,15 @@ class Trainer(ResilientActor):
         return self.snapshots.sender
 
     async def _on(self, executor: ThreadPoolExecutor, call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
+        """Call on a thread. Raises OutOfMemory, with the flags that lower the need, if memory is lacking there."""
+
+        def named() -> T:
+            from monarch_rl.trainer.out_of_memory import naming_flags
+
+            with naming_flags(self._plan.settings, self._rank, self._plan.model):
+                return call(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(executor, named)
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, int]:

@@ -155,18 +155,26 @@ class TrainerCheckpoint:
         states = {name: state for name, state in self._random_states().items() if name in saved}
         read(self._trained() | states, folder / TRAINER, self.group)
         self._set_random_states(states)
-        with warnings.catch_warnings():  # torch warns about reading a learning rate without making a step
-            warnings.simplefilter("ignore")
-            self._schedulers.load_state_dict({"last_epoch": optimizer_steps})
-        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
-            for parameters, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                parameters["lr"] = lr
+        self._go_to(optimizer_steps)
         path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
         if not path.exists():
             path = folder / TRAINER / REMEMBERED.format(rank=0)
         # Safe to unpickle: the manifest's checksum shows that this program wrote the file.
         remembered: dict[str, Any] = torch.load(path, weights_only=False)
         return remembered
+
+    def reschedule(self, schedulers: LRSchedulersContainer) -> None:
+        """Follow another schedule, which has the same optimisers, from the current optimiser step on."""
+        steps, self._schedulers = self.optimizer_steps, schedulers
+        self._go_to(steps)
+
+    def _go_to(self, optimizer_steps: int) -> None:
+        with warnings.catch_warnings():  # torch warns about reading a learning rate without making a step
+            warnings.simplefilter("ignore")
+            self._schedulers.load_state_dict({"last_epoch": optimizer_steps})
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            for parameters, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                parameters["lr"] = lr
 
     def restore_weights(self, folder: Path) -> None:
         """Load only the weights of a checkpoint. All ranks call it together.

@@ -263,6 +263,17 @@ def check_columns(
                 )
 
 
+def without_rewards(functions: TrainingFunctions) -> str:
+    """Which of the functions shows that no reward is read, in words; empty if rewards are read, or it is not known."""
+    function, name = functions.objective.load(), name_of(functions.advantage.load())
+    made = made_from(function)
+    if place_of(function) == place_of(supervised):
+        return "the objective supervised"
+    if made is not None and isinstance(made[0], Distillation):
+        return "the objective distillation"
+    return f"the advantage {name}" if name in WITHOUT_REWARDS else ""
+
+
 def equal_rewards_warning(functions: TrainingFunctions) -> str:
     """The warning about ``buffer.drop_equal_rewards`` if groups that it drops would have non-zero advantages; empty if
     not, or if the advantage is a recipe's own, for which this is not known.
@@ -270,17 +281,10 @@ def equal_rewards_warning(functions: TrainingFunctions) -> str:
     Raises:
         ValueError: the functions read no rewards, so groups of equal rewards teach like all others.
     """
-    flag = "buffer.drop-equal-rewards"
-    function, name = functions.objective.load(), name_of(functions.advantage.load())
-    made = made_from(function)
-    without_rewards = f"the advantage {name}" if name in WITHOUT_REWARDS else ""
-    if made is not None and isinstance(made[0], Distillation):
-        without_rewards = "the objective distillation"
-    if place_of(function) == place_of(supervised):
-        without_rewards = "the objective supervised"
-    if without_rewards:
+    flag, name = "buffer.drop-equal-rewards", name_of(functions.advantage.load())
+    if cause := without_rewards(functions):
         raise SettingsError(
-            f"{flag}: {without_rewards} reads no rewards, so groups of equal rewards teach as much as others, and "
+            f"{flag}: {cause} reads no rewards, so groups of equal rewards teach as much as others, and "
             "would be dropped. Leave the flag out"
         )
     if name not in BEYOND_THE_GROUP:

@@ -18,7 +18,7 @@ from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
-from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.folders import read_checked, write_checked
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
 from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.runtime.by_value import ByValue
@@ -56,8 +56,8 @@ class TrainerPlan:
 
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
 #
-#     {"format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
-#      "normaliser_tokens": ..., "generation": ..., "functions": null, or
+#     {"crc32": ..., "format": 2, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ...,
+#      "temperature": ..., "normaliser_tokens": ..., "generation": ..., "functions": null, or
 #         {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
 #
 # A FUNCTION of this package is stored by its name and arguments, or as an objective and the settings ``trainer.loss``,
@@ -82,7 +82,7 @@ def write_plan(folder: Path, plan: TrainerPlan) -> None:
         "generation": plan.generation,
         "functions": None if plan.functions is None else _functions(plan.functions),
     }
-    write_whole(folder / PLAN.format(generation=plan.generation), json.dumps(values, indent=1) + "\n")
+    write_checked(folder / PLAN.format(generation=plan.generation), values)
 
 
 def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
@@ -101,8 +101,8 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
         raise SettingsError(
             f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
         )
-    values = json.loads(path.read_text())
-    writer = values["monarch_rl"]
+    values = read_checked(path)
+    writer = str(values.get("monarch_rl", ""))
     try:
         if values["format"] != FORMAT:
             raise SettingsError(f"its format is {values['format']}, not {FORMAT}")
@@ -122,8 +122,15 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
 
 
 def trained_as(plan: TrainerPlan) -> str:
-    """A digest of everything that determines how a batch is trained: settings, and for each function its code, and its
-    name and arguments, or, for a recipe's own, its file and line."""
+    """A digest of everything that determines how a batch is trained: settings, the number of optimiser steps if the
+    learning rate depends on it, and the functions."""
+    total_steps = None if plan.settings.lr_min_factor == 1 else plan.total_steps
+    return _digest([to_plain(plan.settings), total_steps, functions_as(plan)])
+
+
+def functions_as(plan: TrainerPlan) -> str:
+    """A digest of what determines how a batch is trained besides the settings: the temperature, the normaliser, and for
+    each function its code, and its name and arguments, or, for a recipe's own, its file and line."""
     functions: list[Any] = []
     if plan.functions is not None:
         loaded = plan.functions.load()
@@ -133,7 +140,10 @@ def trained_as(plan: TrainerPlan) -> str:
         ):
             functions.append([named or place_of(function), code_of(function)])
         functions.append(loaded.advantage_columns)
-    content = to_plain(plan.settings), plan.temperature, plan.normaliser_tokens, functions
+    return _digest([plan.temperature, plan.normaliser_tokens, functions])
+
+
+def _digest(content: list[Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -124,12 +124,7 @@ class Policy:
         self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
             model_parts=[self.module]
         )
-        self.schedulers = LRSchedulersContainer.Config(
-            warmup_steps=settings.lr_warmup_steps,
-            decay_ratio=settings.lr_decay_ratio,
-            decay_type=settings.lr_decay_type,
-            min_lr_factor=settings.lr_min_factor,
-        ).build(optimizers=self.optimizers, training_steps=total_steps)
+        self.schedulers = self._schedule(settings, total_steps)
         self.checkpoint = TrainerCheckpoint(self.model, self.optimizers, self.schedulers, self.device, self.critic)
 
         if settings.compile:
@@ -137,6 +132,24 @@ class Policy:
         else:  # with compilation, hooks would be compiled, too
             for block in self.module.layers.values():
                 block.register_forward_hook(_mark_progress)
+
+    def _schedule(self, settings: TrainerSettings, total_steps: int) -> LRSchedulersContainer:
+        schedulers: LRSchedulersContainer = LRSchedulersContainer.Config(
+            warmup_steps=settings.lr_warmup_steps,
+            decay_ratio=settings.lr_decay_ratio,
+            decay_type=settings.lr_decay_type,
+            min_lr_factor=settings.lr_min_factor,
+        ).build(optimizers=self.optimizers, training_steps=total_steps)
+        return schedulers
+
+    def reschedule(self, settings: TrainerSettings, total_steps: int) -> None:
+        """Follow the learning rates of other settings, which differ in nothing else, from the current optimiser step
+        on."""
+        for parameters in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            parameters["lr"] = parameters["initial_lr"] = settings.lr
+        self.settings = settings
+        self.schedulers = self._schedule(settings, total_steps)
+        self.checkpoint.reschedule(self.schedulers)
 
     def _compile(self) -> None:
         """Compile all blocks with dummy rows now instead of in the first step: forward and backward passes, and the

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import CheckedSettings, Range
+from monarch_rl.settings.ranges import TWO, CheckedSettings, Range
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 
 RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0
 """Time for one block of each kind, forward and backward: minutes each on a busy machine without a compile cache."""
 Checkpointing = Literal["none", "selective", "full"]
+HIGHEST_LR = ((10**8, 1.0), (2 * 10**9, 2e-5), (10**10, 3e-6), (10**15, 1e-6))
+"""(parameters below, highest learning rate in published configurations of full training by reinforcement learning).
+
+Below 100M parameters there are none: the tiny models of ``tools/`` train with 3e-4. Most use 1e-6 at every size: TRL's
+``GRPOConfig``, verl's ``examples/grpo_trainer`` from Qwen3-0.6B to Qwen3-235B-A22B, and DAPO with Qwen2.5-32B
+(``recipe/dapo/run_dapo_qwen2.5_32b.sh`` there). Higher ones: 2e-5 in Open-R1's ``recipes/Qwen2.5-1.5B-Instruct/grpo``,
+1.5e-6 to 3e-6 with 7B in its ``recipes/Qwen2.5-Math-7B/grpo``."""
+LORA_FACTOR = 10
+"""The best rate of LoRA over that of full training: Schulman et al., "LoRA Without Regret"
+(https://thinkingmachines.ai/blog/lora/), 2025."""
+FAR_ABOVE = 5
+"""Factor on these rates above which a rate is reported. A choice: such rates need not fail."""
+SCHEDULE = ("lr_warmup_steps", "lr_decay_ratio", "lr_decay_type", "lr_min_factor")
+"""Settings that determine the learning rate as a share of ``lr``, with the number of optimiser steps."""
 
 
 @dataclass(frozen=True)
 class TrainerSettings(CheckedSettings, flags="trainer"):
     """The trainer mesh, its optimiser (torchtitan's) and its micro-batches."""
 
-    ranks: Annotated[int, Range(1, 100_000)] = 2
-    """Processes of the trainer mesh. FSDP2 shards the model over all of them."""
+    ranks: Annotated[int, Range(1, 100_000)] = TWO
+    """Processes of the trainer mesh. FSDP2 shards the model over all of them. If it is not given: 1 without GPUs on at
+    most two cores, where that is faster, otherwise 2; a resumed run keeps its number."""
     expert_parallel: Annotated[int, Range(1, 100_000)] = 1
     """Expert-parallel degree of a mixture-of-experts model: the experts are divided among this many ranks, and each
     token is sent to the ranks of its experts. Must divide `ranks`. 1: every rank gathers all experts of a layer to
@@ -141,6 +158,45 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
             raise SettingsError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
             )
+
+
+def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:
+    """A sentence if the learning rate is far above those that are used for models of this size.
+
+    Args:
+        parameters: number of the model's parameters.
+    """
+    highest = next(lr for below, lr in HIGHEST_LR if parameters < below)
+    kind = f"LoRA, {LORA_FACTOR} times that of full training" if settings.lora.rank else "full training"
+    highest *= LORA_FACTOR if settings.lora.rank else 1
+    if settings.lr <= FAR_ABOVE * highest:
+        return []
+    return [
+        f"trainer.lr {settings.lr:g} is far above the highest rate in published runs of models with about "
+        f"{parameters / 1e9:.2g}B parameters, {highest:g} ({kind}); TRL and verl use 1e-06 for full training "
+        "(docs/algorithms.md)"
+    ]
+
+
+def lr_share(trainer: Mapping[str, Any], step: int, total_steps: int) -> float:
+    """The learning rate of an optimiser step as a share of ``trainer.lr``: torchtitan's schedule
+    (``components/optimizer/lr_scheduler.py``), for processes that do not import it.
+
+    Args:
+        trainer: settings of the trainer in the form of ``settings.json``.
+        step: optimiser steps made before.
+        total_steps: optimiser steps of the whole run.
+    """
+    warmup = min(trainer["lr_warmup_steps"], total_steps)
+    ratio, least = trainer["lr_decay_ratio"], trainer["lr_min_factor"]
+    decay = total_steps - warmup if ratio is None else min(round(total_steps * ratio), total_steps - warmup)
+    if step < warmup:
+        return float((step + 1) / warmup)
+    progress = (step - (total_steps - decay)) / decay if decay else 0.0
+    if progress <= 0:
+        return 1.0
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return float(least + (1 - least) * left[trainer["lr_decay_type"]])
 
 
 def check_hosts(settings: TrainerSettings, per_host: int) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.checkpoint.journal import PLAN, JournalBatch, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.trainer.plan import TrainerPlan, trained_as, write_plan
+from monarch_rl.trainer.plan import TrainerPlan, functions_as, trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.weights.checksum import tensor_checksum
 
@@ -46,6 +46,7 @@ class StepJournal:
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
             "trained_as": trained_as(plan),
+            "functions_as": functions_as(plan),
         }
         return cls(policy, JournalWriter(folder, policy.rank, nbytes, about))
 
@@ -103,6 +104,10 @@ class EarlierSteps:
             taken_by = self._batches.about_batch(version)["generation"]
             self.replayable.append(JournalBatch(version, taken_by, zlib.crc32(repr(content).encode())))
             version += 1
+        for damage in dict.fromkeys([*self._batches.damage, *self._own.damage]):
+            logger.warning(
+                "the journal is damaged: %s. Steps after %d are not replayed from it, but trained anew", damage, version
+            )
 
     def _can_replay(self, version: int, since: int, generation: int, training: str) -> bool:
         """Whether the batch that updates ``version`` can be replayed.

@@ -97,18 +97,29 @@ class Process:
         """Whether it has ended."""
         return self.state is not None and self.state.status in LOST
 
+    @property
+    def blocked_too_long(self) -> bool:
+        """Whether an event loop has been blocked for longer than its actor allows. Time without a core is left out."""
+        if self.report is None:
+            return False
+        blocked_s = (self.blocked_s + self.silent_s) * (1 - self.queued_share)
+        return blocked_s >= self.report.block_limit_s
+
     def hung_s(self) -> float:
         """Seconds for which the process has been stopped or lost, or its device has hung, or it has been silent or
         blocked without being at work.
 
         A process that uses the CPU, or is ready to but has no core, is at work for any length of time, even if it does
-        not answer and its event loops do not run, because it may be in a long call. The exception is a process whose
-        GPU operation has exceeded its limit.
+        not answer and its event loops do not run, because it may be in a long call. The exceptions are a process whose
+        GPU operation has exceeded its limit, and one whose event loop has been blocked for longer than its actor
+        allows: a rollout worker's, by an episode's code.
         """
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)
         if self.device_hangs:
             return self.operation_s
+        if self.blocked_too_long:
+            return self.blocked_s + self.silent_s
         return 0.0 if self.at_work else max(self.silent_s, self.blocked_s)
 
     def describe(self, silence_s: float) -> str:
@@ -179,15 +190,17 @@ class RunPicture:
     def chain(self) -> list[WaitLink]:
         """The waits from the trainer, or else from the controller, to the first culprit.
 
-        Without a culprit the chain ends at a process that waits for no other, else at one at work, else at the last one
-        reached.
+        Without a culprit the chain ends at a process that is silent or blocked, although it is at work, else at one
+        that waits for no other, else at one at work, else at the last one reached.
         """
         reached = self._reached()
         culprits = self.culprits()
         to_culprit = [link for link in reached if link.process in culprits[:1]]
         if not to_culprit and culprits:  # no process waits for it yet
             return [WaitLink(culprits[0], None, None)]
-        ends = [link for link in reached if not link.process.waits]
+        # A blocked process does not notice that its own waits are over, so these lead to innocent ones.
+        ends = [link for link in reached if max(link.process.silent_s, link.process.blocked_s) >= self.silence_s]
+        ends = ends or [link for link in reached if not link.process.waits]
         ends = ends or [link for link in reached if link.process.at_work]
         link: WaitLink | None = next(iter(to_culprit or ends or reached[-1:]), None)
         chain: list[WaitLink] = []

@@ -45,7 +45,7 @@ from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience, on_disk, within
 from monarch_rl.runtime.wait_registry import CONTROLLER
-from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
+from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LAG_ALARM_S, LoopLag, ProcessPoller
 from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
@@ -68,8 +68,9 @@ END_S = 20.0
 RECOVER_DEADLINE_S = 5.0
 """Seconds for ``recover`` to decide whether the run can continue. The replacement itself comes later."""
 
-Recover = Callable[[str], Awaitable[bool]]
-"""Takes a culprit's name; returns whether the run can continue."""
+Recover = Callable[[str, str, int | None], Awaitable[bool]]
+"""Takes a culprit's name, its state, in words that complete a sentence beginning with the name, and the group of the
+episode that blocks it, if known; returns whether the run can continue."""
 
 
 class Watch:
@@ -90,6 +91,8 @@ class Watch:
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
         self._last_advance = time.monotonic()
+        self._picture = RunPicture()
+        """The last one."""
         self._heartbeat = wait_registry.Heartbeat()
         """Heartbeat of the watch's own event loop."""
         self._pause_reported = False
@@ -108,6 +111,14 @@ class Watch:
     def loop_lag(self) -> dict[str, float]:
         """Metrics of event-loop lag since the last call, by kind of actor, in milliseconds: see docs/metrics.md."""
         return self._lag.metrics()
+
+    def state_of(self, name: str) -> str:
+        """How a process was silent or blocked at the last poll; completes a sentence that begins with its name. Empty
+        if it was not."""
+        process = self._picture.processes.get(name)
+        if process is None or max(process.silent_s, process.blocked_s) < LAG_ALARM_S:
+            return ""
+        return process.describe(LAG_ALARM_S)
 
     def start(self) -> None:
         starvation.warn_if_not_counted()
@@ -180,7 +191,7 @@ class Watch:
         # Checked before and after the picture: its times are wrong if they include a stop of this process.
         if self._did_not_run() or self._ended.is_set():
             return
-        picture = await self._poller.picture()
+        picture = self._picture = await self._poller.picture()
         if self._did_not_run() or self._ended.is_set():
             return
         self._note_progress(picture)
@@ -246,7 +257,7 @@ class Watch:
             )
             return
         message = await self._report(picture, paused_s)
-        replaced = [culprit for culprit in culprits if await self._try_recover(culprit.name)]
+        replaced = [culprit for culprit in culprits if await self._try_recover(culprit)]
         if culprits and replaced == culprits:
             await asyncio.gather(*(self._poller.kill(culprit) for culprit in culprits))
             self._reset_timers()
@@ -274,10 +285,12 @@ class Watch:
         logger.error("the run cannot continue: %s\n%s Stacks:\n%s", message, where, stacks)
         return message
 
-    async def _try_recover(self, culprit: str) -> bool:
+    async def _try_recover(self, process: Process) -> bool:
+        culprit, state = process.name, process.describe(self._stall_s)
+        group = process.report.blocking_group if process.report is not None else None
         if self._recover is None or culprit == CONTROLLER:  # a controller that hangs cannot run ``recover``
             return False
-        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit)), self._main_loop)
+        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit, state, group)), self._main_loop)
         try:
             what = f"{culprit} to be replaced"
             return await within(RECOVER_DEADLINE_S, asyncio.wrap_future(on_main), what, on=CONTROLLER)

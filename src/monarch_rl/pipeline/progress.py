@@ -1,0 +1,185 @@
+"""Lines on the console while nothing else is printed: the parts of the start, and what a long wait is waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+from monarch_rl.buffer.actor import AwaitedBatch, Buffer
+from monarch_rl.pipeline.actor_pool import ActorPool, last_line
+from monarch_rl.rollout.statistics import WorkerProgress
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.deadlines import now, within
+
+logger = logging.getLogger("monarch_rl")
+
+T = TypeVar("T")
+Note = Callable[[str], None]
+"""Prints a line."""
+
+FIRST_S = 30.0
+"""Seconds after which a wait is reported for the first time."""
+ANSWER_S = 5.0
+"""Seconds for a process to report its progress. A worker whose event loop is blocked does not."""
+
+
+@asynccontextmanager
+async def reporting(
+    note: Note, describe: Callable[[float], Awaitable[str]], steadily: bool = False
+) -> AsyncIterator[None]:
+    """While the block runs, print what it waits for: after :data:`FIRST_S`, and each time the wait has become twice as
+    long.
+
+    Args:
+        describe: returns the line, given the seconds since the block began. If it raises, there is no line.
+        steadily: print it every :data:`FIRST_S` instead.
+    """
+    began = now()
+
+    async def report() -> None:
+        next_s = FIRST_S
+        while True:
+            await asyncio.sleep(began + next_s - now())
+            passed_s = now() - began  # much more than next_s if the process was stopped
+            try:
+                note(await describe(passed_s))  # waits: for processes, within ANSWER_S
+            except Exception as error:  # the wait itself reports a lost process
+                logger.debug("no progress to report: %s", last_line(error))
+            next_s = passed_s + FIRST_S if steadily else 2 * passed_s
+
+    reporter = asyncio.ensure_future(report())
+    try:
+        yield
+    finally:
+        reporter.cancel()
+
+
+# -- the start of a run -----------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Print a line before the run's console is open, at once, even into a pipe."""
+    print(text, flush=True)
+
+
+class Start:
+    """The parts of a run's start: each is reported when it is done, and those that are not while they take long."""
+
+    def __init__(self) -> None:
+        self._began = now()
+        self._pending: list[str] = []
+
+    async def part(self, what: str, starting: Awaitable[T], done: str) -> T:
+        """Await one part.
+
+        Args:
+            what: completes the sentence "waiting for ...".
+            done: the line when it is done, without the time.
+        """
+        self._pending.append(what)
+        try:
+            result = await starting  # waits: it has deadlines of its own
+        finally:
+            self._pending.remove(what)
+        say(f"{done} ({now() - self._began:.0f} s)")
+        return result
+
+    def reporting(self) -> AbstractAsyncContextManager[None]:
+        """While the block runs, print regularly which parts are not done; see :func:`reporting`."""
+        return reporting(say, self._describe, steadily=True)
+
+    async def _describe(self, seconds: float) -> str:
+        return f"starting for {seconds:.0f} s; waiting for {', '.join(self._pending)}"
+
+
+# -- a batch, and an evaluation ---------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Reports what a run waits for, in blocks of code that may take long.
+
+    Args:
+        note: prints a line; None reports nothing.
+        state_of: describes a process that does not answer, in words that complete a sentence beginning with its name;
+            empty if nothing is known.
+    """
+
+    def __init__(
+        self,
+        note: Note | None,
+        buffer: Buffer,
+        workers: ActorPool[RolloutWorker],
+        state_of: Callable[[str], str],
+    ) -> None:
+        self._note, self._buffer, self._workers = note, buffer, workers
+        self._state_of = state_of
+
+    def step(self, step: str) -> AbstractAsyncContextManager[None]:
+        """While a step, called ``step``, is made: what its batch lacks, or that the trainer computes."""
+        return self._reporting(partial(self._of_step, step))
+
+    def evaluation(self, version: int, episodes: int) -> AbstractAsyncContextManager[None]:
+        """While ``version`` is evaluated with so many held-out episodes: how many of them are done."""
+        return self._reporting(partial(self._of_evaluation, version, episodes))
+
+    def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._note is None else reporting(self._note, describe)
+
+    async def _of_step(self, step: str, seconds: float) -> str:
+        call = self._buffer.awaited_batch.call_one()
+        batch = await within(ANSWER_S, call, "the buffer to report on the batch", on="buffer")
+        if batch is None:
+            return f"{step}: the trainer has not finished it after {seconds:.0f} s"
+        answers, silent = await self._ask(batch.missing)
+        longest = _longest(answers)
+        if batch.missing and not longest and not silent:
+            longest = ["no episode of them is running: items, group rewards or stages take the time"]
+        return "; ".join([f"{step}: {describe_batch(batch)}", *longest, *silent])
+
+    async def _of_evaluation(self, version: int, episodes: int, seconds: float) -> str:
+        answers, silent = await self._ask(None)
+        ended = sum(answer.held_out for answer in answers)
+        text = f"evaluating version {version} for {seconds:.0f} s: {ended} of {episodes} held-out episodes are done"
+        return "; ".join([text, *_longest(answers), *silent])
+
+    async def _ask(self, groups: list[int] | None) -> tuple[list[WorkerProgress], list[str]]:
+        """The workers' progress with some groups, or with held-out items; and the names of those that do not answer,
+        with their states."""
+        calls = {
+            name: within(ANSWER_S, worker.progress.call_one(groups), f"{name} to report its progress", on=name)
+            for index, worker in self._workers.handles.items()
+            if (name := self._workers.name(index))
+        }
+        answers, silent = list[WorkerProgress](), list[str]()
+        # waits: each call has a deadline
+        for name, answer in zip(calls, await asyncio.gather(*calls.values(), return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                silent.append(f"{name} {self._state_of(name) or 'does not answer'}")
+            else:
+                answers.append(answer)
+        return answers, silent
+
+
+def _longest(answers: Iterable[WorkerProgress]) -> list[str]:
+    episodes = [answer.longest for answer in answers if answer.longest is not None]
+    return [f"longest episode: {max(episodes, key=lambda episode: episode.tokens)}"] if episodes else []
+
+
+def describe_batch(batch: AwaitedBatch) -> str:
+    """What a batch lacks, in words."""
+    missing = len(batch.missing)
+    text = (
+        f"waiting for its batch for {batch.waited_s:.0f} s: {batch.groups - missing - batch.unstarted} of "
+        f"{batch.groups} groups are complete, {missing} are running"
+    )
+    if batch.unstarted:
+        text += f", {batch.unstarted} have not started"
+    if later := batch.running - missing:
+        text += f"; {later} groups of later batches are running"
+    if batch.dropped:
+        text += "; dropped meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in batch.dropped.items())
+    return text
