@@ -28,6 +28,7 @@ from typing import Any
 from monarch_rl.checkpoint.folders import MANIFEST, complete, read_manifest
 from monarch_rl.errors import BrokenCheckpoint
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.model.folder import find_folder
 from monarch_rl.observe.lines import read_object
 from monarch_rl.offline.export import MODEL, export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
@@ -153,7 +154,10 @@ def main() -> int:
     )
     own, flags = parser.parse_known_args()
     evaluated = Evaluated.of(own.model)
-    arguments = [f"--model={evaluated.initial_model}", *flags]
+    initial = evaluated.initial_model
+    if "@" in initial:  # a run's record: recipes get a folder, as in the run
+        initial = str(find_folder(initial))
+    arguments = [f"--model={initial}", *flags]
     recipe = load_recipe(own.task, arguments, evaluated.settings_for(own.task), evaluated.writer)
     with model_of(evaluated, recipe.settings.generator, devices()) as (model, version):
         recipe = replace(recipe, settings=replace(recipe.settings, model=model))

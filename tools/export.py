@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from monarch_rl.model.folder import left_out
 from monarch_rl.offline.export import export, source_of
 from monarch_rl.offline.program import run_program
 
@@ -32,6 +33,8 @@ def main() -> int:
     with source_of(own.source, trained=own.adapter) as source:
         export(source, own.folder, own.dtype, int(own.file_mib * 2**20), own.adapter)
     print(f"{own.folder}: {'LoRA of ' if own.adapter else ''}{source.checkpoint or source.model}")
+    if not own.adapter and (names := left_out(source.model)):
+        print(f"not copied from {source.model}: {', '.join(names)}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
     MonarchRLError
         SettingsError           settings, models or data are refused, before any device is taken where possible
-            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint
+            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, DoesNotFit
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
             ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft, OutOfMemory
@@ -26,8 +26,8 @@
 Each also derives from the built-in exception that fits it best, for example ValueError for refused settings.
 Exceptions of a recipe's own code reach the recipe unchanged, with their traceback.
 :class:`~monarch_rl.rollout.stages.DropGroup` is not an error: a stage raises it to drop a group. Nor is
-:class:`LoopBlocked`, which ends code that blocks an event loop. Three errors are
-defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``), all others here.
+:class:`LoopBlocked`, which ends code that blocks an event loop. Four errors are
+defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``, ``DoesNotFit``), all others here.
 """
 
 from __future__ import annotations

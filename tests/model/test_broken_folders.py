@@ -36,7 +36,7 @@ from tests.model.test_tensors import MODELS, SIZES
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, HEAD = "model.safetensors", "lm_head.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -168,6 +168,29 @@ def over_the_same_bytes(entries: dict[str, Any]) -> None:
     entries[K_PROJ]["data_offsets"] = entries[K_PROJ.replace("layers.1", "layers.0")]["data_offsets"]
 
 
+def changed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with another last element."""
+    other = tensor.clone()
+    other[-1, -1] += 1
+    return other
+
+
+def unlisted(folder: Path) -> None:
+    sharded(folder)
+    save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}, folder / "more.safetensors")
+
+
+def unlisted_shard(folder: Path) -> None:
+    sharded(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    listed = {name: file for name, file in index["weight_map"].items() if "00001" in file}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+
+def only_an_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
 def larger_vocabulary(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = len(tokenizer["model"]["vocab"])
@@ -184,6 +207,7 @@ YARN: dict[str, Any] = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+UNORDERED = {"factor": 2.0, "original_max_position_embeddings": 16, "high_freq_factor": 1.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a list": (written("config.json", "[]"), ["config.json", "list", "object"]),
     "config is truncated": (written("config.json", '{"architectures": ['), ["config.json is not JSON"]),
@@ -202,6 +226,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "layer types": (config(layer_types=["sliding_attention"] * 2), ["layer_types sliding_attention"]),
     "rope kind": (config(rope_parameters={"rope_type": "linear", "factor": 2.0}), ["rotary scaling 'linear'"]),
     "rope lacks": (config(rope_parameters=ROPE), ["llama3", "factor, at most 1e+12, got None"]),
+    "rope factors": (config(rope_parameters=ROPE | UNORDERED), ["high_freq_factor 1.0", "low_freq_factor 1.0"]),
     "rope is a word": (config(rope_parameters="default"), ["rope_parameters 'default'", "object"]),
     "quantised": (config(quantization_config={"quant_method": "fp8"}), ["quantised"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), ["no *.safetensors file"]),
@@ -253,6 +278,47 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["added_tokens_decoder '5'"],
     ),
     "end token": (edited("generation_config.json", eos_token_id=98), ["generation_config.json", "eos_token_id 98"]),
+    "end token of the config": (config(eos_token_id=[1, 98]), ["config.json", "eos_token_id 98"]),
+    "end token that the tokenizer lacks": (
+        edited("tokenizer_config.json", eos_token="<|im_end|>"),
+        ["tokenizer_config.json", "'<|im_end|>'", "no embedding"],
+    ),
+    "special token that the tokenizer lacks": (
+        edited("tokenizer_config.json", additional_special_tokens=[{"content": "<tool>"}]),
+        ["tokenizer_config.json", "'<tool>'", "no embedding"],
+    ),
+    "added token at an id that is taken": (
+        edited("tokenizer_config.json", added_tokens_decoder={"5": {"content": "<five>", "special": True}}),
+        ["tokenizer_config.json", "'<five>'", "no embedding"],
+    ),
+    "another LM head than the tied one": (
+        tensors(lambda found: found.update({HEAD: changed(found["model.embed_tokens.weight"])})),
+        [WEIGHTS, HEAD, "differs from model.embed_tokens.weight", "tie_word_embeddings"],
+    ),
+    "file that the index does not list": (unlisted, ["more.safetensors", "index.json lists"]),
+    "shard that the index does not list": (unlisted_shard, ["model-00002-of-00002.safetensors", "index.json lists"]),
+    "reward head": (tensors(lambda found: found.update({"score.weight": torch.zeros(1, 64)})), ["score.weight"]),
+    "value head": (tensors(lambda found: found.update({"v_head.summary.weight": torch.zeros(1, 64)})), ["v_head."]),
+    "scales of quantised weights": (
+        tensors(lambda found: found.update({f"{K_PROJ}_scale_inv": torch.ones(1, 1)})),
+        [f"{K_PROJ}_scale_inv"],
+    ),
+    "layers for multi-token prediction": (
+        tensors(lambda found: found.update({"mtp.norm.weight": torch.ones(64)})),
+        ["mtp.norm.weight"],
+    ),
+    "quantised, compressed": (config(compression_config={"format": "float-quantized"}), ["quantised"]),
+    "quantised by ModelOpt": (written("hf_quant_config.json", "{}"), ["hf_quant_config.json", "quantised"]),
+    "adapter in the folder": (written("adapter_config.json", "{}"), ["adapter_config.json", "adapter"]),
+    "only an adapter": (only_an_adapter, ["is an adapter"]),
+    "no model_type": (config(model_type=None), ["no model_type", '"qwen3"']),
+    "model_type of another family": (config(model_type="llama"), ["model_type 'llama'", "Qwen3ForCausalLM"]),
+    "two dtypes": (config(dtype="float32", torch_dtype="bfloat16"), ["dtype 'float32'", "torch_dtype 'bfloat16'"]),
+    "two bases of rotary embeddings": (config(rope_theta=5e5), ["rope_theta 500000.0", "rope_parameters.rope_theta"]),
+    "two rotary embeddings": (
+        config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        ["rope_scaling", "rope_parameters", "contradict"],
+    ),
 }
 
 
@@ -323,8 +389,8 @@ def test_tensors_that_transformers_ignores_are_accepted(good: Path, tmp_path: Pa
     """The LM head of a tied model, as in Qwen's folders, and tables of rotary embeddings."""
     folder = tmp_path / "more"
     shutil.copytree(good, folder)
-    extra = {"lm_head.weight": torch.zeros(98, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
-    tensors(lambda found: found.update(extra))(folder)
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
+    tensors(lambda found: found.update(table, **{"lm_head.weight": found["model.embed_tokens.weight"].clone()}))(folder)
     check_model(folder)
 
 
@@ -475,18 +541,55 @@ def test_a_mistral_may_have_a_second_copy_of_its_weights_under_its_own_names(
         check_model(folder)
 
 
-def test_extra_files_of_mistral_repositories_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
-    """By the pattern rules of the Hub itself."""
-    taken: list[str] = []
-    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model.v3"]
+def test_of_a_hub_repository_only_the_files_that_are_read_are_downloaded(
+    monkeypatch: pytest.MonkeyPatch, good: Path
+) -> None:
+    """By the pattern rules of the Hub itself. Mistral's repositories have the weights twice, others in sub-folders."""
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]
+    unwanted = ["consolidated.safetensors", "original/model.safetensors", "original/params.json", "tokenizer.model.v3"]
+    asked: list[tuple[str, str | None]] = []
 
-    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = [*unwanted, *wanted]
+        taken = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        assert list(taken) == wanted
+        asked.append((name, revision))
         return str(good)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3").folder == good
-    assert taken == files[:2]
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3@refs/pr/3").folder == good
+    assert asked == [("mistralai/Mistral-7B-Instruct-v0.3", revision) for revision in (None, "refs/pr/3")]
+
+
+def test_a_head_that_is_not_tied_may_differ_and_equal_statements_may_be_repeated(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "untied"
+    shutil.copytree(good, folder)
+    tensors(lambda found: found.update({HEAD: changed(found["model.embed_tokens.weight"])}))(folder)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    config(tie_word_embeddings=False, torch_dtype="torch.float32", rope_scaling=rope, rope_theta=rope["rope_theta"])(
+        folder
+    )
+    check_model(folder)
+
+
+def test_special_tokens_may_have_spare_embeddings(good: Path, tmp_path: Path) -> None:
+    """transformers gives a token that the tokenizer lacks the next id, here the last embedding."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "spare"
+    shutil.copytree(good, folder)
+    embeddings = "model.embed_tokens.weight"
+    tensors(lambda found: found.update({embeddings: torch.cat([found[embeddings], torch.zeros(1, 64)])}))(folder)
+    config(vocab_size=99)(folder)
+    edited("tokenizer_config.json", eos_token="<|im_end|>")(folder)
+    check_model(folder)
+    edited("tokenizer_config.json", added_tokens_decoder={"98": {"content": "<|im_end|>", "special": True}})(folder)
+    check_model(folder)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 98
+    edited("tokenizer_config.json", pad_token="<|more|>")(folder)
+    with pytest.raises(ValueError, match="no embedding"):
+        check_model(folder)
 
 
 def test_a_qwen3_moe_may_have_null_as_decoder_sparse_step(families: dict[str, Path], tmp_path: Path) -> None:

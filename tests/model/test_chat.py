@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, Messages, ToolCall, assistant, system, tool, user
+from monarch_rl.model.tokens import template_warning
 from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 
 
@@ -324,3 +327,59 @@ def test_text_ends_before_a_stop_string_and_has_no_special_tokens(tmp_path: Path
     assert (reply.text, reply.raw) == ("It is 3.", "It<|start|> is 3. Next: 4")
     assert conversation.ids[-len(sampled) :] == sampled
     assert conversation.messages[-1] == Message("assistant", reply.raw)
+
+
+def test_a_turn_ends_at_the_end_tokens_of_every_file(tmp_path: Path) -> None:
+    """Engines stop at those of both configs."""
+    write_model(tmp_path, "qwen3")
+    plain = ChatTemplate(str(tmp_path))
+    ids = {token: plain.tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "</think>")}
+    assert not {*ids.values()} & {*plain.stop_token_ids}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": ids["<think>"]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["</think>"]]}))
+    assert {*ChatTemplate(str(tmp_path)).stop_token_ids} == {*ids.values(), *plain.stop_token_ids}
+
+
+def test_a_turn_ends_at_the_end_token_of_a_template_for_tools_too(tmp_path: Path) -> None:
+    """As of Llama 3.1, whose calls end with a token of their own. A template that cannot be rendered has no end."""
+    write_model(tmp_path, "tagged", special=["<|end|>", "<|start|>", "<|call|>"])
+    plain = ChatTemplate(str(tmp_path))
+    (call,) = plain._plain("<|call|>")
+    (tmp_path / "additional_chat_templates").mkdir()
+    for source, stops in ((TAGGED.replace("<|end|>", "<|call|>"), {call}), ("{{ tools | length }}", set())):
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(source)
+        assert {*ChatTemplate(str(tmp_path)).stop_token_ids} == {*plain.stop_token_ids} | stops
+
+
+def test_a_template_that_transformers_would_not_find_is_refused(tmp_path: Path) -> None:
+    """It ignores the one in tokenizer_config.json if there are named ones, and those of processors and sub-folders."""
+    write_model(tmp_path, "tagged")
+    default, named = tmp_path / "chat_template.jinja", tmp_path / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("TOOLS " + TAGGED)
+    assert ChatTemplate(str(tmp_path)).opening([user("?")])
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TAGGED}))
+    default.unlink()
+    with pytest.raises(ValueError, match=r"tool_use\.jinja: .*ignores .*chat_template\.jinja"):
+        ChatTemplate(str(tmp_path))
+    (named / "default.jinja").write_text(TAGGED)
+    assert ChatTemplate(str(tmp_path)).opening([user("?")])
+    shutil.rmtree(named)
+    assert ChatTemplate(str(tmp_path)).opening([user("?")])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ChatTemplate(str(tmp_path)).shape().closing == ""  # a model without a template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TAGGED}))
+    with pytest.raises(ValueError, match=r"chat_template\.json: "):
+        ChatTemplate(str(tmp_path))
+
+
+def test_two_different_templates_are_warned_about(tmp_path: Path) -> None:
+    write_model(tmp_path, "tagged")
+    assert template_warning(tmp_path) == ""
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for stated, warned in ((TAGGED + "\n", False), (TAGGED + "!", True)):
+        for form in (stated, [{"name": "default", "template": stated}, {"name": "rag", "template": "?"}]):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": form}))
+            assert ("chat_template.jinja" in template_warning(tmp_path)) == warned
+    assert ChatTemplate(str(tmp_path)).shape().closing.startswith("<|end|>")

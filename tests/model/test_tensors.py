@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from monarch_rl.model.architecture import ARCHITECTURES
 from monarch_rl.model.config import check_features, read_config
-from monarch_rl.model.tensors import check_weights, expected_tensors, read_header
+from monarch_rl.model.tensors import check_weights, expected_tensors, read_header, saved_dtype
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -81,3 +82,16 @@ def test_only_a_deepseek_may_have_an_extra_layer(tmp_path: Path) -> None:
     check_weights(read_config(tmp_path / "deepseek_v3"))
     with pytest.raises(ValueError, match=r"more\.safetensors .*model\.layers\.3\.enorm\.weight"):
         check_weights(read_config(tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("stated", ["bfloat16", "float32", None])
+def test_a_dtype_that_the_config_does_not_state_is_that_of_the_weights(tmp_path: Path, stated: str | None) -> None:
+    """As transformers loads such a folder."""
+    for dtype in (torch.bfloat16, torch.float32):
+        folder = tmp_path / str(dtype)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SIZES), dtype=dtype).save_pretrained(folder)
+        values = json.loads((folder / "config.json").read_text()) | {"dtype": stated}
+        (folder / "config.json").write_text(json.dumps(values))
+        assert saved_dtype(read_config(folder)) == (stated or str(dtype).removeprefix("torch."))
+        if stated is None:
+            assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype

@@ -215,3 +215,37 @@ def test_a_terminal_shows_the_live_table_and_the_log_has_plain_lines(tmp_path: P
     log = (tmp_path / "console.log").read_text().splitlines()
     shown = ["a print of the recipe", "step 1/2 | reward 0.250", "a print of the recipe", "step 2/2 | reward 0.500"]
     assert log == ["a note", *shown, "the end"]
+
+
+LOST = """
+import os, sys, time
+from pathlib import Path
+from monarch_rl.observe.console import console_of
+from monarch_rl.observe.console_relay import relay_output
+from monarch_rl.runtime.signals import interrupts
+os.close(os.open(os.ttyname(1), os.O_RDWR))  # it becomes the session's terminal, whose end is SIGHUP
+folder, relay = Path(sys.argv[1]), relay_output()
+relay.log_to(folder)
+with interrupts(), console_of(relay, 2) as console:
+    console.show(1, {"reward/mean": 0.25})
+    (folder / "waits").touch()
+    while not (folder / "continue").exists():
+        time.sleep(0.01)
+    console.show(2, {"reward/mean": 0.5})
+"""
+
+
+def test_a_run_continues_when_its_session_is_lost(tmp_path: Path) -> None:
+    """As an ssh session is: the terminal sends SIGHUP, and then refuses every write."""
+    terminal, console = pty.openpty()
+    command = [sys.executable, "-c", LOST, str(tmp_path)]
+    program = subprocess.Popen(command, stdin=console, stdout=console, stderr=console, start_new_session=True)
+    os.close(console)
+    wait_until(lambda: (tmp_path / "waits").exists() or program.poll() is not None, "the first step")
+    os.close(terminal)
+    log = tmp_path / "console.log"
+    wait_until(lambda: "SIGHUP" in log.read_text(), lambda: f"the signal\n{log.read_text()}")
+    (tmp_path / "continue").touch()
+    assert exit_code(program) == 0
+    text = log.read_text()
+    assert "step 2/2 | reward 0.500" in text and "Input/output error" in text, text

@@ -161,6 +161,43 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
     assert resumed is not None and "model Qwen/Qwen3-0.6B -> other/model" in resumed.differences
 
 
+def test_a_model_that_was_recorded_by_a_relative_path_or_without_a_commit_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 0.1 recorded it."""
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for number, (before, now) in enumerate((("tiny", str(tmp_path / "tiny")), ("org/tiny", "org/tiny@1234"))):
+        settings = RunSettings(model=before, output=tmp_path, trainer=TrainerSettings(lora=LoraSettings(rank=1)))
+        run = finished_step(settings, name=str(number))
+        resumed = resume.resolve_resume(replace(settings, model=now, resume=str(run)))
+        assert resumed is not None and not [change for change in resumed.differences if "model" in change]
+        with pytest.raises(ValueError, match="--model was"):
+            resume.resolve_resume(replace(settings, model="org/other@1234", resume=str(run)))
+
+
+def test_a_resume_repeats_the_flags_in_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder, or a Hub name, means the model that the run recorded, unless it exists here."""
+    monkeypatch.chdir(tmp_path)
+    for number, (recorded, given, model) in enumerate(
+        [
+            ("/home/me/models/tiny", "models/tiny", "/home/me/models/tiny"),
+            ("org/tiny@1234", "org/tiny", "org/tiny@1234"),
+            ("org/tiny@1234", "org/tiny@5678", "org/tiny@5678"),
+            ("/home/me/models/tiny", "models/other", "models/other"),
+        ]
+    ):
+        run = finished_step(RunSettings(model=recorded, output=tmp_path), name=str(number))
+        settings = RunSettings(model=given, output=tmp_path)
+        assert resume.with_recorded_model(replace(settings, resume=str(run))).model == model
+        monkeypatch.setenv(supervisor.RESUMES, str(run))
+        assert resume.with_recorded_model(settings).model == model
+        monkeypatch.delenv(supervisor.RESUMES)
+        assert resume.with_recorded_model(settings).model == given
+    (run / "settings.json").write_text("{")
+    assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
+
+
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
     saved = to_plain(RunSettings(output=tmp_path, trainer=without))

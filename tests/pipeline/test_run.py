@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import re
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -134,11 +133,11 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     cluster: Any = SimpleNamespace(
         devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
     )
-    lock = threading.Lock()
+    rewards = (reward for reward in (0.0, 1.0))
     async with Run.open(RunSettings(), cluster) as run:
 
         async def episode(item: Any, policy: Any) -> Any:
-            return lock
+            return next(rewards)
 
         task = ReasoningGym(TaskSettings()).with_episode(episode)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="chain_sum"):

@@ -23,9 +23,11 @@ from monarch_rl.pipeline.settings import (
     chosen_sizes,
     episode_limits,
     normaliser_tokens,
+    prepare,
     prepare_engine,
     resolve,
     sized,
+    to_record,
 )
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.evaluation import EvaluationSettings
@@ -216,6 +218,25 @@ def test_the_constant_aggregation_divides_by_the_tokens_of_an_answer_unless_a_nu
     assert normaliser_tokens(given) == 64
     assert "8 tokens (rollout.max-new-tokens)" in LossSettings().normaliser(8)
     assert "64 tokens (trainer.loss.max-tokens)" in given.trainer.loss.normaliser(64)
+
+
+def test_a_relative_model_folder_is_recorded_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that checkpoints, exports and evaluations find it from other directories."""
+    random_model(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    settings, config = prepare(RunSettings(model="tiny", output=tmp_path), CPUS)
+    assert settings.model == to_record(settings)["model"] == str(tmp_path / "tiny") == str(config.folder)
+    monkeypatch.chdir("/")
+    assert prepare(settings, CPUS) == (settings, config)
+
+
+def test_recipes_get_a_models_folder_and_records_its_hub_name(tmp_path: Path) -> None:
+    """transformers reads the former in a recipe's task, and takes no name with a revision."""
+    folder = random_model(tmp_path / "models--org--tiny" / "snapshots" / "1234")
+    settings, _ = prepare(RunSettings(model=str(folder), output=tmp_path), CPUS)
+    assert settings.model == str(folder) and to_record(settings)["model"] == "org/tiny@1234"
 
 
 @pytest.mark.parametrize(("kind", "cores", "expected"), [("cpu", 1, 1), ("cpu", 2, 1), ("cpu", 3, 2), ("cuda", 2, 2)])

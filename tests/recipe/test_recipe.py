@@ -189,13 +189,18 @@ changes; or they make a run costly (a compiled trainer, an engine that generates
 
 
 def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
-    """The model is saved merged; the adapter next to it belongs to the model that the run started from."""
+    """The model is saved merged, and stops as in training; the adapter next to it belongs to the model that the run
+    started from."""
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')  # config.json and the tokenizer have 1
     run = run_sample("grpo_lora", model, given=SMALL_RUN | ONE_REPLICA, fixed=FIXED, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
     config = json.loads(adapter.read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
     assert adapter.with_name("adapter_model.safetensors").is_file()
+    saved = json.loads((adapter.parents[1] / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 1]
     program("export.py", adapter.parents[1], str(tmp_path / "alone"), "--adapter")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "alone" / name).read_bytes() == adapter.with_name(name).read_bytes()

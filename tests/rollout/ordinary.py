@@ -70,6 +70,19 @@ class Child(Parent):
         super().__init__()
 
 
+Direction = typing.Literal["left", "right"]
+
+
+@dataclass
+class Typed:
+    direction: Direction
+
+
+def tool(direction: Direction, colour: Colour) -> Pair:
+    """Do nothing."""
+    return Pair(1.0)
+
+
 @functools.lru_cache(maxsize=8)
 def cached(value: float) -> float:
     return value + 1
@@ -201,6 +214,11 @@ def variables() -> float:
     return CACHE["sum"]
 
 
+def type_hints() -> float:
+    hints = typing.get_type_hints(tool)
+    return len(hints) + float(typing.get_type_hints(Typed)["direction"] == hints["direction"])
+
+
 def files() -> float:
     with tempfile.TemporaryDirectory() as folder, sqlite3.connect(":memory:") as database:
         Path(folder, "file").write_text("2")
@@ -217,6 +235,22 @@ def output() -> float:
         return float(np.float32(0.5)) + (__name__ == "__main__")
 
 
+async def episode_with_processes() -> float:
+    with concurrent.futures.ProcessPoolExecutor(1) as processes:
+        squared = await asyncio.get_running_loop().run_in_executor(processes, square, 3.0)
+    return squared + await asyncio.to_thread(pool, "fork")
+
+
+async def episode_with_programs() -> float:
+    process = await asyncio.create_subprocess_exec("echo", "6", stdout=subprocess.PIPE)
+    printed, _ = await process.communicate()
+    return float(printed) + programs() + threads() + files() + await plain(1.0)
+
+
+async def episode_with_variables() -> float:
+    return variables() + pickling() + type_hints() + output()
+
+
 # -- each of these is refused, or affects only its own score ----------------------------------------------------------
 
 
@@ -230,6 +264,10 @@ def asks() -> float:
 
 def pickles_an_object_of_a_module_next_to_the_recipe() -> float:
     return float(pickle.loads(pickle.dumps(beside.Mark(2.0))).value)
+
+
+def evaluates_text() -> float:
+    return float(eval("cached(1.0)"))
 
 
 def leaves_an_alarm() -> float:
@@ -252,6 +290,10 @@ def tidies() -> float:
     return 1.0
 
 
+async def episode_asks() -> float:
+    return asks()
+
+
 async def handles_signals() -> float:
     signal.signal(signal.SIGALRM, interrupt)
     return 1.0
@@ -261,13 +303,22 @@ async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
 
-WORKS: list[Callable[[], float]] = [
+WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
-    *(event_loops, alarm, pickling, variables, files, output),
+    *(event_loops, alarm, pickling, type_hints, variables, files, output),
+    *(episode_with_processes, episode_with_programs, episode_with_variables),
 ]
 OTHERS: list[Callable[[], Any]] = [
-    *(exits, asks, pickles_an_object_of_a_module_next_to_the_recipe, leaves_an_alarm, is_not_interrupted),
-    *(leads_a_group, tidies, handles_signals, nests_event_loops),
+    *(
+        exits,
+        asks,
+        evaluates_text,
+        pickles_an_object_of_a_module_next_to_the_recipe,
+        leaves_an_alarm,
+        is_not_interrupted,
+    ),
+    *(leaves_an_alarm, is_not_interrupted),
+    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops),
 ]
 
 if __name__ == "__main__":
@@ -276,4 +327,8 @@ if __name__ == "__main__":
     register_modules()
     pickled = {function.__name__: ByValue(function).data for function in [*WORKS, *OTHERS]}
     Path(sys.argv[1]).write_bytes(pickle.dumps(pickled))
-    print(json.dumps({function.__name__: function() for function in WORKS}))
+    rewards = {}
+    for function in WORKS:
+        reward = function()
+        rewards[function.__name__] = asyncio.run(reward) if asyncio.iscoroutine(reward) else reward
+    print(json.dumps(rewards))

@@ -72,7 +72,7 @@ def results(pickled: Path) -> None:
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     thread.join()  # waits: its scores have deadlines
-    print(json.dumps(found))
+    print(f"\n{json.dumps(found)}")  # behind the prompt of input()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in ordinary.WORKS])
-def test_a_reward_does_what_it_does_in_a_script(ran: Results, name: str) -> None:
+def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str) -> None:
     assert ran.here[name] == ran.in_script[name]
 
 
@@ -105,7 +105,9 @@ def test_a_reward_does_what_it_does_in_a_script(ran: Results, name: str) -> None
     [
         ("exits", ["SystemExit: no reward"]),
         ("asks", ["standard input"]),
+        ("episode_asks", ["standard input"]),
         ("pickles_an_object_of_a_module_next_to_the_recipe", ["beside.Mark", "within the function"]),
+        ("evaluates_text", ["NameError", "eval", "name it in the function"]),
         ("handles_signals", ["main thread", "policy.in_scorer"]),
         ("nests_event_loops", ["await", "asyncio.to_thread"]),
     ],

@@ -65,6 +65,7 @@ async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
 def main() -> None:
     logging.basicConfig(level="INFO")
     (mode, _, forked), folder = sys.argv[1].partition("-"), Path(sys.argv[2])
+    sys.path.append(str(folder))
     with launch_cluster([PRELOAD] if forked else []) as cluster:
         if cluster is not None:
             asyncio.run(work(cluster, folder) if mode == "work" else linger(cluster, folder, mode))

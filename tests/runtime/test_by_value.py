@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +18,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.runtime.by_value import ByValue, register_modules, to_bytes
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Outcome
+from tests import patience
 from tests.patience import run
 
 RECIPE = """
@@ -83,6 +89,15 @@ def test_an_unpicklable_value_is_named() -> None:
         ByValue(Questions([{"question": "?"}], reward), "my task")
     with pytest.raises(TypeError, match="the arguments of f"):
         to_bytes(numbers, "the arguments of f")
+
+
+@pytest.mark.parametrize("make", [threading.Thread, lambda: subprocess.Popen(["true"]), lambda: Pipe()[0]])
+def test_what_belongs_to_a_process_is_refused_although_its_locks_are_not(make: Callable[[], Any]) -> None:
+    ByValue({"lock": threading.Lock(), "event": threading.Event()}, "a task")
+    with pytest.raises(TypeError, match=r"a task .*cannot pickle '(Thread|Popen|Connection)'"):
+        ByValue({"thing": (thing := make())}, "a task")
+    if isinstance(thing, subprocess.Popen):
+        patience.exit_code(thing)
 
 
 def test_installed_modules_and_this_package_are_sent_by_name() -> None:

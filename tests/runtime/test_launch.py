@@ -41,6 +41,7 @@ def check_report(folder: Path, hosts: int, processes: int, forked: bool = False)
     for seen in trainer["environments"] + buffer["environments"]:
         assert seen["MASTER_ADDR"] == "127.0.0.1"
         assert seen["forked"] == str(forked)
+        assert {str(folder), str(SCRIPT.parent)} <= set(seen["PYTHONPATH"].split(os.pathsep))
         assert seen["title"] == f"monarch_rl::{seen['HYPERACTOR_PROCESS_NAME']}"
         assert not [name for name in seen if name.startswith("TORCHELASTIC_")]
 

@@ -80,7 +80,8 @@ def main(folder: Path, model: str, name: str, kill: bool) -> None:
     saving.CHUNK_ELEMENTS = 1000 if model != "large" else saving.CHUNK_ELEMENTS
     peak_bytes()
     before = peak_bytes()
-    saving.save_model(policy.model, folder / name, FILE_BYTES if model != "large" else saving.FILE_BYTES)
+    file_bytes = FILE_BYTES if model != "large" else saving.FILE_BYTES
+    saving.save_model(policy.model, folder / name, file_bytes, end_tokens=(2, 7))
     if policy.rank == 0:
         grown = peak_bytes() - before
         held = sum(parameter.numel() * 4 for parameter in policy.module.parameters())

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from monarch_rl.checkpoint.folders import partial_folder
-from monarch_rl.model.config import read_config
+from monarch_rl.model.config import EXTRA_LAYERS, read_config
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.trainer import saving
+from monarch_rl.trainer.lora import save_lora
 from tests.trainer.programs import run_program, saved
 from tools.gpu_parts.common import TINY, Bench, make_model
 
@@ -35,6 +37,7 @@ def test_planned_files_are_safetensors_with_every_tensor_once(
         f"t{i}": torch.randn(shape).to({"F32": torch.float32, "BF16": torch.bfloat16}[dtype])
         for i, shape in enumerate(tensor_shapes)
     }
+    tensors["gate.e_score_correction_bias"] = torch.randn(3)  # in float32, as transformers and SGLang keep it
     files = plan_files(((name, tuple(value.shape)) for name, value in tensors.items()), dtype, most)
     for file in files:
         content = bytearray(file.header) + bytes(file.nbytes - len(file.header))
@@ -66,7 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     An earlier save of the same name was complete, and a rank was killed during the one after it."""
     made = tmp_path_factory.mktemp("saving")
     bench = Bench(torch.device("cpu"), made)
-    make_model(bench, TINY, "small")
+    small = make_model(bench, TINY | {EXTRA_LAYERS: 1}, "small")
+    (small / "additional_chat_templates").mkdir()
+    (small / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (small / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "top_k": 20}))
     make_model(bench, TINY | {"vocab_size": 60_000, "hidden_size": 128, "dtype": "bfloat16"}, "large")
     with pytest.raises(AssertionError):  # a rank has ended badly
         run_program("saving_ranks.py", made, "small", "never", "kill", ranks=2)
@@ -99,6 +105,46 @@ def test_several_files_with_an_index_are_loaded_by_all(folder: Path) -> None:
     expected = saved(folder / "small")
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_a_saved_model_is_prompted_and_stops_as_in_training(folder: Path) -> None:
+    """Templates and generation settings are the source's, with the end tokens of training; its layers for multi-token
+    prediction are neither saved nor stated."""
+    small, path = folder / "small", folder / "small_saved"
+    template = "additional_chat_templates/tool_use.jinja"
+    assert (path / template).read_text() == (small / template).read_text()
+    assert json.loads((path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7], "top_k": 20}
+    stated = json.loads((path / "config.json").read_text())
+    assert stated == json.loads((small / "config.json").read_text()) | {EXTRA_LAYERS: 0}
+
+
+@pytest.mark.parametrize(
+    ("base", "recorded"),
+    [("models--org--tiny/snapshots/1234", ("org/tiny", "1234")), ("snapshots/1234", ("{}/snapshots/1234", None))],
+)
+def test_an_adapter_names_its_base_by_hub_name_and_commit_or_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, recorded: tuple[str, str | None]
+) -> None:
+    """As peft reads them, from any directory."""
+    (tmp_path / base).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    save_lora(tmp_path / "adapter", iter({"a": torch.zeros(1)}.items()), LoraSettings(rank=1), Path(base), write=True)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    named, revision = recorded
+    assert (config["base_model_name_or_path"], config["revision"]) == (named.format(tmp_path), revision)
+
+
+def test_end_tokens_of_the_config_apply_without_a_generation_config(tmp_path: Path) -> None:
+    """A file is written only if one is missing, and then has all that the config said."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2], "pad_token_id": 0, "vocab_size": 9}))
+    saving._add_end_tokens(tmp_path, (2,))
+    assert not (tmp_path / "generation_config.json").exists()
+    saving._add_end_tokens(tmp_path, (2, 7))
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [2, 7], "pad_token_id": 0}
+    before = (tmp_path / "generation_config.json").read_bytes()
+    saving._add_end_tokens(tmp_path, (7,))
+    assert (tmp_path / "generation_config.json").read_bytes() == before
 
 
 def test_a_save_after_a_kill_replaces_the_leftovers_and_takes_little_memory(folder: Path) -> None:

@@ -51,7 +51,9 @@ class Architecture:
     """A family of models."""
 
     name: str
-    """The family's name in ``config.json``."""
+    """The family's name in ``architectures`` of ``config.json``."""
+    model_type: str
+    """The family's ``model_type`` there."""
     label: str
     """The family's name in messages to users."""
     num_experts: Callable[[Json], int] = _no_experts
@@ -99,9 +101,10 @@ def _qwen3_moe_is_sparse(config: Json, layer: int) -> bool:
 
 # head_dim is required: where it is missing, transformers and SGLang take 128, others hidden_size / num_attention_heads.
 _QWEN3_SIZES = (*GROUPED_QUERY_SIZES, "head_dim")
-QWEN3 = Architecture("Qwen3ForCausalLM", "Qwen3", normed_heads=True, sizes=_QWEN3_SIZES)
+QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", "Qwen3", normed_heads=True, sizes=_QWEN3_SIZES)
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
+    "qwen3_moe",
     "Qwen3-MoE",
     num_experts=_qwen3_moe_experts,
     is_sparse=_qwen3_moe_is_sparse,
@@ -109,12 +112,13 @@ QWEN3_MOE = Architecture(
     sizes=(*_QWEN3_SIZES, *EXPERT_SIZES),
     needs_lm_head=True,
 )
-QWEN2 = Architecture("Qwen2ForCausalLM", "Qwen2", biased_heads=True)
+QWEN2 = Architecture("Qwen2ForCausalLM", "qwen2", "Qwen2", biased_heads=True)
 # Without num_key_value_heads a Llama has as many as query heads, as in transformers' LlamaConfig.
-LLAMA = Architecture("LlamaForCausalLM", "Llama", sizes=SIZES)
-MISTRAL = Architecture("MistralForCausalLM", "Mistral", windowed=True)
+LLAMA = Architecture("LlamaForCausalLM", "llama", "Llama", sizes=SIZES)
+MISTRAL = Architecture("MistralForCausalLM", "mistral", "Mistral", windowed=True)
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
+    "deepseek_v3",
     "DeepSeek-V3",
     num_experts=lambda config: int(config["n_routed_experts"]),
     is_sparse=lambda config, layer: layer >= int(config["first_k_dense_replace"]),
@@ -133,5 +137,5 @@ DEEPSEEK_V3 = Architecture(
 
 ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, DEEPSEEK_V3)}
 """Supported families, by their name in ``config.json``."""
-UNSUPPORTED = Architecture("", "model of another family", sizes=())
+UNSUPPORTED = Architecture("", "", "model of another family", sizes=())
 """Stands for all other families: SGLang may serve their models, but nothing else here knows them."""

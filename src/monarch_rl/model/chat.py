@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from monarch_rl.model.chat_shape import (
 from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
+from monarch_rl.model.tokens import END_FILES, check_templates, end_tokens
 from monarch_rl.model.tools import ToolSet
 from monarch_rl.values import lone_surrogate
 
@@ -49,6 +51,7 @@ class ChatTemplate:
 
     Raises:
         OSError: the folder has no tokenizer.
+        ValueError: the folder has a chat template only where transformers does not look for one.
         ChatError: the template does not read an option, cannot render ``system``, or loses messages.
     """
 
@@ -62,6 +65,7 @@ class ChatTemplate:
     ) -> None:
         from transformers import AutoTokenizer
 
+        check_templates(Path(folder))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.options = dict(options or {})
         self.system, self.tool_parser, self._allow_control_tokens = system, tool_parser, allow_control_tokens
@@ -77,11 +81,15 @@ class ChatTemplate:
         """Whether the text of a control token in a message has been reported."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
         self._check_options()
-        tokens = {*_end_tokens(folder), self.tokenizer.eos_token_id} - {None}
+        named = {token for file in END_FILES for token in end_tokens(Path(folder) / file)}
+        tokens = {*named, self.tokenizer.eos_token_id} - {None}
         self._end_tokens = [self.tokenizer.decode([token]) for token in sorted(tokens)]
-        own_end = self._plain(self.shape().end)
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_end}))
-        """Ids that end a turn: from the tokenizer, ``generation_config.json`` and the template."""
+        own_ends = self._plain(self.shape().end)
+        if isinstance(self.tokenizer.chat_template, dict) and (source := self.tokenizer.chat_template.get("tool_use")):
+            with suppress(ChatError):  # it is raised if a conversation has tools
+                own_ends += self._plain(self._shape_of(source).end)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_ends}))
+        """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the templates."""
         if system:
             self.require("system")
 
@@ -109,7 +117,9 @@ class ChatTemplate:
 
     def shape(self, tools: ToolSet | None = None) -> Shape:
         """The text that the template writes around a turn."""
-        source = self._source(tools)
+        return self._shape_of(self._source(tools))
+
+    def _shape_of(self, source: str) -> Shape:
         if source not in self._shapes:
             self._shapes[source] = find_shape(
                 lambda rows, prompt: self._render(rows, prompt, None, source),
@@ -420,11 +430,3 @@ class _WatchedRow(dict[str, Any]):
     def items(self) -> Any:
         self.unread.clear()
         return super().items()
-
-
-def _end_tokens(folder: str) -> list[int]:
-    path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return []
-    ids = json.loads(path.read_text()).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]

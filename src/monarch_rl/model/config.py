@@ -17,7 +17,8 @@ from monarch_rl.model.architecture import ARCHITECTURES, UNSUPPORTED, Architectu
 NORM_EPS = 1e-6
 """Epsilon of all norms of a DeepSeek-V3. Hugging Face's latent norms use it whatever ``rms_norm_eps`` is; SGLang's use
 ``rms_norm_eps``."""
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH)
 """Keys that rotary embeddings of type `llama3` need."""
 OPTIONAL_SIZES = (
     *("head_dim", "num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok"),
@@ -32,7 +33,9 @@ MAX_COUNT, MAX_SIZE = 2000, 2**31 - 1
 experts are listed, so a damaged config must not state more."""
 MAX_NUMBER = 1e12
 """Upper bound on numbers of rotary embeddings and routers. Those of real models are below 1e9."""
-YARN_ROPE = ("factor", "original_max_position_embeddings")
+EXTRA_LAYERS = "num_nextn_predict_layers"
+"""Layers for multi-token prediction, which draft tokens for the model. They are ignored, and not saved."""
+YARN_ROPE = ("factor", ORIGINAL_LENGTH)
 YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window", "attention_bias", "mlp_bias")
 SGLANG_ONLY = (
@@ -210,7 +213,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise SettingsError(f"{folder} is not a model folder: it has no config.json")
+        adapter = (folder / "adapter_config.json").is_file()
+        reason = "it is an adapter: merge it into its base model" if adapter else "it has no config.json"
+        raise SettingsError(f"{folder} is not a model folder: {reason}")
     return read_object(path)
 
 
@@ -298,6 +303,7 @@ def _check_keys(architecture: Architecture, values: Json) -> None:
         if not isinstance(values.get(key) or {}, dict):
             raise SettingsError(f"has {key} {values[key]!r}, which must be an object or null")
     _check_flags(architecture, values)
+    _check_agreement(values)
     for key, kind, items in (("layer_types", str, "words"), ("mlp_only_layers", int, "whole numbers")):
         listed = values.get(key) or []
         if not isinstance(listed, list) or not all(type(value) is kind for value in listed):
@@ -322,6 +328,27 @@ def _check_flags(architecture: Architecture, values: Json) -> None:
         value = values.get(key)
         if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES):
             raise SettingsError(f"has {key} {value!r}, which must be one of {', '.join(DTYPES)}, or null")
+
+
+def _check_agreement(values: Json) -> None:
+    """Raise ValueError for two keys of one meaning with different values: transformers, SGLang and their versions
+    differ in which one they read."""
+    dtypes = [str(values[key]).removeprefix("torch.") if values.get(key) else None for key in ("dtype", "torch_dtype")]
+    scaling, rope = values.get("rope_scaling") or None, values.get("rope_parameters") or None
+    stated = [
+        ("dtype", dtypes[0], "torch_dtype", dtypes[1]),
+        ("num_experts", values.get("num_experts"), "num_local_experts", values.get("num_local_experts")),
+        ("rope_scaling", scaling, "rope_parameters", rope),
+    ]
+    for name, of in (("rope_scaling", scaling or {}), ("rope_parameters", rope or {})):
+        keys = ("rope_theta", ORIGINAL_LENGTH)
+        stated += [(key, values.get(key), f"{name}.{key}", of.get(key)) for key in keys]
+    for key, value, other, its_value in stated:
+        if value is not None and its_value is not None and value != its_value:
+            raise SettingsError(
+                f"has {key} {value!r:.80} and {other} {its_value!r:.80}, which contradict each other: remove the wrong "
+                "one"
+            )
 
 
 def _check_dense_layers(values: Json) -> None:
@@ -386,7 +413,13 @@ def check_features(config: ModelConfig) -> None:
     _check_projections(architecture, raw)
     _check_window(config)
     _check_sglang_only(raw)
-    if raw.get("quantization_config"):
+    kind = raw.get("model_type", architecture.model_type)
+    if kind != architecture.model_type:
+        raise SettingsError(
+            f"model_type {kind!r} contradicts architectures {architecture.name}: transformers follows the former, "
+            f"SGLang the latter. Set model_type to {architecture.model_type}, if that is what the weights are"
+        )
+    if raw.get("quantization_config") or raw.get("compression_config"):
         raise SettingsError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
     if raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") and not architecture.shared_experts):
         raise SettingsError(f"shared experts are not supported: {architecture.name} has none")
@@ -448,6 +481,11 @@ def _check_rope(config: ModelConfig) -> None:
     _check_rope_numbers(rope, ("rope_theta", *(LLAMA3_ROPE if kind == "llama3" else ())))
     if kind not in ("default", "llama3"):
         raise SettingsError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise SettingsError(
+            f"rotary embeddings have high_freq_factor {rope['high_freq_factor']}, which must be above low_freq_factor "
+            f"{rope['low_freq_factor']}: the frequencies between would be infinite"
+        )
     if (config.raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise SettingsError(
             "partial_rotary_factor is not supported: rotary embeddings rotate whole heads. Take a model without it"

@@ -73,16 +73,18 @@ def lora_names(weight: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def lora_config(lora: LoraSettings, base: str) -> dict[str, Any]:
+def lora_config(lora: LoraSettings, base: str, revision: str | None = None) -> dict[str, Any]:
     """The content of peft's ``adapter_config.json``.
 
     Args:
         base: folder or Hub name of the base model.
+        revision: its revision on the Hub; None for a folder.
     """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig, check_features, read_object
@@ -18,11 +19,14 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 """Shapes by Hugging Face tensor name."""
 
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be saved, by safetensors name."""
-_BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""The same, by the names in ``config.json``."""
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes' names in ``config.json`` by those of safetensors."""
+COMPARED_BYTES = 16 << 20
+"""Bytes of two tensors that are compared at a time."""
 LISTED = 3
 """How many tensors an error message lists."""
 
@@ -31,10 +35,11 @@ def check_weights(config: ModelConfig) -> None:
     """Check that a model's folder holds every tensor of the model exactly once, complete and in its shape.
 
     Raises:
-        ValueError: a tensor is missing, duplicated, unknown, damaged or misshapen; names the file and the tensor.
+        ValueError: a tensor is missing, duplicated, unknown, damaged or misshapen, or the LM head is not the embeddings
+            that it is tied to; names the file and the tensor.
     """
     folder, expected = config.folder, expected_tensors(config)
-    _check_shards(folder)
+    indexed = _indexed_files(folder)
     found: dict[str, tuple[Path, Shape]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         header = read_header(path)
@@ -47,6 +52,11 @@ def check_weights(config: ModelConfig) -> None:
                     "others away"
                 )
             found[name] = path, shape
+    if unlisted := sorted({path for path, _ in found.values() if indexed and path.name not in indexed}):
+        raise SettingsError(
+            f"{unlisted[0]} is not among the files that {INDEX} lists, and transformers and SGLang read only those: "
+            "move it away, or write the index anew"
+        )
     if missing := [name for name in expected if name not in found]:
         raise SettingsError(
             f"{folder} lacks {_some(missing)}, of the {len(expected)} tensors that its config.json requires: a file is "
@@ -62,14 +72,22 @@ def check_weights(config: ModelConfig) -> None:
             f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {config.architecture.name} with this "
             "config.json does not have: ignoring them would load a different model"
         )
+    if config.tie_word_embeddings and not config.reward_labels and HEAD in found:
+        head, embeddings = found[HEAD][0], found[EMBEDDINGS][0]
+        if not _same_bytes(head, HEAD, embeddings, EMBEDDINGS):
+            raise SettingsError(
+                f"{head}: {HEAD} differs from {EMBEDDINGS}, but config.json has tie_word_embeddings true: SGLang "
+                "would use the embeddings as LM head, and transformers would not. Set tie_word_embeddings to false, or "
+                "remove the tensor"
+            )
 
 
 def expected_tensors(config: ModelConfig) -> Shapes:
     """The shapes of all tensors of a model, by the names that they have in a model folder."""
     vocabulary, width = config.vocab_size, config.hidden_size
-    tensors: Shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
+    tensors: Shapes = {EMBEDDINGS: (vocabulary, width), "model.norm.weight": (width,)}
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = (vocabulary, width)
+        tensors[HEAD] = (vocabulary, width)
     if config.reward_labels:
         tensors["score.weight"] = (config.reward_labels, width)
     latent, sparse = config.architecture.latent_attention, set(config.sparse_layers)
@@ -141,7 +159,20 @@ def _experts(config: ModelConfig) -> Shapes:
 
 def model_bytes(config: ModelConfig) -> int:
     """Bytes of a model's weight files, computed from its config."""
-    return _BYTES_BY_DTYPE[config.dtype] * sum(map(math.prod, expected_tensors(config).values()))
+    nbytes = {name: ITEM_BYTES[dtype] for dtype, name in DTYPE_NAMES.items()}[config.dtype]
+    return nbytes * sum(map(math.prod, expected_tensors(config).values()))
+
+
+def saved_dtype(config: ModelConfig) -> str:
+    """Dtype in which a model is saved again, such as ``bfloat16``: the one that its config states, or else that of its
+    embeddings, which transformers takes then."""
+    if config.raw.get("dtype") or config.raw.get("torch_dtype"):
+        return config.dtype
+    for path in config.folder.glob("*.safetensors"):
+        if EMBEDDINGS in read_header(path):
+            with path.open("rb") as file:
+                return DTYPE_NAMES[_seek(file, EMBEDDINGS)[0]]
+    return config.dtype
 
 
 def read_header(path: Path) -> Shapes:
@@ -204,13 +235,32 @@ def _check_places(path: Path, places: dict[str, tuple[int, int]]) -> None:
         before, position = name, end
 
 
-def _check_shards(folder: Path) -> None:
-    """Raise ValueError if the index lists files that do not exist."""
+def _same_bytes(path: Path, name: str, other: Path, its_name: str) -> bool:
+    """Whether two tensors, whose headers are valid, have the same dtype and elements. Takes a second per GB."""
+    with path.open("rb") as one, other.open("rb") as two:
+        (dtype, nbytes), (its_dtype, its_nbytes) = _seek(one, name), _seek(two, its_name)
+        if (dtype, nbytes) != (its_dtype, its_nbytes):
+            return False
+        sizes = [COMPARED_BYTES] * (nbytes // COMPARED_BYTES) + [nbytes % COMPARED_BYTES]
+        return all(one.read(size) == two.read(size) for size in sizes)
+
+
+def _seek(file: BinaryIO, name: str) -> tuple[str, int]:
+    """Move to the first byte of a tensor in an open safetensors file; returns its dtype and bytes."""
+    length = int.from_bytes(file.read(8), "little")
+    entry = json.loads(file.read(length))[name]
+    start, end = entry["data_offsets"]
+    file.seek(8 + length + start)
+    return entry["dtype"], end - start
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    """The files that the index lists; empty if there is none. Raises ValueError if one of them does not exist."""
     path = folder / INDEX
     if not path.is_file():
-        return
+        return set()
     named = read_object(path).get("weight_map")
-    if not isinstance(named, dict):
+    if not isinstance(named, dict) or not named:
         raise SettingsError(f"{path} has no weight_map: copy or download it again")
     for name, file in named.items():
         if not isinstance(file, str) or not (folder / file).is_file():
@@ -219,11 +269,12 @@ def _check_shards(folder: Path) -> None:
                 f"{folder} lacks {file}, which {path.name} lists for {name} and {count - 1} other tensors: copy or "
                 "download it"
             )
+    return set(named.values())
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether to ignore a tensor that the model does not need. transformers does not load these, either."""
-    if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
+    if name == HEAD or name.endswith(".rotary_emb.inv_freq"):
         return True
     # DeepSeek-V3's layer for multi-token prediction follows the last decoder layer.
     following = f"model.layers.{config.num_hidden_layers}."
@@ -242,8 +293,19 @@ def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
 # -- checking a model folder, before anything is spawned --------------------------------------------------------------
 
 
+_QUANTISED = "SGLang takes the weights for quantised ones, which are not supported: take the model's folder without it"
+FOREIGN_FILES = {
+    "adapter_config.json": "transformers would load this adapter and its base model instead of the folder's weights: "
+    "merge the adapter into a folder of its own, or move its files away",
+    "hf_quant_config.json": _QUANTISED,
+    "quant_model_description.json": _QUANTISED,
+}
+"""Files by which transformers or SGLang would load something else than the weights, and what to do about them."""
+
+
 def check_folder(config: ModelConfig) -> None:
-    """Check a model's config and the headers of its weight files. Takes a few seconds at most.
+    """Check a model's config, the headers of its weight files, and that no other file changes what they mean. Takes a
+    few seconds at most.
 
     The trainer checks that the weights are finite when it loads them.
 
@@ -255,4 +317,13 @@ def check_folder(config: ModelConfig) -> None:
         check_features(config)
     except ValueError as error:
         raise SettingsError(f"{config.folder / 'config.json'}: {error}") from None
+    if "model_type" not in config.raw:
+        kind = config.architecture.model_type
+        raise SettingsError(
+            f"{config.folder / 'config.json'} has no model_type, without which neither transformers nor SGLang loads "
+            f'the folder: add "model_type": "{kind}"'
+        )
+    for file, problem in FOREIGN_FILES.items():
+        if (config.folder / file).is_file():
+            raise SettingsError(f"{config.folder / file}: {problem}")
     check_weights(config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig, read_object
+from monarch_rl.model.folder import CHAT_TEMPLATES
 
 UNKNOWN_LENGTH = 1024
 """Assumed upper bound on the characters of a token, if the vocabulary is unknown."""
@@ -32,8 +33,8 @@ class FolderTokenizer:
                 "object: copy or download it again"
             )
         tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal() and len(key) < 20}
-        if self._tokenizer is not None:
-            tokens |= self._tokenizer.get_vocab(with_added_tokens=True)
+        own = {} if self._tokenizer is None else self._tokenizer.get_vocab(with_added_tokens=True)
+        tokens |= own
         self.longest_token = max(map(len, tokens), default=0) if self._tokenizer is not None else UNKNOWN_LENGTH
         """Upper bound on the characters of a token."""
         token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
@@ -44,7 +45,15 @@ class FolderTokenizer:
                 f"({token!r}): config.json says vocab_size {vocabulary}. It belongs to another model, or tokens were "
                 "added to it without embeddings"
             )
-        _check_end_tokens(folder / "generation_config.json", vocabulary)
+        check_templates(folder)
+        lacking = [token for token in _named_tokens(settings, added) if token not in own]
+        if own and lacking and max(own.values()) + len(lacking) >= vocabulary:
+            raise SettingsError(
+                f"{folder / 'tokenizer_config.json'} names {lacking[0]!r}, which tokenizer.json lacks: transformers "
+                "would give it the next id, for which the model has no embedding. Name a token of tokenizer.json"
+            )
+        for file in END_FILES:
+            _check_end_tokens(folder / file, vocabulary)
 
     def count(self, texts: Sequence[str]) -> list[int] | None:
         """The number of tokens of each text, without those that a chat template adds; None without
@@ -82,11 +91,70 @@ def _object(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _check_end_tokens(path: Path, vocabulary: int) -> None:
+def _named_tokens(settings: dict[str, Any], added: dict[str, Any]) -> list[str]:
+    """The tokens that ``tokenizer_config.json`` names, each once."""
+    named = [*added.values(), *(value for key, value in settings.items() if key.endswith("_token"))]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key)
+        named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    texts = [value.get("content") if isinstance(value, dict) else value for value in named]
+    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+
+
+GENERATION = "generation_config.json"
+END_FILES = ("config.json", GENERATION)
+"""Files that name end tokens besides the tokenizer. Engines stop at those of both."""
+
+
+def end_tokens(path: Path) -> list[int]:
+    """The end tokens that a file of a model folder names; [] if it does not exist."""
     ends = _object(path).get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
-        if not isinstance(end, int) or not 0 <= end < vocabulary:
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _check_end_tokens(path: Path, vocabulary: int) -> None:
+    for end in end_tokens(path):
+        if type(end) is not int or not 0 <= end < vocabulary:
             raise SettingsError(f"{path} has eos_token_id {end!r}, which is not one of the model's {vocabulary} ids")
+
+
+# -- the files of a chat template --------------------------------------------------------------------------------------
+
+TEMPLATE = "chat_template.jinja"
+
+
+def check_templates(folder: Path) -> None:
+    """Raise ValueError if a folder has a chat template only where transformers does not look for one."""
+    stated = _object(folder / "tokenizer_config.json").get("chat_template")
+    named = {path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")}
+    if (folder / TEMPLATE).is_file() or "default" in named or (stated and not named):
+        return
+    elsewhere = [
+        folder / "chat_template.json",
+        *folder.glob(f"*/{TEMPLATE}"),
+        *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"),
+    ]
+    if found := next((path for path in elsewhere if path.is_file()), None):
+        also = " and ignores the one in tokenizer_config.json" if stated else ""
+        raise SettingsError(
+            f"{found}: transformers does not take a conversation's default chat template from here{also}: copy the "
+            f"template to {folder / TEMPLATE}"
+        )
+
+
+def template_warning(folder: Path) -> str:
+    """A warning about two different default chat templates of a folder; "" if there is no more than one."""
+    stated = _object(folder / "tokenizer_config.json").get("chat_template")
+    if not stated or not (folder / TEMPLATE).is_file():
+        return ""
+    if isinstance(stated, list):
+        stated = next((entry["template"] for entry in stated if entry.get("name") == "default"), "")
+    if str(stated).strip() == (folder / TEMPLATE).read_text().strip():
+        return ""
+    return (
+        f"{folder / TEMPLATE} and tokenizer_config.json have different chat templates: the former is used, as by "
+        "transformers; versions before 4.53 use the latter"
+    )
 
 
 # -- comparing two vocabularies: token ids of one model may be passed to another only if they mean the same text ------

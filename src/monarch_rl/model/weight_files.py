@@ -18,6 +18,9 @@ from monarch_rl.model.tensors import INDEX, ITEM_BYTES, Shape
 FILE_BYTES = 4 << 30
 """Most bytes of tensors per file; only a single larger tensor exceeds it. Hugging Face's files also have a few GB each,
 because loaders read several in parallel."""
+FLOAT32 = ".e_score_correction_bias"
+"""End of the names of routers' biases, which transformers and SGLang keep in float32, whatever the model's dtype is:
+the choice of experts depends on small differences."""
 _ALIGNED = 8
 """Tensors begin at a multiple of this many bytes, as in files of safetensors' own writer."""
 
@@ -40,13 +43,13 @@ def plan_files(tensors: Iterable[tuple[str, Shape]], dtype: str, most: int = FIL
 
     Args:
         tensors: name and shape of each tensor.
-        dtype: the dtype of all tensors, by safetensors name, such as ``BF16``.
+        dtype: the dtype of the tensors, by safetensors name, such as ``BF16``; see :func:`dtype_of`.
         most: most bytes of tensors per file.
     """
     groups: list[dict[str, Shape]] = [{}]
     filled = 0
     for name, shape in tensors:
-        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        nbytes = _nbytes(name, shape, dtype)
         if groups[-1] and filled + nbytes > most:
             groups.append({})
             filled = 0
@@ -58,12 +61,21 @@ def plan_files(tensors: Iterable[tuple[str, Shape]], dtype: str, most: int = FIL
     return [_file(f"model-{i:05}-of-{count:05}.safetensors", group, dtype) for i, group in enumerate(groups, 1)]
 
 
+def dtype_of(tensor: str, dtype: str) -> str:
+    """Dtype of a tensor in a model of ``dtype``, both by safetensors name."""
+    return "F32" if tensor.endswith(FLOAT32) and ITEM_BYTES[dtype] < ITEM_BYTES["F32"] else dtype
+
+
+def _nbytes(tensor: str, shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype_of(tensor, dtype)]
+
+
 def _file(name: str, tensors: dict[str, Shape], dtype: str) -> WeightFile:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for tensor, shape in tensors.items():
-        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        entries[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + _nbytes(tensor, shape, dtype)
+        entries[tensor] = {"dtype": dtype_of(tensor, dtype), "shape": list(shape), "data_offsets": [begin, end]}
         places[tensor] = begin
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNED)

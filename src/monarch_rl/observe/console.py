@@ -142,8 +142,8 @@ class _Screen(Terminal):
         self._descriptor = terminal
         super().__init__(file=pipe, force_terminal=True)
 
-    @property
-    def size(self) -> ConsoleDimensions:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def size(self) -> ConsoleDimensions:
         with suppress(OSError):  # it was closed
             width, height = os.get_terminal_size(self._descriptor)
             if width and height:

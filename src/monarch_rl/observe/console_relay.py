@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LOG = "console.log"
+PIPE_BYTES = 2**16
+"""Capacity of a pipe."""
 CONSOLE_BYTES, LOG_BYTES = 2**20, 2**26
 """Output that waits for a console, or for the disk; more of it is left out, and counted."""
 BLOCKED_S = 10.0
@@ -101,7 +103,7 @@ class Relay:
 
     def _send(self, message: str) -> bool:
         try:
-            self._control.send(message.encode())
+            self._control.send(os.fsencode(message))
         except OSError:  # it was killed, and is being restarted
             return False
         return True
@@ -321,22 +323,16 @@ class _Program:
         while self._busy() and time.monotonic() < until:
             time.sleep(0.005)
 
-    def _read(self, timeout_ms: int | None) -> bool:
-        """Read what is there; returns whether it was anything of the run."""
-        found = self._poll.poll(timeout_ms)  # waits: for the whole run, which the pipes' end tells
-        read = False
-        for descriptor, _ in found:
-            if descriptor in self._inputs:
-                self._forward(descriptor)
-                read = True
-        # Messages come after the output that was written before them.
-        if not read and any(descriptor == self._control.fileno() for descriptor, _ in found):
+    def _read(self, timeout_ms: int | None) -> None:
+        found = dict(self._poll.poll(timeout_ms))  # waits: for the whole run, which the pipes' end tells
+        for reader in [reader for reader in self._inputs if reader in found]:
+            self._forward(reader)
+        if self._control.fileno() in found:  # later, since each read above has taken all that came before the message
             self._obey()
-        return read
 
     def _forward(self, reader: int) -> None:
         console, logged = self._inputs[reader]
-        data = os.read(reader, 2**16)
+        data = os.read(reader, PIPE_BYTES)
         if not data:
             del self._inputs[reader]
             self._poll.unregister(reader)
@@ -348,7 +344,7 @@ class _Program:
 
     def _obey(self) -> None:
         with suppress(OSError):
-            message = self._control.recv(2**16).decode()
+            message = os.fsdecode(self._control.recv(2**16))
             if message.startswith("log "):
                 self._log.open_later(message.removeprefix("log "))
             elif message:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, complete, held, verify
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
-from monarch_rl.model.folder import resolve_model
+from monarch_rl.model.config import read_config
+from monarch_rl.model.folder import has_tokenizer, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.model.tensors import check_folder
 from monarch_rl.observe.metrics import FILE as METRICS
 from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
@@ -148,11 +150,12 @@ def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, a
         adapter: write only the LoRA adapter, for peft.
 
     Raises:
-        ValueError: ``adapter`` is set, but the run has no LoRA.
+        ValueError: ``adapter`` is set, but the run has no LoRA; or the model's folder would not be exported as it is.
         SideFailed: it could not be written; the error is on stderr.
     """
     if adapter and not source.lora.rank:
         raise SettingsError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
+    check_folder(read_config(source.model))
     nbytes = sum(path.stat().st_size for path in source.model.glob("*.safetensors"))
     with held_port() as port:
         arguments = (source, folder.resolve(), dtype, file_bytes, adapter, port)
@@ -162,6 +165,7 @@ def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, a
 def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int, adapter: bool, port: int) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
+    from monarch_rl.model.chat import ChatTemplate
     from monarch_rl.model.weight_files import FILE_BYTES
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.saving import save_adapter, save_model
@@ -173,5 +177,8 @@ def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int
     if adapter:
         save_adapter(policy.model, folder)
     else:
-        save_model(policy.model, folder, file_bytes or FILE_BYTES, dtype)
+        # A checkpoint's policy learned to end its turns as the chat template does; a folder is exported as it is.
+        trained = source.files is not None and has_tokenizer(source.model)
+        ends = ChatTemplate(str(source.model)).stop_token_ids if trained else ()
+        save_model(policy.model, folder, file_bytes or FILE_BYTES, dtype, ends)
     policy.close()

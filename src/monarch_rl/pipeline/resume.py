@@ -33,6 +33,7 @@ from monarch_rl.checkpoint.folders import (
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
+from monarch_rl.model.folder import abbreviates, is_named
 from monarch_rl.observe.lines import LineFile, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
@@ -44,11 +45,11 @@ from monarch_rl.pipeline.run_folder import (
     read_state,
     recipe_name,
 )
-from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
-from monarch_rl.settings.ranges import Automatic, to_plain
+from monarch_rl.settings.ranges import Automatic
 from monarch_rl.trainer.settings import SCHEDULE, lr_share
 
 logger = logging.getLogger("monarch_rl")
@@ -115,6 +116,17 @@ def resolve_resume(settings: RunSettings) -> Resumed | None:
         process = f"process {pid}" if (pid := read_state(run).get("pid")) else "an unknown process"
         raise SettingsError(f"resume {run}: the run is still running, in {process}; wait for its end, or end it")
     return open_run(run, settings)
+
+
+def with_recorded_model(settings: S) -> S:
+    """The settings with the model's full name from the run to resume, if they abbreviate it: a resume repeats the
+    flags, maybe in another directory, or after the Hub's branch has moved. ``auto`` looks for the run later."""
+    run = os.environ.get(supervisor.RESUMES, settings.resume)
+    try:
+        recorded = str(json.loads((Path(run or "") / SETTINGS).read_text())["model"])
+    except (OSError, ValueError, LookupError):  # resolve_resume() reports what is wrong with the run
+        return settings
+    return replace(settings, model=recorded) if run and abbreviates(settings.model, recorded) else settings
 
 
 def keep_sizes(settings: S) -> S:
@@ -200,9 +212,11 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         raise SettingsError(
             f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run"
         ) from error
-    before = manifest.settings
-    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
-    check_same(before, to_plain(settings), manifest.optimizer_steps, run)
+    before, after = manifest.settings, to_record(settings)
+    if is_named(after["model"], before["model"]):  # as version 0.1 recorded it
+        before = before | {"model": after["model"]}
+    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, after)]
+    check_same(before, after, manifest.optimizer_steps, run)
     if manifest.packages.get("monarch_rl", "").startswith("0.1."):
         _check_normaliser(before, settings)
     installed = versions_of_packages()
@@ -255,7 +269,7 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
 
 
 def _text(settings: RunSettings) -> str:
-    return json.dumps(to_plain(settings), indent=2)
+    return json.dumps(to_record(settings), indent=2)
 
 
 def _reset_folder(resumed: Resumed) -> None:

@@ -38,6 +38,7 @@ from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, Settings
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.model.sizes import trained_model
+from monarch_rl.model.tokens import template_warning
 from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
@@ -53,9 +54,17 @@ from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
-from monarch_rl.pipeline.resume import Resumed, how_to_resume, keep_sizes, note_settings, resolve_resume, take_folder
+from monarch_rl.pipeline.resume import (
+    Resumed,
+    how_to_resume,
+    keep_sizes,
+    note_settings,
+    resolve_resume,
+    take_folder,
+    with_recorded_model,
+)
 from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare
+from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
     PRELOADS,
     SET_UP_DEADLINE_S,
@@ -80,7 +89,6 @@ from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.restart import raised_by_actor
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row, as_rows
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -336,6 +344,8 @@ class Run:
         warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             warnings.append(warning)
+        if warning := template_warning(model.folder):
+            warnings.append(warning)
         for warning in warnings:
             print(f"warning: {warning}")
         self._learning_signal.reads_rewards = not without_rewards(functions)
@@ -406,7 +416,7 @@ class Run:
                 self.folder,
                 actors,
                 s.checkpoint,
-                run_settings=to_plain(s),
+                run_settings=to_record(s),
                 note=outputs.note,
                 version=restored,
                 generation=resumed.generation if resumed else 0,
@@ -704,7 +714,8 @@ class Run:
         Face folder; replaces an earlier one once complete. LoRA is merged, and also written to ``model_adapter/``."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
-        await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
+        actors = self.actors
+        await save(actors.trainer, self.folder / "model", actors.model_bytes, actors.end_tokens)
         self.saved = self.folder / "model"
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -803,7 +814,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     try:
-        given, settings = settings, keep_sizes(settings)
+        given, settings = settings, keep_sizes(with_recorded_model(settings))
         made = None if task is None else task(settings)
         settings, _ = prepare(settings, devices(), made)
         if made is not None:

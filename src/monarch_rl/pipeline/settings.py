@@ -30,7 +30,7 @@ from monarch_rl.generator.settings import (
     engine_limits,
 )
 from monarch_rl.model.config import ModelConfig
-from monarch_rl.model.folder import resolve_model
+from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, plan_memory
@@ -48,7 +48,7 @@ from monarch_rl.rollout.settings import (
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range
+from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, to_plain
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
@@ -69,7 +69,8 @@ class RunSettings(CheckedSettings, flags=""):
     """The settings of every run. A recipe subclasses it to change defaults and add fields."""
 
     model: str = "Qwen/Qwen3-0.6B"
-    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
+    """Model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3): a Hugging Face folder, or a Hub name,
+    `org/name` or `org/name@revision`. The run's settings record the absolute path or the commit."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Batches to train on. Each produces one policy version, in trainer.epochs x trainer.minibatches optimiser steps
     (1 by default)."""
@@ -179,10 +180,17 @@ class RunSettings(CheckedSettings, flags=""):
 
 
 def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelConfig]:
-    """Run :func:`check`; returns the settings with automatic values resolved, and the model's config. Idempotent."""
+    """Run :func:`check`; returns the settings with automatic values resolved and the model's folder, and the model's
+    config. Idempotent."""
     s = sized(s, offered)
     model = check(s, offered, task)
-    return resolve(s, offered, model), model
+    return replace(resolve(s, offered, model), model=str(model.folder)), model
+
+
+def to_record(s: RunSettings) -> dict[str, Any]:
+    """The settings as JSON, with the full name of the model, by which checkpoints and tools find it later, from other
+    directories, and when a branch on the Hub has moved."""
+    return to_plain(s) | {"model": full_name(s.model)}
 
 
 def sized(s: S, offered: Devices) -> S:

@@ -201,8 +201,9 @@ async def start_rollout(
     stages: ByValue[Sequence[Stage]] | None = None,
     frozen: Sequence[FrozenPool] = (),
     survivors: ActorPool[RolloutWorker] | None = None,
-) -> ActorPool[RolloutWorker]:
+) -> tuple[ActorPool[RolloutWorker], tuple[int, ...]]:
     """Spawn the rollout workers on the first host, each with its own process mesh and a dispatcher over all replicas.
+    Returns them, and the ids at which the policy's turns end.
 
     Args:
         episode_limit: maximum tokens of a sequence, prompts included; a longer one is cut there.
@@ -212,6 +213,8 @@ async def start_rollout(
         survivors: workers with the same settings, task and stages that survive a warm restart; those that can be set up
             again are reused, for ``buffer``.
     """
+
+    end_tokens: tuple[int, ...] = ()
 
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
@@ -224,13 +227,14 @@ async def start_rollout(
         dispatcher = Dispatcher(replicas, settings.generate_limit_s)
         set_up = worker.setup.call_one(buffer, dispatcher, episode_limit, models)
         name = f"rollout worker {index}"
-        await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
+        nonlocal end_tokens
+        end_tokens = await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
     await cluster.fork_server.imported(SCORING_PRELOAD)
     workers = survivors or ActorPool("rollout worker", "rollout")
     workers.factory = ActorFactory(cluster, spawn, set_up)
     await workers.start_all(settings.workers, join=set_up if survivors else None)
-    return workers
+    return workers, end_tokens
 
 
 def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
@@ -286,12 +290,13 @@ async def hold(buffer: Buffer) -> int:
     return await within(CALL_DEADLINE_S, call, "the buffer to stop handing out batches", on="buffer")
 
 
-async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
-    """Have the trainer ranks write the model as a Hugging Face folder; its ``nbytes`` lengthen the deadline."""
+async def save(trainer: Trainer, folder: Path, nbytes: int = 0, end_tokens: Sequence[int] = ()) -> None:
+    """Have the trainer ranks write the model as a Hugging Face folder that stops at ``end_tokens``; its ``nbytes``
+    lengthen the deadline."""
     what = f"trainer ranks to save to {folder}"
     # on="the disk": the disk is no process of the run, so waiting for a slow one is not a stall.
     limit_s = disk_limit_s(nbytes) + CALL_DEADLINE_S
-    await within(limit_s, trainer.save.call(str(folder)), what, on="the disk")
+    await within(limit_s, trainer.save.call(str(folder), end_tokens), what, on="the disk")
 
 
 # -- the actors of a run, and starting all of them --------------------------------------------------------------------
@@ -316,6 +321,8 @@ class Actors:
     """Size of the trainer's part of a checkpoint."""
     frozen: tuple[FrozenPool, ...] = ()
     """The engines of each frozen model."""
+    end_tokens: tuple[int, ...] = ()
+    """Ids at which the policy's turns end."""
     worker_inputs: WorkerInputs | None = None
     """Task and stages that the workers were started with; None if workers cannot be restarted."""
 
@@ -419,7 +426,8 @@ async def start_actors(
             pools,
             survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
         )
-        workers = await start.part("the rollout workers", starting_rollout, f"rollout workers up: {s.rollout.workers}")
+        up = f"rollout workers up: {s.rollout.workers}"
+        workers, end_tokens = await start.part("the rollout workers", starting_rollout, up)
     return Actors(
         buffer,
         trainer,
@@ -428,6 +436,7 @@ async def start_actors(
         model_bytes=model_bytes(model),
         checkpoint_bytes=whole_checkpoint_bytes(model, s.trainer),
         frozen=tuple(pools),
+        end_tokens=end_tokens,
         worker_inputs=(task, stages),
     )
 

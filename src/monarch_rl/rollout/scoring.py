@@ -276,8 +276,8 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[
     print_into(output)
     read_nothing()
     run_recipe_code()
-    # As in a script: the default on Linux, and exit handlers, which pebble skips when it ends a process.
-    multiprocessing.set_start_method("fork", force=True)
+    # As in a script: the default start method, and exit handlers, which pebble skips when it ends a process.
+    multiprocessing.set_start_method(None, force=True)
     multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
     os.setpgid(0, 0)  # what a score starts is killed with its process (runtime/process.py:end_group)
     os.register_at_fork(after_in_child=_as_forked_by_a_script)

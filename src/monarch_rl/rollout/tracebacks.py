@@ -39,8 +39,11 @@ def describe(error: BaseException) -> tuple[str, str]:
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
     text = shortened(text, REPORT_CHARACTERS)
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start))
-    return place_of(frames), "\n".join([text, *(way_out for message, way_out in _WAYS_OUT if message in str(error))])
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start)]
+    ways_out = [way_out for message, way_out in _WAYS_OUT if message in str(error)]
+    if isinstance(error, NameError) and frames and frames[-1][0] == "<string>":
+        ways_out.append("Text that eval runs finds only what the function itself names: name it in the function.")
+    return place_of(frames), "\n".join([text, *ways_out])
 
 
 def exception_message(error: BaseException) -> str:

@@ -122,8 +122,9 @@ class RolloutWorker(AsksFrozenModels):
         generator: DispatchedGenerators,
         episode_limit: int | None = None,
         frozen: Sequence[tuple[FrozenModel, FrozenReplicas]] = (),
-    ) -> None:
-        """Load what episodes need. Raises what loading raises (OSError, ValueError).
+    ) -> tuple[int, ...]:
+        """Load what episodes need; returns the ids at which turns end. Raises what loading raises (OSError,
+        ValueError).
 
         When called again, the worker cancels its episodes, continues with the given buffer and restarts its counters;
         loaded resources are kept.
@@ -137,11 +138,12 @@ class RolloutWorker(AsksFrozenModels):
             await self._cancel_all()
             self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
             self.connect(buffer, generator, self._resources, episode_limit)
-            return
+            return self._template.stop_token_ids
         self.guard_process()
         self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
         self.connect(buffer, generator, self._resources, episode_limit)
         freeze_heap(COLLECT_AFTER)
+        return self._template.stop_token_ids
 
     async def _cancel_all(self) -> None:
         """Cancel training and held-out episodes, whose caller no longer exists."""

@@ -21,6 +21,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -145,6 +146,12 @@ def _by_value(value: object, what: str) -> bytes:
     return file.getvalue()
 
 
+_HEAVY = "torch", "transformers", "sglang", "torchtitan", "triton"
+"""Packages that take seconds to import, in processes that do without them."""
+_OF_ONE_PROCESS = threading.Thread, subprocess.Popen, Connection
+"""Would be copied, now that locks can be, but what they stand for is not."""
+
+
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler, which also knows objects that scripts have as global variables: locks, caches, context
     variables. They arrive as new ones, unlocked and empty, since every process has its own."""
@@ -155,15 +162,38 @@ class _Pickler(cloudpickle.Pickler):
         """Functions and classes of the recipe's file that were pickled by value."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, threading.Thread | subprocess.Popen):
-            raise TypeError(f"cannot pickle a running {type(obj).__name__}")
+        if isinstance(obj, _OF_ONE_PROCESS):
+            raise TypeError(f"cannot pickle '{type(obj).__name__}' object")
         reduced = super().reducer_override(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and _by_name(obj) is None:
             reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
-        if reduced is not NotImplemented and getattr(obj, "__module__", "") == "__main__":
+        if reduced is NotImplemented:
+            return reduced
+        if isinstance(obj, FunctionType):  # so that the schema of a tool can be made from its type hints
+            reduced[2][1]["__globals__"].update(_annotated_with(obj, obj.__globals__))
+        if getattr(obj, "__module__", "") == "__main__":
             # The first of a name: decorators replace functions and classes by ones that hold the original.
             self.names.setdefault(getattr(obj, "__qualname__", ""), obj)
+            if isinstance(obj, type):
+                for name, value in _annotated_with(obj, vars(sys.modules["__main__"])).items():
+                    self.names.setdefault(name, value)
         return reduced
+
+
+def _annotated_with(obj: Any, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The global variables that the annotations of a function or class name, which cloudpickle leaves out if they are
+    text (``from __future__ import annotations``)."""
+    annotations = vars(obj).get("__annotations__", {}) if isinstance(obj, type) else obj.__annotations__
+    names: list[str] = []
+    for text in annotations.values():
+        with suppress(SyntaxError, ValueError):
+            names += compile(text, "<annotation>", "eval").co_names if isinstance(text, str) else ()
+    return {name: namespace[name] for name in names if name in namespace and not _is_heavy(namespace[name])}
+
+
+def _is_heavy(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] in _HEAVY
 
 
 def _new(kind: Callable[[], object]) -> Callable[[object], Any]:

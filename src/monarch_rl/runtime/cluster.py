@@ -26,6 +26,7 @@ from monarch.actor import Actor, context
 from monarch_rl import runtime
 from monarch_rl.errors import DeadlineExceeded, SettingsError, TooFewDevices
 from monarch_rl.runtime import actor_process, monitor, wait_registry
+from monarch_rl.runtime.by_value import INSTALLED
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.devices import Devices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
@@ -466,18 +467,25 @@ async def _as_controller(awaitable: Awaitable[T]) -> T:
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
     """Start this machine's host, with this process's environment except torchrun's variables."""
     environment = without_torchrun(os.environ)
-    # For the tools (ninja) of a virtual environment that is not activated, and for modules next to the script.
-    environment["PATH"] = _prepend(Path(sys.executable).parent, environment.get("PATH"))
-    if sys.path[0] and Path(sys.path[0]).is_dir():
-        environment["PYTHONPATH"] = _prepend(Path(sys.path[0]).resolve(), environment.get("PYTHONPATH"))
+    # For the tools (ninja) of a virtual environment that is not activated.
+    environment["PATH"] = _joined([Path(sys.executable).parent], environment.get("PATH"))
+    environment["PYTHONPATH"] = _joined(_own_folders(), environment.get("PYTHONPATH"))
     if not visible_devices():  # as in Cluster.spawn: the fork server loads the libraries that its processes use
         environment = {name: "1" for name in _THREAD_COUNTS} | environment
     return HostProcess(ip, environment, preloads)
 
 
-def _prepend(folder: Path, search_path: str | None) -> str:
-    folders = search_path.split(os.pathsep) if search_path else []
-    return os.pathsep.join([str(folder), *(other for other in folders if other != str(folder))])
+def _own_folders() -> list[Path]:
+    """Folders from which this program imports and other programs do not: the script's, and those that it has added to
+    ``sys.path``."""
+    folders = [Path(entry).resolve() for entry in sys.path if entry and Path(entry).is_dir()]
+    return [folder for folder in folders if not any(folder.is_relative_to(installed) for installed in INSTALLED)]
+
+
+def _joined(folders: Sequence[Path], search_path: str | None) -> str:
+    """``folders``, and those of a search path behind them, each once."""
+    others = search_path.split(os.pathsep) if search_path else []
+    return os.pathsep.join(dict.fromkeys([*map(str, folders), *others]))
 
 
 def _refuse_running_loop() -> None:

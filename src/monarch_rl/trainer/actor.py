@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -448,9 +448,9 @@ class Trainer(ResilientActor):
         return StepReplay(metrics, [group_id for group_id, _ in shard.group_ids], shard.lag_counts, equal)
 
     @concurrent_endpoint
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, end_tokens: Sequence[int]) -> None:
         """Write the model as a Hugging Face folder, and LoRA next to it: see :func:`save_model`."""
-        await self._on(self._compute, self.policy.save, Path(folder))
+        await self._on(self._compute, self.policy.save, Path(folder), end_tokens)
 
     @concurrent_endpoint
     async def close(self) -> None:

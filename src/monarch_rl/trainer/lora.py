@@ -21,6 +21,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from monarch_rl.model.folder import name_and_revision
 from monarch_rl.model.lora import MLP_TARGETS, LoraSettings, lora_config, lora_names
 from monarch_rl.model.weight_files import naming
 from monarch_rl.trainer.moe import EXPERT_TARGETS, expert_lora_config, lora_parameters
@@ -210,9 +211,10 @@ def save_lora(
     """
     whole = {name: value.cpu().clone() for name, value in tensors}
     if write:
+        name, revision = name_and_revision(base)
         contents = {
             "adapter_model.safetensors": save(whole, metadata={"format": "pt"}),
-            "adapter_config.json": (json.dumps(lora_config(lora, str(base)), indent=2) + "\n").encode(),
+            "adapter_config.json": (json.dumps(lora_config(lora, name, revision), indent=2) + "\n").encode(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():

@@ -394,9 +394,9 @@ class Policy:
             self.checkpoint.supervised_steps += 1
         return float(grad_norm)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, end_tokens: Sequence[int] = ()) -> None:
         """Write the model to a Hugging Face folder that all ranks can access: see :func:`save_model`."""
-        save_model(self.model, folder)
+        save_model(self.model, folder, end_tokens=end_tokens)
 
     def close(self) -> None:
         """Leave the torch.distributed world."""

@@ -12,9 +12,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from monarch_rl.checkpoint.folders import finish_replacing, partial_folder, replace_folder
-from monarch_rl.model.config import ModelConfig
-from monarch_rl.model.folder import TEXT_FILES
-from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
+from monarch_rl.model.config import EXTRA_LAYERS, ModelConfig, read_object
+from monarch_rl.model.folder import copy_files
+from monarch_rl.model.tensors import saved_dtype
+from monarch_rl.model.tokens import GENERATION
+from monarch_rl.model.tokens import end_tokens as end_tokens_of
+from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, dtype_of, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import world_store
@@ -34,14 +38,21 @@ from monarch_rl.trainer.shards import by_rows, local_span
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """safetensors' names of dtypes."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 CHUNK_ELEMENTS = 4 << 20
 """Elements that are converted and written at a time: 16 MiB of float32."""
 SHORTEST_POLL_S, LONGEST_POLL_S = 1e-3, 0.05
 """Limits of the growing pause between polls of the store."""
 
 
-def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, dtype_name: str = "") -> None:
-    """Write a Hugging Face folder: safetensors, config and tokenizer.
+def save_model(
+    model: ShardedModel,
+    folder: Path,
+    file_bytes: int = FILE_BYTES,
+    dtype_name: str = "",
+    end_tokens: Sequence[int] = (),
+) -> None:
+    """Write a Hugging Face folder: safetensors, and every other file of the source (:func:`copied_files`).
 
     LoRA is merged into the weights, and also written separately, in fp32, to the neighbouring folder
     ``<name>_adapter`` for peft, as an adapter of the model that training started from. All ranks call it together.
@@ -50,27 +61,37 @@ def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, 
         folder: a folder that all ranks can access. An existing one is replaced when the new one is complete.
         file_bytes: see :func:`~monarch_rl.model.weight_files.plan_files`.
         dtype_name: torch's name of the weights' dtype; empty: the dtype of the source folder.
+        end_tokens: ids at which turns ended in training. Those that ``generation_config.json`` lacks are added to it,
+            because transformers and servers stop at no others.
 
     Raises:
         RuntimeError: another rank could not write, or did not finish within :func:`disk_limit_s`; names the rank.
         OSError: this rank could not write; names the file. What was written stays in :func:`partial_folder`, which the
             next save to ``folder`` replaces.
     """
-    dtype = TORCH_DTYPE_MAP.get(dtype_name or model.hf_config.dtype, torch.float32)
+    dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
     limit_s = disk_limit_s(sum(file.nbytes for file in files))
     with device_work.operation("a save of the model", limit_s=limit_s):
-        _save(model, folder, files, dtype, _Ranks(f"saving/{folder}", limit_s))
+        _save(model, folder, files, dtype, end_tokens, _Ranks(f"saving/{folder}", limit_s))
 
 
-def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: torch.dtype, ranks: _Ranks) -> None:
+def _save(
+    model: ShardedModel,
+    folder: Path,
+    files: list[WeightFile],
+    dtype: torch.dtype,
+    end_tokens: Sequence[int],
+    ranks: _Ranks,
+) -> None:
     partial, first = partial_folder(folder), dist.get_rank() == 0
     with ranks.together("make the files"):
         if first:
             finish_replacing(folder)
             finish_replacing(lora_folder(folder))
             _make(partial, files, model.folder)
-            _name_dtype(partial / "config.json", model.hf_config, dtype)
+            _adapt_config(partial / "config.json", model.hf_config, dtype)
+            _add_end_tokens(partial, end_tokens)
     with ranks.together("write the weights"):
         _write(model, partial, files, dtype)
     adapter = lora_folder(folder)
@@ -94,9 +115,7 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    for file in {path for pattern in TEXT_FILES for path in source.glob(pattern)}:
-        if not file.name.endswith(".safetensors.index.json"):  # of the old weights
-            shutil.copy(file, partial / file.name)
+    copy_files(source, partial)
     for name, text in index_of(files).items():
         (partial / name).write_text(text)
     for planned in files:
@@ -105,12 +124,27 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
             written.truncate(planned.nbytes)
 
 
-def _name_dtype(path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Write a model's config with another dtype of the weights, if it states another one."""
+def _adapt_config(path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Have a model's config state the dtype of the weights, and no layers that the folder does not have."""
+    changes: dict[str, Any] = {}
     name = str(dtype).removeprefix("torch.")
     if config.dtype != name:
-        key = "dtype" if "dtype" in config.raw else "torch_dtype"
-        path.write_text(json.dumps({**config.raw, key: name}, indent=2) + "\n")
+        changes = dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in config.raw] or ["torch_dtype"], name)
+    if config.raw.get(EXTRA_LAYERS):  # they are not trained, so they would draft for another model
+        changes[EXTRA_LAYERS] = 0
+    if changes:
+        path.write_text(json.dumps({**config.raw, **changes}, indent=2) + "\n")
+
+
+def _add_end_tokens(folder: Path, end_tokens: Sequence[int]) -> None:
+    """Add end tokens to ``generation_config.json``, or to those of ``config.json``, which apply without that file."""
+    path = folder / GENERATION
+    named = end_tokens_of(source := path if path.is_file() else folder / "config.json")
+    if lacking := [token for token in end_tokens if token not in named]:
+        values = read_object(source)
+        if source != path:
+            values = {key: values[key] for key in ("bos_token_id", "pad_token_id") if values.get(key) is not None}
+        path.write_text(json.dumps(values | {"eos_token_id": [*named, *lacking]}, indent=2) + "\n")
 
 
 def save_adapter(model: ShardedModel, folder: Path) -> None:
@@ -145,7 +179,7 @@ class _PlannedFiles:
 
     Args:
         folder: the folder, with files at their full size.
-        dtype: dtype of the weights in the files.
+        dtype: the model's dtype.
         open_files: stack that closes the files.
     """
 
@@ -157,9 +191,10 @@ class _PlannedFiles:
     def write(self, name: str, run: torch.Tensor, start: int) -> OSError | None:
         """Write ``run`` to tensor ``name``, from its element ``start`` on; returns the error, if any."""
         file, place = self._places[name]
+        dtype = _DTYPES[dtype_of(name, DTYPE_NAMES[self._dtype])]
         try:
             with naming(self._folder / file):
-                _write_run(self._descriptor(file), place + start * self._dtype.itemsize, run, self._dtype)
+                _write_run(self._descriptor(file), place + start * dtype.itemsize, run, dtype)
         except OSError as error:
             return error
         return None

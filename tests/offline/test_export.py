@@ -1,0 +1,46 @@
+"""What is not exported as it is, is refused before a process starts. tests/recipe/test_recipe.py exports."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from monarch_rl.errors import SettingsError
+from monarch_rl.offline.export import export, source_of
+from tests.model.test_broken_folders import changed, tensors, written
+from tests.recipe.running import random_model
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("export") / "good")
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        (lambda found: found.update({"score.weight": torch.zeros(1, 64)}), "score.weight"),
+        (lambda found: found.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}), "weight_scale"),
+        (lambda found: found.update({"lm_head.weight": changed(found["model.embed_tokens.weight"])}), "lm_head.weight"),
+        (lambda found: found.pop("model.norm.weight"), "model.norm.weight"),
+    ],
+)
+def test_tensors_that_an_export_would_drop_or_lack_are_refused(
+    good: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], culprit: str
+) -> None:
+    shutil.copytree(good, tmp_path / "odd")
+    tensors(change)(tmp_path / "odd")
+    with source_of(str(tmp_path / "odd")) as source, pytest.raises(SettingsError, match=culprit):
+        export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_exported_only_as_what_transformers_would_load(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "adapted")
+    written("adapter_config.json", "{}")(tmp_path / "adapted")
+    with source_of(str(tmp_path / "adapted")) as source, pytest.raises(SettingsError, match=r"adapter_config\.json"):
+        export(source, tmp_path / "out")
