@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, LoopBlocked, ScoringFailed
+from monarch_rl.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    JudgeFailed,
+    LoopBlocked,
+    ScoringFailed,
+    is_infrastructure,
+)
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
@@ -129,13 +136,14 @@ class EpisodeRunner:
         except (EpisodeFailed, asyncio.CancelledError):
             raise
         except ScoringFailed as error:
-            raise EpisodeFailed(error.reason, error.place, error.report) from error
+            raise EpisodeFailed(error.reason, error.place, error.report, error.infrastructure) from error
         except JudgeFailed as error:
-            raise EpisodeFailed(error.reason, report=error.report) from error
+            raise EpisodeFailed(error.reason, report=error.report, infrastructure=error.infrastructure) from error
         except Exception as error:
             if error is rollout.broken:
                 raise
-            raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
+            reason = f"episode raised {type(error).__name__}"
+            raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
         if rollout.broken is not None:
             raise rollout.broken
         try:
@@ -166,7 +174,8 @@ class EpisodeRunner:
             if rollout.scoring_queue_report:
                 remedy = "raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
                 report = f"{stack}\n{rollout.scoring_queue_report}: {remedy}"
-                raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
+                reason = f"scores had no process within {self._deadline_s:g} s"
+                raise EpisodeFailed(reason, place, report.lstrip(), infrastructure=True)
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 from pebble import ProcessExpired, ProcessPool
 
-from monarch_rl.errors import ScorerBroken, ScoringFailed
+from monarch_rl.errors import ScorerBroken, ScoringFailed, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
@@ -126,7 +126,8 @@ class Scorer:
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
         result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
         if isinstance(result, Raised):
-            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
+            reason = f"score raised {result.kind}"
+            raise ScoringFailed(reason, result.message, result.place, result.report, result.infrastructure)
         return result
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
@@ -155,7 +156,10 @@ class Scorer:
                     continue
                 place, stack = process_stack(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
-                raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
+                infrastructure = late.lost_share >= LOST_SHARE  # the machine had no time for the score, twice
+                raise ScoringFailed(
+                    f"score took over {self.deadline_s:g} s", "", place, report, infrastructure
+                ) from None
             except ProcessExpired as expired:
                 error = expired
             except BrokenProcessPool as broken:
@@ -164,7 +168,9 @@ class Scorer:
         how = _describe_exit(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
         place, stack = process_stack(self._output.take_stack())
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
-        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
+        # A score's own code ends its process by an exit code or a fault; what kills it is the machine.
+        killed = not isinstance(error, ProcessExpired) or error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report, killed) from error
 
     async def _try(self, pool: ProcessPool, call: _Call, deadline_s: float) -> Any:
         """Result of a call in a process of the pool.
@@ -249,7 +255,7 @@ def _start_processes(pool: ProcessPool) -> None:
         if error.errno != errno.ENOSPC:
             raise
         detail = "their locks are in /dev/shm, which is full: free space there, or enlarge it (docker --shm-size)"
-        raise ScoringFailed("scoring processes could not start", detail) from error
+        raise ScoringFailed("scoring processes could not start", detail, infrastructure=True) from error
 
 
 def _end(pool: ProcessPool) -> None:
@@ -296,6 +302,8 @@ class Raised:
     place: str
     report: str
     """Its traceback."""
+    infrastructure: bool
+    """As :func:`~monarch_rl.errors.is_infrastructure` finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +342,7 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
         if os.getpid() != process:  # a forked copy ends as one of a script does
             os._exit(exit_code_of(functools.partial(_raise, error)))
         place, report = describe(error)
-        outcome = Raised(type(error).__name__, exception_message(error), place, report)
+        outcome = Raised(type(error).__name__, exception_message(error), place, report, is_infrastructure(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
