@@ -59,7 +59,8 @@ class Settings(RunSettings):
 
 async def play(game: dict[str, Any], policy: Policy, start: FrozenModel) -> dict[str, float]:
     """Play one game. ``game["start"]`` is the seat of the initial model; it is empty in self-play."""
-    players: dict[str, Any] = {seat: policy.seat(seat) for seat in SEATS}
+    own = [seat for seat in SEATS if seat != game["start"]]
+    players: dict[str, Any] = {seat: policy.seat(seat) for seat in own}
     if game["start"]:
         players[game["start"]] = start.conversation()
     stones = game["stones"]
@@ -67,7 +68,7 @@ async def play(game: dict[str, Any], policy: Policy, start: FrozenModel) -> dict
         move = await players[seat].reply(f"{stones} -> ", temperature=1.0 if seat == game["start"] else None)
         stones -= {"2": 2, "3": 3}.get(move.text, 1)  # an invalid move takes one stone
         if stones <= 0:
-            return {player: 1.0 if player == seat else -1.0 for player in SEATS}
+            return {player: 1.0 if player == seat else -1.0 for player in own}
     raise AssertionError
 
 
@@ -76,7 +77,7 @@ def task(s: Settings, start: FrozenModel) -> Task:
         return {"stones": 4 + cursor % (s.stones - 3), "start": ""}
 
     held_out = [game(cursor) | {"start": seat} for _ in range(4) for cursor in range(s.stones - 3) for seat in SEATS]
-    return Task(game, partial(play, start=start), {"start": held_out}, name="nim")
+    return Task(game, partial(play, start=start), {"start": held_out}, name="nim", success_reward=1.0)
 
 
 async def train(run: Run, s: Settings) -> None:

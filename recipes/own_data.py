@@ -50,7 +50,8 @@ def reward(row: dict[str, Any], answer: str) -> float:
 
 def task(s: Settings) -> Task:
     rows = jsonl(Path(__file__).with_name("words.jsonl"))
-    return Questions(rows, reward, template="{word} -> ", held_out=s.held_out)
+    # An answer is right from a reward of 1 on: evaluations report accuracy, and not only the mean reward.
+    return Questions(rows, reward, template="{word} -> ", held_out=s.held_out, success_reward=1.0)
 
 
 async def train(run: Run, s: Settings) -> None:

@@ -9,8 +9,8 @@
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
-            EpisodeFailed, ScoringFailed, StageFailed, JudgeFailed, UnusableReward, SandboxFailed, ContextFull,
-            GroupFull, ToolExit
+            EpisodeFailed, ScoringFailed, StageFailed, UnusableReward, ContextFull, GroupFull, ToolExit
+            InfrastructureFailed, JudgeFailed, SandboxFailed: see is_infrastructure
             GenerationError
                 SamplingMaskMissing
             RequestLost
@@ -100,6 +100,10 @@ class RunError(MonarchRLError, RuntimeError):
 
 class EpisodeError(MonarchRLError):
     """One episode or one group is lost, and no other."""
+
+    infrastructure = False
+    """Whether a service that the episode needs is to blame, not the policy and not the episode's code: see
+    :func:`is_infrastructure`."""
 
 
 class WeightsError(MonarchRLError, RuntimeError):
@@ -210,9 +214,18 @@ class ScoringFailed(EpisodeError):
     ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
     """
 
-    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
+    def __init__(
+        self, reason: str, detail: str = "", place: str = "", report: str = "", infrastructure: bool = False
+    ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.place, self.report = reason, place, report
+        self.reason, self.place, self.report, self.infrastructure = reason, place, report, infrastructure
+
+
+class InfrastructureFailed(EpisodeError, ConnectionError):
+    """A service that the episode needs, such as an environment's server, is away or broken. An episode, a tool or a
+    reward may raise it for services of its own."""
+
+    infrastructure = True
 
 
 class JudgeFailed(EpisodeError):
@@ -222,11 +235,12 @@ class JudgeFailed(EpisodeError):
     Args:
         reason: short, because failures are counted by it.
         report: full description.
+        infrastructure: False if the request itself cannot be answered.
     """
 
-    def __init__(self, reason: str, report: str = "") -> None:
+    def __init__(self, reason: str, report: str = "", infrastructure: bool = True) -> None:
         super().__init__(f"{reason}: {report}" if report else reason)
-        self.reason, self.report = reason, report
+        self.reason, self.report, self.infrastructure = reason, report, infrastructure
 
 
 class UnusableReward(EpisodeError, ValueError):
@@ -259,6 +273,8 @@ class ToolExit(EpisodeError):
 class SandboxFailed(EpisodeError, RuntimeError):
     """The sandbox did not start, so there is no result of the program."""
 
+    infrastructure = True
+
 
 class GenerationError(EpisodeError, RuntimeError):
     """A request was refused or aborted; the message is the engine's own."""
@@ -266,6 +282,8 @@ class GenerationError(EpisodeError, RuntimeError):
 
 class RequestLost(EpisodeError, RuntimeError):
     """A request was not answered because its replica is lost; another replica can be asked."""
+
+    infrastructure = True
 
 
 class SamplingMaskMissing(GenerationError):
@@ -302,6 +320,32 @@ class DeltaError(WeightsError, ValueError):
 
 class CannotWrite(MonarchRLError, OSError):
     """A rank could not write its shards; the message names the rank and the reason."""
+
+
+UNREACHABLE = frozenset(
+    {
+        ("aiohttp", "ClientConnectionError"),
+        ("httpx", "TransportError"),
+        ("openai", "APIConnectionError"),
+        ("requests", "ConnectionError"),
+        ("requests", "Timeout"),
+        ("websockets", "ConnectionClosed"),
+    }
+)
+"""Exceptions of clients whose server did not answer, by package and name: they are compared without an import."""
+
+
+def is_infrastructure(error: BaseException | None) -> bool:
+    """Whether an error, or its explicit cause (``raise ... from error``), is one of a service that an episode needs: a
+    judge, an environment's server, the sandbox, a scoring process. Such an episode says nothing about the policy: it is
+    left out of its group and of evaluations."""
+    while error is not None:
+        if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
+            return True
+        if any((kind.__module__.partition(".")[0], kind.__name__) in UNREACHABLE for kind in type(error).__mro__):
+            return True
+        error = error.__cause__
+    return False
 
 
 def written_by_another_version(what: str, writer: str, reason: object) -> str:

@@ -30,11 +30,13 @@ from monarch_rl.pipeline.settings import (
     to_record,
 )
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
+from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.cli import cli
 from monarch_rl.tasks.questions import Questions
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
@@ -75,6 +77,23 @@ def test_settings_that_do_not_allow_colocation_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check(settings, devices)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "flag"),
+    [
+        (EvaluationSettings(best="held_out/accuracy"), "best held_out/accuracy"),
+        (EvaluationSettings(samples=4, temperature=1.0, best="held_out/pass_at_4"), "best held_out/pass_at_4"),
+        (EvaluationSettings(samples=4, temperature=1.0, pass_at=(2,)), "pass-at"),
+    ],
+)
+def test_accuracy_of_a_task_that_defines_no_success_is_refused(evaluation: EvaluationSettings, flag: str) -> None:
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    task = Task(int, episode, name="guess")
+    with pytest.raises(SettingsError, match=f"evaluation.{flag}: task guess .*success_reward"):
+        check(RunSettings(evaluation=evaluation), CPUS, task)
 
 
 def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,14 @@ def test_each_failure_affects_one_score_and_has_a_reason() -> None:
                 "score ended its process",
                 "score raised SystemExit",
             ]
+            for function, text, infrastructure in (
+                (scores.touchy_score, "0", False),
+                (scores.touchy_score, "2", False),
+                (scores.crashes, "", False),
+                (scores.is_killed, "", True),
+                (scores.needs_sandbox, "", True),
+            ):
+                assert (await failure(scorer, function, text)).infrastructure == infrastructure, function
             good_ones = asyncio.gather(*(scorer.score(scores.touchy_score, "8") for _ in range(4)))
             with pytest.raises(TypeError, match="pickle"):
                 await scorer.score(scores.touchy_score, (number for number in range(3)))

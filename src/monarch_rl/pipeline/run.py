@@ -198,7 +198,7 @@ class Run:
         self.on_best: list[OnBest] = []
         """Called after each evaluation that is better than all earlier ones."""
         best = resumed.manifest.best if resumed else None
-        self._best = BestResult(settings.evaluation.best_metric, folder, best)
+        self._best = BestResult(settings.evaluation.best_metrics, folder, best)
         self._cluster = cluster or LocalProcess()
         self._on_gpu = self._cluster.devices.kind == "cuda"
         self._lifetimes = AsyncExitStack()
@@ -451,7 +451,7 @@ class Run:
                 note=outputs.note,
                 version=restored,
                 generation=resumed.generation if resumed else 0,
-                metric=self._best.metric,
+                metric=lambda: self._best.metric,
             )
         progress = Progress(
             None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
@@ -721,7 +721,7 @@ class Run:
 
     @property
     def best(self) -> Measurement | None:
-        """The best evaluation result so far, by ``evaluation.best_metric``."""
+        """The best evaluation result so far, by ``evaluation.best``."""
         return self._best.best
 
     async def load_frozen(self, model: FrozenModel, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, replace
@@ -420,6 +421,13 @@ def _check_combinations(s: RunSettings, task: Task | None) -> None:
             f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
             "(task.held-out-size for a data set of reasoning-gym)"
         )
+    if task is not None and task.part_of is None and task.success_reward is None:
+        best = s.evaluation.best if re.search(r"/(accuracy|pass_at_)", s.evaluation.best) else ""
+        if best or s.evaluation.pass_at:
+            raise SettingsError(
+                f"evaluation.{f'best {best}' if best else 'pass-at'}: task {task.name} does not define from which "
+                "reward on an episode is a success: give it success_reward=1.0, for example, or leave the flag out"
+            )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"

@@ -230,7 +230,9 @@ class FrozenModel:
         except DeadlineExceeded as error:
             raise JudgeFailed(f"frozen model {self.name} did not answer in time", str(error)) from error
         except GenerationError as error:
-            raise JudgeFailed(f"frozen model {self.name} refused a request", str(error)) from error
+            raise JudgeFailed(
+                f"frozen model {self.name} refused a request", str(error), infrastructure=False
+            ) from error
         except RequestLost as error:
             raise JudgeFailed(f"frozen model {self.name} lost a request", str(error)) from error
 
@@ -303,6 +305,7 @@ class FrozenConversation:
                 f"frozen model {model.name} has no room for an answer",
                 f"the prompt has {len(ids)} tokens, and the limit for prompt and answer is {model.limit} "
                 "(frozen.context-length, frozen.max-total-tokens)",
+                infrastructure=False,
             )
         sampling = Sampling(
             min(room, model.max_new_tokens if max_new_tokens is None else max_new_tokens),

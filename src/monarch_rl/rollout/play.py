@@ -19,6 +19,7 @@ from monarch_rl.errors import (
     LoopBlocked,
     ScoringFailed,
     UnusableReward,
+    is_infrastructure,
 )
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
@@ -137,15 +138,16 @@ class EpisodeRunner:
         except (EpisodeFailed, asyncio.CancelledError):
             raise
         except ScoringFailed as error:
-            raise EpisodeFailed(error.reason, error.place, error.report) from error
+            raise EpisodeFailed(error.reason, error.place, error.report, error.infrastructure) from error
         except JudgeFailed as error:
-            raise EpisodeFailed(error.reason, report=error.report) from error
+            raise EpisodeFailed(error.reason, report=error.report, infrastructure=error.infrastructure) from error
         except UnusableReward as error:
             raise EpisodeFailed(f"score {UNUSABLE}", error.place, str(error)) from error
         except Exception as error:
             if error is rollout.broken:
                 raise
-            raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
+            reason = f"episode raised {type(error).__name__}"
+            raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
         if rollout.broken is not None:
             raise rollout.broken
         if returned is CONTEXT_FULL:
@@ -177,7 +179,8 @@ class EpisodeRunner:
             if rollout.scoring_queue_report:
                 remedy = "raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
                 report = f"{stack}\n{rollout.scoring_queue_report}: {remedy}"
-                raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
+                reason = f"scores had no process within {self._deadline_s:g} s"
+                raise EpisodeFailed(reason, place, report.lstrip(), infrastructure=True)
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()

@@ -37,7 +37,7 @@ from typing import Any, NoReturn, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.episode.failure import UNUSABLE
-from monarch_rl.errors import ScorerBroken, ScoringFailed, UnusableReward
+from monarch_rl.errors import ScorerBroken, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
@@ -162,7 +162,10 @@ class Scorer:
                     continue
                 place, stack = process_stack(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
-                raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
+                infrastructure = late.lost_share >= LOST_SHARE  # the machine had no time for the score, twice
+                raise ScoringFailed(
+                    f"score took over {self.deadline_s:g} s", "", place, report, infrastructure
+                ) from None
             except ProcessExpired as expired:
                 error = expired
             except BrokenProcessPool as broken:
@@ -171,7 +174,9 @@ class Scorer:
         how = _describe_exit(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
         place, stack = process_stack(self._output.take_stack())
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
-        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
+        # A score's own code ends its process by an exit code or a fault; what kills it is the machine.
+        killed = not isinstance(error, ProcessExpired) or error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report, killed) from error
 
     async def _try(self, pool: ProcessPool, call: _Call, deadline_s: float) -> Any:
         """Result of a call in a process of the pool.
@@ -256,7 +261,7 @@ def _start_processes(pool: ProcessPool) -> None:
         if error.errno != errno.ENOSPC:
             raise
         detail = "their locks are in /dev/shm, which is full: free space there, or enlarge it (docker --shm-size)"
-        raise ScoringFailed("scoring processes could not start", detail) from error
+        raise ScoringFailed("scoring processes could not start", detail, infrastructure=True) from error
 
 
 def _end(pool: ProcessPool) -> None:
@@ -302,11 +307,13 @@ class Raised:
     place: str
     report: str
     """Its traceback, or the value that is not a reward."""
+    infrastructure: bool
+    """As :func:`~monarch_rl.errors.is_infrastructure` finds."""
 
     @property
     def failure(self) -> ScoringFailed:
         """The exception that the caller gets."""
-        return ScoringFailed(self.reason, self.message, self.place, self.report)
+        return ScoringFailed(self.reason, self.message, self.place, self.report, self.infrastructure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +345,7 @@ def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) ->
         # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
         return returned_by(function, function(*args), convert)
     except UnusableReward as error:
-        return Raised(f"score {UNUSABLE}", str(error), error.place, str(error))
+        return Raised(f"score {UNUSABLE}", str(error), error.place, str(error), infrastructure=False)
     except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
         if os.getpid() != process:  # a forked copy ends as one of a script does
             os._exit(exit_code_of(functools.partial(_raise, error)))
@@ -346,7 +353,8 @@ def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) ->
 
 
 def _raised(error: BaseException) -> Raised:
-    return Raised(f"score raised {type(error).__name__}", exception_message(error), *describe(error))
+    reason = f"score raised {type(error).__name__}"
+    return Raised(reason, exception_message(error), *describe(error), is_infrastructure(error))
 
 
 def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, UNUSABLE, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.errors import EpisodeError, JudgeFailed, ScoringFailed, UnusableReward
+from monarch_rl.errors import EpisodeError, JudgeFailed, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import value_or_exit
@@ -322,7 +322,8 @@ class GroupRewarder:
             try:
                 rewards = await self._scorer.score_group(function, item, outcomes)  # waits: it has a deadline
             except ScoringFailed as error:
-                raise EpisodeFailed(f"group rewards: {error.reason}", error.place, error.report) from error
+                reason = f"group rewards: {error.reason}"
+                raise EpisodeFailed(reason, error.place, error.report, error.infrastructure) from error
             except TypeError as error:  # the function, the item or an outcome cannot be pickled
                 raise EpisodeFailed("group rewards raised TypeError", *describe(error)) from error
         if len(rewards) != len(outcomes):
@@ -364,9 +365,11 @@ async def _in_worker(
         raise EpisodeFailed("group rewards were cancelled by their own code")
     error = task.exception() or task.result()
     if isinstance(error, JudgeFailed):
-        raise EpisodeFailed(f"group rewards: {error.reason}", report=error.report) from error
+        reason = f"group rewards: {error.reason}"
+        raise EpisodeFailed(reason, report=error.report, infrastructure=error.infrastructure) from error
     if isinstance(error, BaseException):
-        raise EpisodeFailed(f"group rewards raised {type(error).__name__}", *describe(error)) from error
+        reason = f"group rewards raised {type(error).__name__}"
+        raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
     try:
         return returned_by(function, task.result(), as_outcomes)
     except UnusableReward as error:
@@ -376,6 +379,6 @@ async def _in_worker(
 
 def _group_rewards_failed(sequences: Sequence[Episode], why: EpisodeFailed, index: int) -> EpisodeFailed:
     """The failure of an episode whose group rewards failed."""
-    failed = EpisodeFailed(why.reason, why.place, why.report)
+    failed = EpisodeFailed(why.reason, why.place, why.report, why.infrastructure)
     failed.tokens, failed.index = sum(sequence.num_trainable for sequence in sequences), index
     return failed

@@ -79,6 +79,8 @@ class TextArena(Task):
             name or game,
             warm_up=episode.warm_up,
             check=episode.check,
+            # A game that is won has 1. In self-play one seat wins what another loses.
+            success_reward=1.0 if opponent is not None or players <= 1 else None,
             probe=False,
         )
 
