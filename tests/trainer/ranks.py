@@ -226,7 +226,8 @@ def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> 
     for step in range(STEPS):
         metrics, _ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
         assert metrics["supervised_tokens"] == sum(len(row["answer"]) for row in rows_of(step))
-        assert 3 < metrics["supervised_loss"] < 6 and metrics["optimizer_steps"] == step + 1
+        assert 3 < metrics["supervised_loss"] < 6 and metrics["lr"] == LR
+        assert metrics["optimizer_steps"] == (0 if share == 1 else step + 1), "supervised steps are not in the schedule"
         sampled = sum(episode.num_trainable for group in batch(step) for episode in group.episodes)
         assert metrics["tokens"] == (0 if share == 1 else sampled)
         assert share < 1 or math.isclose(metrics["loss"], metrics["supervised_loss"], rel_tol=1e-5)
