@@ -22,7 +22,7 @@ from monarch_rl.model.chat_shape import (
     find_shape,
     user_row,
 )
-from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
+from monarch_rl.model.control_text import ControlText, split_at, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tokens import END_FILES, check_templates, end_tokens
@@ -299,7 +299,7 @@ class ChatTemplate:
         if not self.tokenizer.chat_template and self._control.occurs_in(text):
             mark = mark or unused_mark([text])
             text = self._control.mark(text, mark)
-        return text.split(mark) if mark else [text]
+        return split_at(mark, text) if mark else [text]
 
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
         """The text between a turn and the next one, for a template that renders tool messages only after calls."""
