@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lines import ROOT, TASKS, statement_lines
+from monarch_rl.model.messages import as_messages
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.task import Outcome, as_outcome
@@ -237,7 +238,7 @@ def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
 
     policy = Policy()
     assert asyncio.run(play(Questions([row], reward, template="{prompt}"), policy)) == Outcome(1.0)
-    assert policy.given == [row["prompt"], reward]
+    assert policy.given == [as_messages(row["prompt"]), reward]
     others = [row | {"prompt": [*row["prompt"], {"role": "user", "content": str(number)}]} for number in range(3)]
     task = Questions([*others, row], reward, template="{prompt}", held_out={"test": [row, others[1]]})
     assert [task.items(cursor) for cursor in range(2)] in ([others[0], others[2]], [others[2], others[0]])

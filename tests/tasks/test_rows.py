@@ -8,6 +8,7 @@ import tempfile
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from datasets import Dataset
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from monarch_rl.model.messages import as_messages
 from monarch_rl.tasks.questions import Questions, prompt_of
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.template import as_text, fill
@@ -79,7 +81,7 @@ def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None
                 for column in WHOLE:  # the order of keys is the source's
                     assert json.dumps(one[column], sort_keys=True) == json.dumps(other[column], sort_keys=True)
                 assert prompt_of("{number}: {question}", one) == prompt_of("{number}: {question}", other)
-                assert prompt_of("{messages}", one) == prompt_of("{messages}", other) == other["messages"]
+                assert prompt_of("{messages}", one) == prompt_of("{messages}", other) == as_messages(other["messages"])
     assert written[0] == WHOLE
 
 
@@ -281,7 +283,7 @@ def test_messages_in_memory_are_those_of_a_file_with_the_same_content() -> None:
         {"role": "assistant", "content": None, "tool_calls": np.array([padded])},
     ]
     for kind in (list, tuple, np.array):
-        assert prompt_of("{prompt}", {"prompt": kind(stored)}) == messages
+        assert prompt_of("{prompt}", {"prompt": kind(stored)}) == as_messages(messages)
 
 
 def test_null_is_refused_in_python_notation_too() -> None:
@@ -292,14 +294,18 @@ def test_null_is_refused_in_python_notation_too() -> None:
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([{"role": "user", "content": None}], "message 1 of prompt"),
-        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 2 .*surrogate"),
+        ([{"role": "user", "content": None}], "message 0"),
+        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 1 .*surrogate"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"}], "system message"),
         ([{"from": "user", "value": "1"}], "prompt is a list"),
         ([], "prompt is a list"),
         ([{"role": "user", "content": " "}], "empty"),
-        ([{"role": "user", "content": float("nan")}], "message 1 of prompt .*content: nan"),
-        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*surrogate"),
+        ([{"role": "user", "content": float("nan")}], "message 0 .*content is nan"),
+        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 0 .*surrogate"),
+        ([{"role": "human", "content": "1"}], "message 0: .*human"),
+        ([{"role": "user", "content": 3}], "message 0 .*3"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 .*image"),
+        ([SimpleNamespace(role="user", content=None)], "message 0 .*None"),
     ],
     ids=ascii,
 )

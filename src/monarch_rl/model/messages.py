@@ -128,6 +128,11 @@ def as_messages(messages: Messages) -> list[Message]:
     return [_checked(message, index) for index, message in enumerate(several)]
 
 
+def text_of(messages: Iterable[Message]) -> str:
+    """The contents of messages, without what a chat template adds."""
+    return "\n".join(message.content for message in messages)
+
+
 def as_row(message: Message) -> dict[str, Any]:
     """The message as a mapping in OpenAI's form, with the arguments of calls as mappings."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}

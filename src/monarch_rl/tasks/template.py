@@ -66,13 +66,6 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return prompt
 
 
-def text_of(prompt: Any) -> str:
-    """The text of a prompt that is text or messages, of a message, or of its content."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("content", prompt.get("text"))
-    return prompt if isinstance(prompt, str) else "\n".join(map(text_of, prompt or ()))
-
-
 def is_null(value: Any) -> bool:
     """Whether a value is missing: None, NaN, or pandas' NA and NaT."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):

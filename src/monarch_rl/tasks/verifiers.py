@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from monarch_rl.errors import ContextFull
+from monarch_rl.model.messages import as_messages, text_of
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.task import Outcome, Policy, Reply, Task
-from monarch_rl.tasks.template import text_of
 
 SAMPLED = 16
 """Number of prompts that are made before a run, to check that they fit."""
@@ -104,7 +104,7 @@ class _EnvironmentEpisode:
         if self._held_out:
             _ = self.held_out
         prompts = [self.item(cursor)["prompt"] for cursor in range(min(SAMPLED, len(self._rows)))]
-        return list(map(text_of, prompts))
+        return [text_of(as_messages(prompt)) for prompt in prompts]
 
     async def run(self, row: dict[str, Any], policy: Policy) -> Outcome:
         """Run and score the rollout of a row."""
