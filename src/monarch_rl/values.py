@@ -81,7 +81,7 @@ def _plain(value: Any, path: str) -> Any:
     dates = _kind(value) in tuple("mM")  # NumPy turns some of its dates and durations into bare integers
     if (dates or _kind(value) == "f") and value.shape:
         return _plain(list(value), path)
-    if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates:
+    if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates and not isinstance(value, type):
         return _plain(value.tolist(), path)
     if dates and value.dtype.kind == "M" and value == value:
         return str(value)  # ISO 8601

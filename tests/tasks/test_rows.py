@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -263,6 +263,9 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="to_dict"):
         Questions(frame, reward)  # type: ignore[arg-type]
     assert Questions(frame.to_dict("records"), reward).check()
+    for path_or_splits in ("rows.jsonl", Path("rows.jsonl"), DatasetDict({"train": Dataset.from_list(ROWS)})):
+        with pytest.raises(ValueError, match="jsonl.*split"):
+            Questions(path_or_splits, reward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="streamed"):
         Questions((row for row in ROWS), reward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="streaming="):
@@ -284,6 +287,25 @@ def test_messages_in_memory_are_those_of_a_file_with_the_same_content() -> None:
     ]
     for kind in (list, tuple, np.array):
         assert prompt_of("{prompt}", {"prompt": kind(stored)}) == as_messages(messages)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "pandas", "arrow"])
+def test_the_format_of_a_data_set_does_not_change_its_rows(name: str) -> None:
+    row = WHOLE | {"hint": None}
+    formatted = Dataset.from_list([WHOLE, row]).with_format(name)
+    assert held_out_rows_of(formatted) == [WHOLE, row]
+    upper = formatted.with_transform(lambda rows: {"question": [text.upper() for text in rows["question"]]})
+    assert held_out_rows_of(upper) == [{"question": WHOLE["question"].upper()}] * 2
+
+
+def held_out_rows_of(rows: Any) -> list[Any]:
+    items = Questions(rows, reward, held_out={"all": rows}).held_out_items()
+    return [items[index] for index in range(len(items))]
+
+
+def test_python_notation_is_the_same_for_typed_values() -> None:
+    typed = {"count": np.float32(0.1), "day": datetime.date(2026, 5, 1)}
+    assert fill("{extra!r}", {"extra": typed}) == fill("{extra!r}", {"extra": {"count": 0.1, "day": "2026-05-01"}})
 
 
 def test_null_is_refused_in_python_notation_too() -> None:
