@@ -22,6 +22,7 @@ from typing import Any
 from monarch_rl.errors import ContextFull
 from monarch_rl.model.messages import as_messages, text_of
 from monarch_rl.tasks.orders import ShuffledOrder
+from monarch_rl.tasks.rows import compact
 from monarch_rl.tasks.task import Outcome, Policy, Reply, Task
 
 SAMPLED = 16
@@ -192,9 +193,10 @@ class _Turns:
         return [self._as_message(message) for message in messages[seen:]]
 
     def _as_message(self, message: Mapping[str, Any]) -> Any:
-        """The message, with the name of the tool that answers, which some chat templates need."""
-        call = self._calls.get(message.get("tool_call_id", ""))
-        return message if call is None else {"name": call.name, **message}
+        """The message, with the name of the tool that answers, which some chat templates need, and without the null
+        keys that a data set adds."""
+        call = self._calls.get(message.get("tool_call_id") or "")
+        return compact(dict(message) if call is None else {"name": call.name, **message})
 
 
 def _answer(reply: Reply) -> Any:
