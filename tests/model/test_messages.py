@@ -6,6 +6,7 @@ import json
 from collections import namedtuple
 from dataclasses import make_dataclass
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,9 +77,8 @@ def as_object(kind: str, value: Any) -> Any:
     if kind == "named tuple":
         return namedtuple("Fields", fields)(**fields)  # type: ignore[misc]
     if kind == "properties":
-        return type(
-            "Fields", (), {"__slots__": ()} | {key: property(lambda _, item=item: item) for key, item in fields.items()}
-        )()
+        getters = {key: property(partial(lambda item, _: item, item)) for key, item in fields.items()}
+        return type("Fields", (), {"__slots__": (), **getters})()
     return SimpleNamespace(**fields) if kind == "object" else fields
 
 

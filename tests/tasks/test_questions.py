@@ -231,7 +231,10 @@ def test_a_function_runs_in_a_scoring_process_and_a_coroutine_in_the_worker() ->
 
 def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
     """As TRL stores them."""
-    row = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "11 + 1 ="}], "answer": "12"}
+    row: dict[str, Any] = {
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "11 + 1 ="}],
+        "answer": "12",
+    }
 
     async def play(task: Questions, policy: Policy) -> Any:
         return await task.episode(row, policy)

@@ -279,7 +279,7 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
 def test_messages_in_memory_are_those_of_a_file_with_the_same_content() -> None:
     """With the null keys, floats and arrays that datasets and pandas add."""
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [call]}]
+    messages: Any = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [call]}]
     padded = {"function": {"name": "add", "arguments": {"a": np.float64(1), "b": None}}, "id": None}
     stored = [
         {"role": "user", "content": "1+1", "tool_calls": None},

@@ -72,7 +72,7 @@ def test_messages_have_no_keys_that_a_data_set_adds() -> None:
     from datasets import Dataset
 
     calls = [{"function": {"name": "look", "arguments": arguments}} for arguments in ({"city": "Oslo"}, {"day": 1})]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages: Any = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     turns: Any = verifiers._Turns(None)  # type: ignore[arg-type]
     assert as_messages(turns._new(Dataset.from_list([{"prompt": messages}])[0]["prompt"])) == as_messages(messages)
 

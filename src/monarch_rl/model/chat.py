@@ -43,7 +43,6 @@ class ChatTemplate:
         folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` finds it. A
             model without a chat template gets one that concatenates the contents.
         options: values of the template's own variables, such as ``{"enable_thinking": False}``.
-        system: a system message for every conversation that does not open with one; "" for none.
         tool_parser: SGLang's name of the format in which the model writes calls, such as ``hermes`` or ``llama3``; ""
             has SGLang detect it from the template.
         allow_control_tokens: encode the text of a control token in a message as that token, as transformers does, and
@@ -52,14 +51,13 @@ class ChatTemplate:
     Raises:
         OSError: the folder has no tokenizer.
         ValueError: the folder has a chat template only where transformers does not look for one.
-        ChatError: the template does not read an option, cannot render ``system``, or loses messages.
+        ChatError: the template does not read an option, or loses messages.
     """
 
     def __init__(
         self,
         folder: str,
         options: Mapping[str, Any] | None = None,
-        system: str = "",
         tool_parser: str = "",
         allow_control_tokens: bool = False,
     ) -> None:
@@ -68,7 +66,7 @@ class ChatTemplate:
         check_templates(Path(folder))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.options = dict(options or {})
-        self.system, self.tool_parser, self._allow_control_tokens = system, tool_parser, allow_control_tokens
+        self.tool_parser, self._allow_control_tokens = tool_parser, allow_control_tokens
         self._openings: dict[str, list[int]] = {}
         """Ids of the openings used last, least recently used first."""
         self._tools_checked: set[str] = set()
@@ -90,8 +88,6 @@ class ChatTemplate:
                 own_ends += self._plain(self._shape_of(source).end)
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_ends}))
         """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the templates."""
-        if system:
-            self.require("system")
 
     def require(self, *roles: Role, tools: ToolSet | None = None) -> None:
         """Raise ChatError, with the reason, if messages of these roles or these tools cannot be rendered."""
