@@ -67,7 +67,7 @@ WHOLE: dict[str, Any] = {
 @given(st.lists(ROW, min_size=1, max_size=3))
 def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None:
     """Prompt, messages and tools, and so the reward."""
-    rows = [WHOLE, *rows]
+    rows = [WHOLE, WHOLE | {"number": -(2**53)}, *rows]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -347,7 +347,7 @@ def compact(value: Any) -> Any:
         return {key: compact(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [compact(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
 def _shortest(value: Any) -> Any:
