@@ -245,7 +245,11 @@ def test_other_keys_reach_a_template_that_reads_them(tmp_path: Any) -> None:
 def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any) -> None:
     for key in ("reasoning", "thinking"):
         chat = ChatTemplate(
-            write_model(tmp_path / key, "tagged", TAGGED.replace("'\n' +", f"(m.{key} or '') + '\n' +", 1))
+            write_model(
+                tmp_path / key,
+                "tagged",
+                "{# for models of reasoning #}" + TAGGED.replace("'\n' +", f"(m.{key} or '') + '\n' +", 1),
+            )
         )
         text = chat.decode(
             Conversation(chat).add([user("?"), {"role": "assistant", "content": "!", "reasoning_content": "hm"}])

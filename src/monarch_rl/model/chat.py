@@ -266,7 +266,7 @@ class ChatTemplate:
         row = as_row(message)
         if message.thinking:
             keys, source = ("reasoning_content", "reasoning", "thinking"), self._source(tools)
-            key = next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0])
+            key = next((key for key in keys if re.search(rf"[.'\"]{key}\b", source)), keys[0])
             row[key] = row.pop("reasoning_content")
         if message.tool_calls:
             form = self._call_form(self._source(tools))
