@@ -242,6 +242,11 @@ def test_other_keys_reach_a_template_that_reads_them(tmp_path: Any) -> None:
     assert text == whole(chat, [row]) and "EveOslo?" in text
 
 
+def test_a_call_without_an_id_has_none_in_the_template() -> None:
+    (message,) = as_messages({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    assert as_row(message)["tool_calls"] == [{"type": "function", **CALL}]
+
+
 def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any) -> None:
     for key in ("reasoning", "thinking"):
         chat = ChatTemplate(

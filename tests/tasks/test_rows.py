@@ -304,7 +304,10 @@ def held_out_rows_of(rows: Any) -> list[Any]:
 
 
 def test_python_notation_is_the_same_for_typed_values() -> None:
+    import torch
+
     typed = {"count": np.float32(0.1), "day": datetime.date(2026, 5, 1)}
+    assert fill("{count}", {"count": torch.tensor(0.1)}) == fill("{count!r}", {"count": torch.tensor(0.1)}) == "0.1"
     assert fill("{extra!r}", {"extra": typed}) == fill("{extra!r}", {"extra": {"count": 0.1, "day": "2026-05-01"}})
 
 

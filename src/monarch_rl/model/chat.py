@@ -281,8 +281,7 @@ class ChatTemplate:
         return self._call_forms[source]
 
     def _has_control_text(self, row: Row, key: str) -> bool:
-        value, occurs_in = row[key], self._control_of(row, key).occurs_in
-        return occurs_in(value) if isinstance(value, str) else any(map(occurs_in, texts_of(value)))
+        return any(map(self._control_of(row, key).occurs_in, texts_of(row[key])))
 
     def _control_of(self, row: Row, key: str) -> ControlText:
         """The tokens that a value of a message must not write. The content of an assistant message is in the policy's

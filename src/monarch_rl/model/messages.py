@@ -138,7 +138,9 @@ def as_row(message: Message) -> dict[str, Any]:
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         row["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            {"type": "function"}
+            | ({"id": call.id} if call.id else {})
+            | {"function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
     for key in ("name", "tool_call_id"):
