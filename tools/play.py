@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,11 @@ def show(sequence: Episode | EpisodeFailed, console: Console) -> None:
 
 
 def show_message(message: dict[str, Any], console: Console) -> None:
-    """Print a message with its role."""
+    """Print a message with its role; its calls, its thought and any other keys as JSON."""
     style = COLOURS.get(message["role"], "")
     text = Text.assemble((f"{message['role']:>9}  ", f"bold {style}"), (message["content"], style))
+    if others := {key: value for key, value in message.items() if key not in ("role", "content")}:
+        text.append(f" {json.dumps(others, ensure_ascii=False)}", "dim")
     console.print(text, soft_wrap=True)
 
 

@@ -61,6 +61,9 @@ def _plain(value: Any, path: str) -> Any:
         return str(value)  # subclasses, such as numpy.str_
     if isinstance(value, int):
         return int(value)
+    if getattr(getattr(value, "dtype", None), "is_floating_point", False):  # a tensor of PyTorch
+        array = value.detach().cpu()
+        return _plain((array if array.element_size() == 8 else array.float()).numpy(), path)
     if isinstance(value, float) or (_kind(value) == "f" and not value.shape):  # numpy.longdouble is its own item()
         if not math.isfinite(value):
             raise ValueError(f"{_at(path)}{value} is not a number of JSON")
@@ -81,7 +84,7 @@ def _plain(value: Any, path: str) -> Any:
     dates = _kind(value) in tuple("mM")  # NumPy turns some of its dates and durations into bare integers
     if (dates or _kind(value) == "f") and value.shape:
         return _plain(list(value), path)
-    if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates:
+    if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates and not isinstance(value, type):
         return _plain(value.tolist(), path)
     if dates and value.dtype.kind == "M" and value == value:
         return str(value)  # ISO 8601

@@ -61,23 +61,14 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
         chat(tmp_path, "llama3", {"enable_thinking": False})
 
 
-def test_a_system_prompt_opens_conversations_that_have_none(tmp_path: Path) -> None:
-    template = chat(tmp_path, "tagged", system="Be brief.")
-    for opening, prompt in ([user("?")], "Be brief."), ([system("Be long."), user("?")], "Be long."):
-        conversation = Conversation(template)
-        conversation.add(opening)
-        assert text(conversation).startswith(f"<|start|>system\n{prompt}<|end|>\n<|start|>user\n?")
-        assert conversation.messages[0] == system(prompt)
-
-
-def test_a_system_message_that_the_template_rejects_is_refused_at_start(tmp_path: Path) -> None:
+def test_a_system_message_that_the_template_rejects_is_refused(tmp_path: Path) -> None:
     source = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TAGGED
     )
     write_model(tmp_path, "tagged", source)
-    ChatTemplate(str(tmp_path))
+    conversation = Conversation(ChatTemplate(str(tmp_path)))
     with pytest.raises(ChatError, match="system messages: .*System role not supported"):
-        ChatTemplate(str(tmp_path), system="Be brief.")
+        conversation.add([system("Be brief."), user("?")])
 
 
 SKIPS_TOOLS = TAGGED.replace("messages %}", "messages if m['role'] != 'tool' %}", 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.control_text import MARKS
+from monarch_rl.model.control_text import MARK
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, assistant, system, tool, user
 from tests.model.chat_helpers import ADDED_TOKENS, SOURCES, SPECIAL, write_model
@@ -20,7 +20,7 @@ from tests.model.test_conversation import END, template, whole
 
 TOKENS = sorted({token for tokens in SPECIAL.values() for token in tokens} | set(ADDED_TOKENS))
 TEXT = st.lists(
-    st.sampled_from([*TOKENS, *TOKENS, "a", " b", "\n", "<", "<|im_", "end|>", "|>", "é🙂", MARKS[0], ""]), max_size=5
+    st.sampled_from([*TOKENS, *TOKENS, "a", " b", "\n", "<", "<|im_", "end|>", "|>", "é🙂", MARK, ""]), max_size=5
 ).map("".join)
 
 
@@ -97,10 +97,25 @@ def test_thoughts_and_arguments_write_no_control_token() -> None:
         return Conversation(chat).add([user("?"), row, tool(text)])
 
     plain = opened("x")
-    for text in ("</think>", "</tool_call><|im_end|>", "<|im_<|im_end|>end|>", f"{''.join(MARKS[:-1])}<|im_end|>"):
+    for text in ("</think>", "</tool_call><|im_end|>", "<|im_<|im_end|>end|>", f"{MARK}{MARK}<|im_end|>"):
         ids = opened(text)
         assert control(chat, ids) == control(chat, plain)
         assert chat.decode(ids).count(text) == chat.decode(plain).count(text) + 4
+
+
+@pytest.mark.parametrize("form", ["string", "tojson(ensure_ascii=True)"])
+def test_a_template_that_escapes_text_gives_the_ids_of_the_text(form: str, tmp_path: Path) -> None:
+    """A mapping as Python's repr, or as ASCII: both escape characters that cannot be printed."""
+    source = SOURCES["qwen3"].replace("tool_call.arguments | tojson", f"tool_call.arguments | {form}")
+    chat = ChatTemplate(write_model(tmp_path, "qwen3", source))
+
+    def opened(text: str) -> list[int]:
+        call = {"id": "c", "function": {"name": "look", "arguments": {"key": text}}}
+        return Conversation(chat).add([user("?"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    ids, plain = opened("a<|im_end|>b"), opened("ab")
+    assert control(chat, ids) == control(chat, plain)
+    assert chat.decode(ids).replace("<|im_end|>b", "b") == chat.decode(plain).replace("<|im_end|>b", "b")
 
 
 def test_added_tokens_that_are_ordinary_vocabulary_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 from dataclasses import make_dataclass
+from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +60,9 @@ class Model(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow")
 
 
+KINDS = ("mapping", "pydantic", "dataclass", "slots", "named tuple", "properties", "object")
+
+
 def as_object(kind: str, value: Any) -> Any:
     """``value`` with each mapping but a call's arguments as an object of this kind."""
     if isinstance(value, list):
@@ -66,8 +72,13 @@ def as_object(kind: str, value: Any) -> Any:
     fields = {key: item if key == "arguments" else as_object(kind, item) for key, item in value.items()}
     if kind == "pydantic":
         return Model(**fields)
-    if kind == "dataclass":
-        return make_dataclass("Fields", fields)(**fields)
+    if kind in ("dataclass", "slots"):
+        return make_dataclass("Fields", fields, slots=kind == "slots")(**fields)
+    if kind == "named tuple":
+        return namedtuple("Fields", fields)(**fields)  # type: ignore[misc]
+    if kind == "properties":
+        getters = {key: property(partial(lambda item, _: item, item)) for key, item in fields.items()}
+        return type("Fields", (), {"__slots__": (), **getters})()
     return SimpleNamespace(**fields) if kind == "object" else fields
 
 
@@ -86,7 +97,7 @@ def spelled(draw: Any, row: Row) -> Any:
     row["content"] = draw(st.sampled_from(spellings + [None] * (not content)))
     if draw(st.booleans()):
         row = {"tool_calls": None, "name": None, "refusal": None, "annotations": []} | row
-    return as_object(draw(st.sampled_from(["mapping", "pydantic", "dataclass", "object"])), row)
+    return as_object(draw(st.sampled_from(KINDS)), row)
 
 
 def ids_or_refusal(chat: ChatTemplate, messages: Any) -> list[int] | str:
@@ -139,6 +150,20 @@ def test_arguments_may_have_values_of_numpy() -> None:
 
 
 CALL = {"function": {"name": "look", "arguments": {}}}
+Role = Enum("Role", {"USER": "user"}, type=str)
+
+
+@pytest.mark.parametrize("row", [{"role": Role.USER, "content": "?"}, Message(Role.USER, "?")], ids=["mapping", "own"])  # type: ignore[arg-type]
+def test_members_of_enumerations_are_their_values(row: Any) -> None:
+    (message,) = as_messages([row])
+    assert message == user("?") and type(message.role) is str
+
+
+@pytest.mark.parametrize("kind", KINDS[:-2])
+def test_an_attribute_of_an_object_that_the_template_does_not_read_is_refused(kind: str) -> None:
+    row = as_object(kind, {"role": "user", "content": "?", "images": "a.png"})
+    with pytest.raises(ChatError, match="images"):
+        Conversation(template("qwen3")).add([row])
 
 
 @pytest.mark.parametrize(
@@ -169,6 +194,9 @@ CALL = {"function": {"name": "look", "arguments": {}}}
         ),
         ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, ["not a tool call"]),
         ({"role": "assistant", "tool_calls": [CALL | {"thought": "hm"}]}, ["look", "thought"]),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": 7}]}, ["id", "look", "7"]),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": "a\ud83d"}]}, [r"a\ud83d"]),
+        ({"role": "assistant", "tool_calls": [{"name": "a\ud83d", "arguments": {}}]}, [r"a\ud83d"]),
         ({"role": "assistant", "tool_calls": ["look()"]}, ["not a tool call", "look()"]),
         ({"role": "assistant", "tool_calls": "look()"}, ["tool_calls", "look()"]),
     ],
@@ -214,10 +242,19 @@ def test_other_keys_reach_a_template_that_reads_them(tmp_path: Any) -> None:
     assert text == whole(chat, [row]) and "EveOslo?" in text
 
 
+def test_a_call_without_an_id_has_none_in_the_template() -> None:
+    (message,) = as_messages({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    assert as_row(message)["tool_calls"] == [{"type": "function", **CALL}]
+
+
 def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any) -> None:
     for key in ("reasoning", "thinking"):
         chat = ChatTemplate(
-            write_model(tmp_path / key, "tagged", TAGGED.replace("'\n' +", f"(m.{key} or '') + '\n' +", 1))
+            write_model(
+                tmp_path / key,
+                "tagged",
+                "{# for models of reasoning #}" + TAGGED.replace("'\n' +", f"(m.{key} or '') + '\n' +", 1),
+            )
         )
         text = chat.decode(
             Conversation(chat).add([user("?"), {"role": "assistant", "content": "!", "reasoning_content": "hm"}])

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lines import ROOT, TASKS, statement_lines
+from monarch_rl.model.messages import as_messages
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.task import Outcome, as_outcome
@@ -230,14 +231,17 @@ def test_a_function_runs_in_a_scoring_process_and_a_coroutine_in_the_worker() ->
 
 def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
     """As TRL stores them."""
-    row = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "11 + 1 ="}], "answer": "12"}
+    row: dict[str, Any] = {
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "11 + 1 ="}],
+        "answer": "12",
+    }
 
     async def play(task: Questions, policy: Policy) -> Any:
         return await task.episode(row, policy)
 
     policy = Policy()
     assert asyncio.run(play(Questions([row], reward, template="{prompt}"), policy)) == Outcome(1.0)
-    assert policy.given == [row["prompt"], reward]
+    assert policy.given == [as_messages(row["prompt"]), reward]
     others = [row | {"prompt": [*row["prompt"], {"role": "user", "content": str(number)}]} for number in range(3)]
     task = Questions([*others, row], reward, template="{prompt}", held_out={"test": [row, others[1]]})
     assert [task.items(cursor) for cursor in range(2)] in ([others[0], others[2]], [others[2], others[0]])

@@ -8,6 +8,7 @@ import tempfile
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from monarch_rl.model.messages import as_messages
 from monarch_rl.tasks.questions import Questions, prompt_of
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.template import as_text, fill
@@ -65,7 +67,7 @@ WHOLE: dict[str, Any] = {
 @given(st.lists(ROW, min_size=1, max_size=3))
 def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None:
     """Prompt, messages and tools, and so the reward."""
-    rows = [WHOLE, *rows]
+    rows = [WHOLE, WHOLE | {"number": -(2**53)}, *rows]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -79,7 +81,7 @@ def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None
                 for column in WHOLE:  # the order of keys is the source's
                     assert json.dumps(one[column], sort_keys=True) == json.dumps(other[column], sort_keys=True)
                 assert prompt_of("{number}: {question}", one) == prompt_of("{number}: {question}", other)
-                assert prompt_of("{messages}", one) == prompt_of("{messages}", other) == other["messages"]
+                assert prompt_of("{messages}", one) == prompt_of("{messages}", other) == as_messages(other["messages"])
     assert written[0] == WHOLE
 
 
@@ -261,6 +263,9 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="to_dict"):
         Questions(frame, reward)  # type: ignore[arg-type]
     assert Questions(frame.to_dict("records"), reward).check()
+    for path_or_splits in ("rows.jsonl", Path("rows.jsonl"), DatasetDict({"train": Dataset.from_list(ROWS)})):
+        with pytest.raises(ValueError, match="jsonl.*split"):
+            Questions(path_or_splits, reward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="streamed"):
         Questions((row for row in ROWS), reward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="streaming="):
@@ -274,14 +279,36 @@ def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
 def test_messages_in_memory_are_those_of_a_file_with_the_same_content() -> None:
     """With the null keys, floats and arrays that datasets and pandas add."""
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [call]}]
+    messages: Any = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [call]}]
     padded = {"function": {"name": "add", "arguments": {"a": np.float64(1), "b": None}}, "id": None}
     stored = [
         {"role": "user", "content": "1+1", "tool_calls": None},
         {"role": "assistant", "content": None, "tool_calls": np.array([padded])},
     ]
     for kind in (list, tuple, np.array):
-        assert prompt_of("{prompt}", {"prompt": kind(stored)}) == messages
+        assert prompt_of("{prompt}", {"prompt": kind(stored)}) == as_messages(messages)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "pandas", "arrow"])
+def test_the_format_of_a_data_set_does_not_change_its_rows(name: str) -> None:
+    row = WHOLE | {"hint": None}
+    formatted = Dataset.from_list([WHOLE, row]).with_format(name)
+    assert held_out_rows_of(formatted) == [WHOLE, row]
+    upper = formatted.with_transform(lambda rows: {"question": [text.upper() for text in rows["question"]]})
+    assert held_out_rows_of(upper) == [{"question": WHOLE["question"].upper()}] * 2
+
+
+def held_out_rows_of(rows: Any) -> list[Any]:
+    items = Questions(rows, reward, held_out={"all": rows}).held_out_items()
+    return [items[index] for index in range(len(items))]
+
+
+def test_python_notation_is_the_same_for_typed_values() -> None:
+    import torch
+
+    typed = {"count": np.float32(0.1), "day": datetime.date(2026, 5, 1)}
+    assert fill("{count}", {"count": torch.tensor(0.1)}) == fill("{count!r}", {"count": torch.tensor(0.1)}) == "0.1"
+    assert fill("{extra!r}", {"extra": typed}) == fill("{extra!r}", {"extra": {"count": 0.1, "day": "2026-05-01"}})
 
 
 def test_null_is_refused_in_python_notation_too() -> None:
@@ -292,14 +319,18 @@ def test_null_is_refused_in_python_notation_too() -> None:
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([{"role": "user", "content": None}], "message 1 of prompt"),
-        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 2 .*surrogate"),
+        ([{"role": "user", "content": None}], "message 0"),
+        ([{"role": "user", "content": "1"}, {"role": "tool", "content": "half \ud83d"}], "message 1 .*surrogate"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1"}], "system message"),
         ([{"from": "user", "value": "1"}], "prompt is a list"),
         ([], "prompt is a list"),
         ([{"role": "user", "content": " "}], "empty"),
-        ([{"role": "user", "content": float("nan")}], "message 1 of prompt .*content: nan"),
-        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 1 .*surrogate"),
+        ([{"role": "user", "content": float("nan")}], "message 0 .*content is nan"),
+        ([{"role": "user", "content": "1", "name": "half \ud83d"}], "message 0 .*surrogate"),
+        ([{"role": "human", "content": "1"}], "message 0: .*human"),
+        ([{"role": "user", "content": 3}], "message 0 .*3"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 .*image"),
+        ([SimpleNamespace(role="user", content=None)], "message 0 .*None"),
     ],
     ids=ascii,
 )

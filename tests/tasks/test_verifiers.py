@@ -18,6 +18,7 @@ from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import JudgeFailed
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.messages import as_messages
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
@@ -67,6 +68,15 @@ def with_tools() -> Any:
 
     rows = [{"question": "6 * 7?", "answer": "42"}]
     return vf.ToolEnv(tools=[multiply], max_turns=4, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+
+
+def test_messages_have_no_keys_that_a_data_set_adds() -> None:
+    from datasets import Dataset
+
+    calls = [{"function": {"name": "look", "arguments": arguments}} for arguments in ({"city": "Oslo"}, {"day": 1})]
+    messages: Any = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    turns: Any = verifiers._Turns(None)  # type: ignore[arg-type]
+    assert as_messages(turns._new(Dataset.from_list([{"prompt": messages}])[0]["prompt"])) == as_messages(messages)
 
 
 class Scripted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,13 @@ def test_roles_have_colours_and_text_is_unchanged() -> None:
     printed = text.getvalue()
     for colour, role in zip(("35", "36", "32", "33"), COLOURS, strict=True):
         assert f"\x1b[1;{colour}m{role:>9}  \x1b[0m\x1b[{colour}m[bold]{role}[/bold] says more than a line" in printed
+
+
+def test_calls_and_thoughts_of_a_message_are_printed() -> None:
+    text = io.StringIO()
+    call = {"name": "look", "arguments": {"at": "é"}}
+    show_message({"role": "assistant", "content": "", "tool_calls": [call]}, Console(file=text, width=200))
+    assert json.dumps([call], ensure_ascii=False) in text.getvalue()
 
 
 class Scripted:

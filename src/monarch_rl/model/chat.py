@@ -22,7 +22,7 @@ from monarch_rl.model.chat_shape import (
     find_shape,
     user_row,
 )
-from monarch_rl.model.control_text import ControlText, texts_of, unused_mark
+from monarch_rl.model.control_text import ControlText, split_at, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
 from monarch_rl.model.tokens import END_FILES, check_templates, end_tokens
@@ -43,7 +43,6 @@ class ChatTemplate:
         folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` finds it. A
             model without a chat template gets one that concatenates the contents.
         options: values of the template's own variables, such as ``{"enable_thinking": False}``.
-        system: a system message for every conversation that does not open with one; "" for none.
         tool_parser: SGLang's name of the format in which the model writes calls, such as ``hermes`` or ``llama3``; ""
             has SGLang detect it from the template.
         allow_control_tokens: encode the text of a control token in a message as that token, as transformers does, and
@@ -52,14 +51,13 @@ class ChatTemplate:
     Raises:
         OSError: the folder has no tokenizer.
         ValueError: the folder has a chat template only where transformers does not look for one.
-        ChatError: the template does not read an option, cannot render ``system``, or loses messages.
+        ChatError: the template does not read an option, or loses messages.
     """
 
     def __init__(
         self,
         folder: str,
         options: Mapping[str, Any] | None = None,
-        system: str = "",
         tool_parser: str = "",
         allow_control_tokens: bool = False,
     ) -> None:
@@ -68,7 +66,7 @@ class ChatTemplate:
         check_templates(Path(folder))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.options = dict(options or {})
-        self.system, self.tool_parser, self._allow_control_tokens = system, tool_parser, allow_control_tokens
+        self.tool_parser, self._allow_control_tokens = tool_parser, allow_control_tokens
         self._openings: dict[str, list[int]] = {}
         """Ids of the openings used last, least recently used first."""
         self._tools_checked: set[str] = set()
@@ -90,8 +88,6 @@ class ChatTemplate:
                 own_ends += self._plain(self._shape_of(source).end)
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokens, *own_ends}))
         """Ids that end a turn: from the tokenizer, ``config.json``, ``generation_config.json`` and the templates."""
-        if system:
-            self.require("system")
 
     def require(self, *roles: Role, tools: ToolSet | None = None) -> None:
         """Raise ChatError, with the reason, if messages of these roles or these tools cannot be rendered."""
@@ -270,7 +266,7 @@ class ChatTemplate:
         row = as_row(message)
         if message.thinking:
             keys, source = ("reasoning_content", "reasoning", "thinking"), self._source(tools)
-            key = next((key for key in keys if re.search(rf"\b{key}\b", source)), keys[0])
+            key = next((key for key in keys if re.search(rf"[.'\"]{key}\b", source)), keys[0])
             row[key] = row.pop("reasoning_content")
         if message.tool_calls:
             form = self._call_form(self._source(tools))
@@ -285,8 +281,7 @@ class ChatTemplate:
         return self._call_forms[source]
 
     def _has_control_text(self, row: Row, key: str) -> bool:
-        value, occurs_in = row[key], self._control_of(row, key).occurs_in
-        return occurs_in(value) if isinstance(value, str) else any(map(occurs_in, texts_of(value)))
+        return any(map(self._control_of(row, key).occurs_in, texts_of(row[key])))
 
     def _control_of(self, row: Row, key: str) -> ControlText:
         """The tokens that a value of a message must not write. The content of an assistant message is in the policy's
@@ -299,7 +294,7 @@ class ChatTemplate:
         if not self.tokenizer.chat_template and self._control.occurs_in(text):
             mark = mark or unused_mark([text])
             text = self._control.mark(text, mark)
-        return text.split(mark) if mark else [text]
+        return split_at(mark, text) if mark else [text]
 
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
         """The text between a turn and the next one, for a template that renders tool messages only after calls."""

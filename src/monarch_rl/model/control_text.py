@@ -8,12 +8,13 @@ A tokenizer that writes a space after each special token (that of Llama 2) write
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
 
-MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Unicode's noncharacters, of which one that the messages do not contain is the mark. No template trims them."""
+MARK = "\ufdd0"
+"""One of Unicode's noncharacters, which no template trims. It is repeated until the messages do not contain it."""
 
 
 class ControlText:
@@ -45,9 +46,21 @@ class ControlText:
 
 
 def unused_mark(texts: Iterable[str]) -> str:
-    """A mark that occurs in none of ``texts``."""
-    used = set().union(*texts)
-    return next(mark for mark in MARKS if mark not in used)
+    """A mark that occurs in none of ``texts``, escaped or not."""
+    joined = "\n".join(texts)
+    return next(
+        mark for count in itertools.count(1) if (mark := MARK * count) not in joined and _escaped(mark) not in joined
+    )
+
+
+def split_at(mark: str, text: str) -> list[str]:
+    """The pieces of a rendered text. A template that writes a mapping as Python's repr, or as ASCII, escapes the marks
+    in it."""
+    return text.replace(_escaped(mark), mark).split(mark)
+
+
+def _escaped(mark: str) -> str:
+    return ascii(mark)[1:-1]
 
 
 def texts_of(value: Any) -> Iterable[str]:

@@ -104,8 +104,6 @@ class Conversation:
             thinking = end is None and self.template.cut_while_thinking(sampled, tool_set)
             ids = self.template.between(new, tool_set, end, thinking)
         else:
-            if self.template.system and (not new or new[0].role != "system"):
-                new.insert(0, Message("system", self.template.system))
             ids = self.template.opening(new, tool_set)
         self.tools, self._unrendered, self._open = tool_set, [], True
         self.messages += new

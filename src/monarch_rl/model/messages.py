@@ -3,10 +3,10 @@ spellings: policy, judges, supervised rows, evaluations and environments of othe
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from monarch_rl.errors import ChatError
@@ -128,12 +128,19 @@ def as_messages(messages: Messages) -> list[Message]:
     return [_checked(message, index) for index, message in enumerate(several)]
 
 
+def text_of(messages: Iterable[Message]) -> str:
+    """The contents of messages, without what a chat template adds."""
+    return "\n".join(message.content for message in messages)
+
+
 def as_row(message: Message) -> dict[str, Any]:
     """The message as a mapping in OpenAI's form, with the arguments of calls as mappings."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         row["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            {"type": "function"}
+            | ({"id": call.id} if call.id else {})
+            | {"function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
     for key in ("name", "tool_call_id"):
@@ -175,6 +182,8 @@ def _checked(given: Any, index: int) -> Message:
 
 def _normalised(message: Message) -> Message:
     """A message of the caller's own making, checked."""
+    if isinstance(message.role, Enum) or isinstance(message.content, Enum):
+        message = replace(message, role=_value(message.role), content=_value(message.content))
     if message.role not in ROLES:
         raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(ROLES)}")
     if isinstance(message.content, str) and not message.tool_calls and not message.more:
@@ -235,20 +244,28 @@ def _part(part: Any) -> str:
     return text
 
 
-def _call(call: Any) -> ToolCall:
-    if isinstance(call, ToolCall):
-        return call if call.error else replace(call, arguments=_arguments(call.name, call.arguments))
+def _call(given: Any) -> ToolCall:
+    call = given if isinstance(given, ToolCall) else _read_call(given)
+    for text in (call.name, call.id):
+        if problem := lone_surrogate(text):
+            raise ChatError(f"name or id of a call: {problem}: remove or replace it")
+    return replace(call, arguments=_arguments(call.name, call.arguments))
+
+
+def _read_call(call: Any) -> ToolCall:
     fields = _fields(call, ("id", "type", "function", "name", "arguments", "error")) or {}
     given = {key: value for key, value in fields.items() if not _is_empty(value) and key != "index"}
     function = _fields(given.pop("function", {}), ("name", "arguments")) or {}
     function = {key: given.pop(key, function.get(key)) for key in ("name", "arguments")} | function
     name, arguments, identity = function.pop("name"), function.pop("arguments"), given.pop("id", "")
     error = given.pop("error", "")
-    if not isinstance(name, str) or not isinstance(identity, str) or given.pop("type", "function") != "function":
+    if not isinstance(name, str) or given.pop("type", "function") != "function":
         raise ChatError(f"{call!r:.80} is not a tool call: it needs a function with name and arguments")
+    if not isinstance(identity, str):
+        raise ChatError(f"the id of the call of {name} is {identity!r:.40}, which is not text")
     if others := [key for key, value in (given | function).items() if not _is_empty(value)]:
         raise ChatError(f"the call of {name} has {', '.join(map(str, others))}, which no template reads: leave it out")
-    return ToolCall(name, _arguments(name, arguments), identity, error)
+    return ToolCall(name, arguments, identity, error)
 
 
 def _arguments(name: str, given: Any) -> dict[str, Any]:
@@ -263,16 +280,24 @@ def _arguments(name: str, given: Any) -> dict[str, Any]:
 
 
 def _fields(value: Any, names: Iterable[str]) -> dict[str, Any] | None:
-    """The fields of a mapping, a pydantic model or a dataclass; of any other object its attributes, and those of
-    ``names``. None if it has none."""
+    """The fields of a mapping; of an object its attributes, and the properties among ``names``. None if it has none."""
     if isinstance(value, Mapping):
-        return dict(value)
-    if callable(getattr(type(value), "model_dump", None)):
-        return dict(value.model_dump())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-    found = {key: item for key, item in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
-    return found | {name: getattr(value, name) for name in names if hasattr(value, name)} or None
+        fields = dict(value)
+    elif callable(getattr(type(value), "model_dump", None)):  # pydantic
+        fields = dict(value.model_dump())
+    else:
+        slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+        own = {*getattr(value, "__dict__", ()), *getattr(value, "_fields", ())}  # the latter of a named tuple
+        own.update(*((names,) if isinstance(names, str) else names for names in slots))
+        fields = {name: getattr(value, name) for name in sorted(own) if name[0] != "_" and hasattr(value, name)}
+    if not isinstance(value, Mapping):
+        fields |= {name: getattr(value, name) for name in names if name not in fields and hasattr(value, name)}
+    return {key: _value(item) for key, item in fields.items()} or None
+
+
+def _value(item: Any) -> Any:
+    """A member of an enumeration as its value: templates would write ``Role.USER``."""
+    return item.value if isinstance(item, Enum) else item
 
 
 def _is_empty(value: Any) -> bool:

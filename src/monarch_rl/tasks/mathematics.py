@@ -15,9 +15,11 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 from monarch_rl.tasks.template import DoesNotFit, as_text
 
-NO_ANSWERS = ("", "None", "nan", "NaN", "null")
+NO_ANSWERS = ("", "None", "nan", "NaN", "NaT", "<NA>", "null")
 """Answers that say that there is none, of which math-verify would make products of letters."""
 _MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Marks by which math-verify finds LaTeX."""
@@ -67,7 +69,7 @@ class MathReward:
             raise ValueError(f"the row has no column {self._column}; it has {', '.join(map(str, row)) or 'none'}")
         value = row[self._column]
         try:
-            if isinstance(value, bool | date):
+            if isinstance(value, bool | np.bool_ | date):
                 raise DoesNotFit(f"is {value!r}, not a number")
             return as_text(value)
         except DoesNotFit as error:

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from monarch_rl.errors import ChatError
+from monarch_rl.model.messages import Message, as_messages, as_row, text_of
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row, as_rows, compact, read_all
 from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function, returned_by
-from monarch_rl.tasks.template import DoesNotFit, check_template, fill, text_of
-from monarch_rl.values import lone_surrogate, plain
+from monarch_rl.tasks.template import DoesNotFit, check_template, fill
+from monarch_rl.values import lone_surrogate
 
 RewardFunction = Callable[[Any, str], Any]
 """``reward(row, answer)``: returns a number, named parts, an :class:`Outcome`, or a coroutine that returns one of
@@ -116,30 +118,24 @@ class _QuestionEpisode:
         return await policy.in_scorer(self._reward, row, reply.text)
 
 
-def prompt_of(template: str, row: Row, system: str = "") -> str | list[Any]:
+def prompt_of(template: str, row: Row, system: str = "") -> str | list[Message]:
     """The user message of a row; or messages, if the template is a single column that holds them.
 
     Raises DoesNotFit if the template, or a system message besides it, does not fit the row.
     """
     column = _single_column(template)
-    messages = None if column is None else row.get(column)
-    if isinstance(messages, np.ndarray):  # pandas has lists as arrays
-        messages = messages.tolist()
-    if not isinstance(messages, list | tuple) or not messages or not all(map(_is_message, messages)):
+    given = None if column is None else row.get(column)
+    if not isinstance(given, list | tuple | np.ndarray) or not len(given) or not all(map(_is_message, given)):
         return fill(template, row)
-    if system and messages[0]["role"] == "system":
+    try:
+        messages = as_messages(compact(as_row(message)) for message in as_messages(given))
+    except ChatError as error:
+        raise DoesNotFit(f"{column} cannot be given to a policy", f": {error}") from error
+    if system and messages[0].role == "system":
         raise DoesNotFit(f"{column} begins with a system message, and the task has one, too: leave one of them out")
-    plain_messages = []
-    for number, message in enumerate(messages, 1):
-        try:
-            plain_messages.append(compact(plain(message)))
-        except ValueError as error:
-            raise DoesNotFit(f"message {number} of {column} is not a JSON value", f": {error}") from error
-        if "content" not in plain_messages[-1] and not plain_messages[-1].get("tool_calls"):
-            raise DoesNotFit(f"message {number} of {column} has no content")
-    if not text_of(plain_messages).strip():
+    if not any(message.content.strip() for message in messages):
         raise DoesNotFit(f"the messages of {column} are empty")
-    return plain_messages
+    return messages
 
 
 @functools.lru_cache
@@ -151,7 +147,7 @@ def _single_column(template: str) -> str | None:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
+    return "role" in value if isinstance(value, Mapping) else hasattr(value, "role")
 
 
 class _Split:
@@ -228,11 +224,12 @@ class _Split:
             raise ValueError(f"the system message is not valid Unicode: {problem}")
         self._trained = self._read(check_row)
         first = range(min(SAMPLED, len(self._trained)))
-        return [text_of(prompt_of(self._template, self.item(cursor), self._system)) for cursor in first]
+        prompts = (prompt_of(self._template, self.item(cursor), self._system) for cursor in first)
+        return [prompt if isinstance(prompt, str) else text_of(prompt) for prompt in prompts]
 
 
-def _digest(prompt: str | list[Any]) -> bytes:
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+def _digest(prompt: str | list[Message]) -> bytes:
+    text = prompt if isinstance(prompt, str) else json.dumps(list(map(as_row, prompt)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -129,7 +129,7 @@ class DataSetRows(StoredRows):
         try:
             rows = self._load()
         except Exception as error:  # the library may raise anything
-            raise ValueError(f"the data set {of} cannot be loaded: {error or repr(error)}") from error
+            raise ValueError(f"the data set {of} cannot be loaded: {type(error).__name__}: {error}") from error
         if self._size not in (None, len(rows)):
             raise ValueError(
                 f"the data set {of} has {len(rows)} rows, and had {self._size} where the run was started: every "
@@ -255,7 +255,9 @@ class _LoadedRows(Sequence[Row]):
     """Rows of a ``datasets.Dataset``, like those of files."""
 
     def __init__(self, rows: Any) -> None:
-        self._rows, self._single = rows, _single_precision(rows.features.arrow_schema)
+        # A format (of NumPy, PyTorch or pandas) changes types only, but a transform is the user's own.
+        self._rows = rows if rows.format["type"] == "custom" else rows.with_format(None)
+        self._single = _single_precision(rows.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -274,10 +276,11 @@ def as_rows(rows: Sequence[Row]) -> Sequence[Row]:
 
     Raises ValueError if they cannot be counted, or are those of a DataFrame.
     """
-    if not hasattr(rows, "__len__") or hasattr(rows, "to_dict") and not hasattr(rows, "features"):
+    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | Mapping)
+    if not is_sequence or hasattr(rows, "to_dict") and not hasattr(rows, "features"):
         raise ValueError(
-            f"a {type(rows).__name__} is not a sequence of rows: give a list, such as data_frame.to_dict('records'), "
-            "or a data set that is not streamed"
+            f"a {type(rows).__name__} is not a sequence of rows: give a list, such as data_frame.to_dict('records'), a "
+            "reader, such as jsonl(path), or one split of a data set, which is not streamed"
         )
     return _LoadedRows(rows) if type(rows).__module__.startswith("datasets.") else rows
 
@@ -344,7 +347,7 @@ def compact(value: Any) -> Any:
         return {key: compact(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [compact(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
 def _shortest(value: Any) -> Any:

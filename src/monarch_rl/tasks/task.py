@@ -19,9 +19,10 @@ import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from monarch_rl.errors import UnusableReward
+from monarch_rl.model.messages import Messages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,21 +41,7 @@ TAKEN_NAMES = re.compile(
 """Names of metrics next to those of the parts of a reward, as in docs/metrics.md."""
 
 
-class MessageLike(Protocol):
-    """Any object with a role and content, like the messages of ``model/messages.py`` and of the openai package."""
-
-    @property
-    def role(self) -> str:
-        """``system``, ``user``, ``assistant`` or ``tool``."""
-        ...
-
-    @property
-    def content(self) -> Any:
-        """Its text, content parts that are text, or None beside tool calls."""
-        ...
-
-
-PromptLike = str | MessageLike | Mapping[str, Any] | Sequence[MessageLike | Mapping[str, Any]]
+PromptLike: TypeAlias = Messages
 """Input of a policy: a string, which is a user message, a message, or several; messages may also be mappings in the
 form of OpenAI's API (docs/chat.md)."""
 

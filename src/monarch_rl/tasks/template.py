@@ -66,18 +66,13 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return prompt
 
 
-def text_of(prompt: Any) -> str:
-    """The text of a prompt that is text or messages, of a message, or of its content."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("content", prompt.get("text"))
-    return prompt if isinstance(prompt, str) else "\n".join(map(text_of, prompt or ()))
-
-
 def is_null(value: Any) -> bool:
     """Whether a value is missing: None, NaN, or pandas' NA and NaT."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return isinstance(value, float | Decimal | np.generic) and bool(value != value)
+    if isinstance(value, Decimal):
+        return value.is_nan()  # a signalling NaN cannot be compared
+    return isinstance(value, float | np.generic) and bool(value != value)
 
 
 def as_text(value: Any, form: str = "") -> str:
@@ -133,9 +128,12 @@ class _TextFormatter(string.Formatter):
         return super().get_field(field_name, args, kwargs)
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:  # type: ignore[override]
-        """Refuses null in Python notation, too."""
+        """Refuses null in Python notation, too, and writes what a value contains as its JSON value."""
         if is_null(value):
             raise DoesNotFit(f"{self._field} is null")
+        if conversion:
+            with contextlib.suppress(ValueError):  # numpy's numbers, and dates, which JSONL has as text
+                value = plain(value)
         return super().convert_field(value, conversion)  # type: ignore[arg-type]
 
     def format_field(self, value: Any, format_spec: str) -> str:

@@ -22,9 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from monarch_rl.errors import ContextFull, is_infrastructure
+from monarch_rl.model.messages import as_messages, text_of
 from monarch_rl.tasks.orders import ShuffledOrder
+from monarch_rl.tasks.rows import compact
 from monarch_rl.tasks.task import Outcome, Policy, Reply, Task, is_coroutine_function
-from monarch_rl.tasks.template import text_of
 
 SAMPLED = 16
 """Number of prompts that are made before a run, to check that they fit."""
@@ -126,7 +127,7 @@ class _EnvironmentEpisode:
         if self._held_out:
             _ = self.held_out
         prompts = [self.item(cursor)["prompt"] for cursor in range(min(SAMPLED, len(self._rows)))]
-        return list(map(text_of, prompts))
+        return [text_of(as_messages(prompt)) for prompt in prompts]
 
     async def run(self, row: dict[str, Any], policy: Policy) -> Outcome:
         """Run and score the rollout of a row."""
@@ -257,9 +258,10 @@ class _Turns:
         return [self._as_message(message) for message in messages[seen:]]
 
     def _as_message(self, message: Mapping[str, Any]) -> Any:
-        """The message, with the name of the tool that answers, which some chat templates need."""
-        call = self._calls.get(message.get("tool_call_id", ""))
-        return message if call is None else {"name": call.name, **message}
+        """The message, with the name of the tool that answers, which some chat templates need, and without the null
+        keys that a data set adds."""
+        call = self._calls.get(message.get("tool_call_id") or "")
+        return compact(dict(message) if call is None else {"name": call.name, **message})
 
 
 def _answer(reply: Reply) -> Any:
