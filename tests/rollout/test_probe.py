@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -110,6 +111,36 @@ async def texts(item: Any, outcomes: list[Outcome]) -> Any:
 def test_rewards_that_do_not_fit_the_group_are_reported_with_their_function(function: Any) -> None:
     (failure,) = run(Questions(ROWS, lambda row, answer: 1.0, group_rewards=function))
     assert UNUSABLE in failure.reason and failure.place == place(function)
+
+
+def of_trl(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
+async def without_policy(item: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "task"),
+    [
+        (of_trl, lambda: Questions(ROWS, of_trl)),  # type: ignore[arg-type]
+        (without_policy, lambda: Task(lambda cursor: cursor, without_policy)),  # type: ignore[arg-type]
+        (without_policy, lambda: Questions(ROWS, good, group_rewards=without_policy)),  # type: ignore[arg-type]
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused_with_its_name_and_place(function: Any, task: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{function.__name__} ({place(function)})")):
+        task()
+
+
+async def scores_wrongly(item: Any, policy: Policy) -> Outcome:
+    return await policy.in_scorer(good, (await policy.reply("x")).text)
+
+
+def test_a_score_that_is_called_with_other_arguments_is_reported_with_its_place() -> None:
+    (failure,) = run(Task(lambda cursor: cursor, scores_wrongly))
+    assert failure.place == place(good) and "TypeError" in failure.reason
 
 
 async def plays(item: Any, policy: Policy) -> Any:
