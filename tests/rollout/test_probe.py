@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from monarch_rl.rollout import probe as probing
 from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.rollout.probe import ANSWER, probe, run_item
 from monarch_rl.rollout.remote_judge import RemoteJudge
+from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.environment import Environment
 from monarch_rl.tasks.mixture import Mixture
@@ -260,6 +262,23 @@ def test_a_hanging_reward_is_a_warning_and_a_failing_warm_up_an_error(monkeypatc
             asyncio.run(patiently(probe(Questions(ROWS, good), SETTINGS), "the probe"))
     finally:
         del good.warm_up  # type: ignore[attr-defined]
+
+
+async def waits_forever(item: Any, policy: Policy) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def test_an_item_for_which_others_left_little_time_is_not_said_to_take_long() -> None:
+    async def failures() -> list[Failure]:
+        scorer = Scorer(1, probing.PROBE_S)
+        try:
+            task, ends = Task(lambda cursor: cursor, waits_forever), time.monotonic() + 1
+            return await patiently(probing._failures(task, [(0, 1)], SETTINGS, scorer, ends), "the probe")
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    assert asyncio.run(failures()) == []
 
 
 def test_a_machine_without_a_fork_server_is_a_warning() -> None:
