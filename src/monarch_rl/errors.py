@@ -325,14 +325,22 @@ class CannotWrite(MonarchRLError, OSError):
 UNREACHABLE = frozenset(
     {
         ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
+        ("http", "BadStatusLine"),
+        ("http", "IncompleteRead"),
         ("httpx", "TransportError"),
         ("openai", "APIConnectionError"),
+        ("requests", "ChunkedEncodingError"),
         ("requests", "ConnectionError"),
         ("requests", "Timeout"),
+        ("socket", "gaierror"),
+        ("urllib", "URLError"),
         ("websockets", "ConnectionClosed"),
     }
 )
 """Exceptions of clients whose server did not answer, by package and name: they are compared without an import."""
+UNAVAILABLE = (429, 502, 503, 504)
+"""HTTP statuses of a server that is overloaded or away. 500 may be its answer to what the policy sent."""
 
 
 def is_infrastructure(error: BaseException | None) -> bool:
@@ -342,10 +350,19 @@ def is_infrastructure(error: BaseException | None) -> bool:
     while error is not None:
         if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
             return True
+        if (status := _http_status(error)) is not None:
+            return status in UNAVAILABLE
         if any((kind.__module__.partition(".")[0], kind.__name__) in UNREACHABLE for kind in type(error).__mro__):
             return True
         error = error.__cause__
     return False
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that a server answered with, under the names of it in HTTP clients; None if there is none."""
+    response = getattr(error, "response", None)
+    names = [(error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")]
+    return next((status for of, name in names if isinstance(status := getattr(of, name, None), int)), None)
 
 
 def written_by_another_version(what: str, writer: str, reason: object) -> str:
