@@ -45,6 +45,9 @@ class MonarchRLError(Exception):
 class SettingsError(MonarchRLError, ValueError):
     """Settings, a model or data are refused. The message names the flag or file, and says what to change."""
 
+    problems: Sequence[ValueError] = ()
+    """If several are refused together: one error for each."""
+
 
 class Refusals:
     """Collects what independent checks refuse, so that a user reads all of it at once.
@@ -84,7 +87,10 @@ def raise_together(errors: Sequence[ValueError]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise SettingsError("\n".join([f"{len(errors)} problems:", *(f"- {error}" for error in errors)]))
+        problems = [problem for error in errors for problem in getattr(error, "problems", ()) or (error,)]
+        together = SettingsError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
+        together.problems = problems
+        raise together
 
 
 def raised_in_package(error: BaseException) -> bool:

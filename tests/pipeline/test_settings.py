@@ -99,6 +99,17 @@ def test_accuracy_of_a_task_that_defines_no_success_is_refused(evaluation: Evalu
         check(RunSettings(evaluation=evaluation, held_out=5), CPUS, replace(task, held_out={"few": [1]}))
 
 
+def test_all_refusals_are_one_list() -> None:
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    settings = RunSettings(held_out=5, evaluation=EvaluationSettings(sets=("few", "many")))
+    settings = replace(settings, trainer=TrainerSettings(minibatches=64))
+    with pytest.raises(SettingsError) as refused:
+        check(settings, CPUS, Task(int, episode, {"few": [1]}))
+    assert str(refused.value).count("problems:") == 1 and str(refused.value).startswith("3 problems:\n- held-out")
+
+
 def test_a_curriculum_over_other_steps_than_those_of_the_run_is_refused(tmp_path: Path) -> None:
     async def episode(item: Any, policy: Any) -> float:
         return 1.0
