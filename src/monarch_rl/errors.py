@@ -45,6 +45,9 @@ class MonarchRLError(Exception):
 class SettingsError(MonarchRLError, ValueError):
     """Settings, a model or data are refused. The message names the flag or file, and says what to change."""
 
+    problems: Sequence[ValueError] = ()
+    """If several are refused together: one error for each."""
+
 
 class Refusals:
     """Collects what independent checks refuse, so that a user reads all of it at once.
@@ -84,7 +87,10 @@ def raise_together(errors: Sequence[ValueError]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise SettingsError("\n".join([f"{len(errors)} problems:", *(f"- {error}" for error in errors)]))
+        problems = [problem for error in errors for problem in getattr(error, "problems", ()) or (error,)]
+        together = SettingsError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
+        together.problems = problems
+        raise together
 
 
 def raised_in_package(error: BaseException) -> bool:
@@ -325,14 +331,22 @@ class CannotWrite(MonarchRLError, OSError):
 UNREACHABLE = frozenset(
     {
         ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
+        ("http", "BadStatusLine"),
+        ("http", "IncompleteRead"),
         ("httpx", "TransportError"),
         ("openai", "APIConnectionError"),
+        ("requests", "ChunkedEncodingError"),
         ("requests", "ConnectionError"),
         ("requests", "Timeout"),
+        ("socket", "gaierror"),
+        ("urllib", "URLError"),
         ("websockets", "ConnectionClosed"),
     }
 )
 """Exceptions of clients whose server did not answer, by package and name: they are compared without an import."""
+UNAVAILABLE = (429, 502, 503, 504)
+"""HTTP statuses of a server that is overloaded or away. 500 may be its answer to what the policy sent."""
 
 
 def is_infrastructure(error: BaseException | None) -> bool:
@@ -342,10 +356,19 @@ def is_infrastructure(error: BaseException | None) -> bool:
     while error is not None:
         if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
             return True
+        if (status := _http_status(error)) is not None:
+            return status in UNAVAILABLE
         if any((kind.__module__.partition(".")[0], kind.__name__) in UNREACHABLE for kind in type(error).__mro__):
             return True
         error = error.__cause__
     return False
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that a server answered with, under the names of it in HTTP clients; None if there is none."""
+    response = getattr(error, "response", None)
+    names = [(error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")]
+    return next((status for of, name in names if isinstance(status := getattr(of, name, None), int)), None)
 
 
 def written_by_another_version(what: str, writer: str, reason: object) -> str:

@@ -65,6 +65,15 @@ def test_the_table_fits_in_120_columns() -> None:
     assert "grad norm" in text and "1.25/2" in text
 
 
+def test_rewards_of_turns_are_not_shown_for_a_step_without_them() -> None:
+    out = io.StringIO()
+    with Console(10, Terminal(file=out, width=120)) as console:
+        console.show(1, {"reward/mean": 0.5, "turn_reward/game": 0.25})
+        console.show(2, {"reward/mean": 0.5})
+    first, second = out.getvalue().splitlines()
+    assert "turn reward 0.250" in first and "turn reward" not in second
+
+
 def test_a_column_without_a_metric_yet_is_left_out() -> None:
     out = io.StringIO()
     with Console(10, Terminal(file=out, force_terminal=True, width=120)) as console:

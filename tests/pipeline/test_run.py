@@ -174,7 +174,14 @@ async def test_a_run_has_the_task_of_its_launch_and_no_other() -> None:
 
     cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
     launched = questions()
-    others = [questions(lambda row, answer: 0.0), questions(rows="xyz"), questions(held_out=1), questions(name="mine")]
+    others = [
+        questions(lambda row, answer: 0.0),
+        questions(rows="xyz"),
+        questions(held_out=1),
+        questions(success_reward=0.5),
+        questions(name="mine"),
+    ]
+    others.insert(0, questions(rows=("a", "b", "d")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
         patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)

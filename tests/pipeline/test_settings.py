@@ -35,6 +35,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.cli import cli
+from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import CriticSettings
@@ -94,6 +95,32 @@ def test_accuracy_of_a_task_that_defines_no_success_is_refused(evaluation: Evalu
     task = Task(int, episode, name="guess")
     with pytest.raises(SettingsError, match=f"evaluation.{flag}: task guess .*success_reward"):
         check(RunSettings(evaluation=evaluation), CPUS, task)
+    with pytest.raises(SettingsError, match=r"(?s)held-out.*evaluation\."):  # all at once
+        check(RunSettings(evaluation=evaluation, held_out=5), CPUS, replace(task, held_out={"few": [1]}))
+
+
+def test_all_refusals_are_one_list() -> None:
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    settings = RunSettings(held_out=5, evaluation=EvaluationSettings(sets=("few", "many")))
+    settings = replace(settings, trainer=TrainerSettings(minibatches=64))
+    with pytest.raises(SettingsError) as refused:
+        check(settings, CPUS, Task(int, episode, {"few": [1]}))
+    assert str(refused.value).count("problems:") == 1 and str(refused.value).startswith("3 problems:\n- held-out")
+
+
+def test_a_curriculum_over_other_steps_than_those_of_the_run_is_refused(tmp_path: Path) -> None:
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    weights = {Task(int, episode, name="easy"): lambda step: 1.0, Task(int, episode, name="hard"): lambda step: step}
+    settings = RunSettings(model=str(tmp_path), groups_per_step=16)
+    with pytest.raises(SettingsError, match="groups_per_step=8.*groups-per-step is 16"):
+        check(settings, CPUS, Mixture(weights, groups_per_step=8))
+    for fitting in (Mixture(weights, groups_per_step=16), Mixture(dict.fromkeys(weights, 1.0))):
+        with pytest.raises(SettingsError, match="config.json"):  # the next check
+            check(settings, CPUS, fitting)
 
 
 def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ import functools
 import inspect
 import json
 import random
+import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.error import HTTPError, URLError
 
 import httpx
 import numpy as np
@@ -522,6 +525,11 @@ def caused(error: Exception) -> Exception:
     return outer
 
 
+def answered(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("GET", "http://judge")
+    return httpx.HTTPStatusError("an error", request=request, response=httpx.Response(status, request=request))
+
+
 @pytest.mark.parametrize(
     ("error", "infrastructure"),
     [
@@ -532,6 +540,12 @@ def caused(error: Exception) -> Exception:
         (ConnectionResetError(), True),
         (OutOfReach("no route"), True),
         (caused(httpx.ReadTimeout("late")), True),
+        (socket.gaierror(-2, "unknown name"), True),
+        (URLError(OSError("refused")), True),
+        (HTTPError("http://judge", 503, "busy", HTTPMessage(), None), True),
+        (HTTPError("http://judge", 404, "no such page", HTTPMessage(), None), False),
+        (answered(429), True),
+        (answered(500), False),  # it may be an answer to what the policy sent
         (ScoringFailed("score raised SandboxFailed", infrastructure=True), True),
         (ScoringFailed("score raised KeyError"), False),
         (KeyError("answer"), False),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from monarch_rl.rollout import probe as probing
 from monarch_rl.rollout.frozen import FrozenModel
 from monarch_rl.rollout.probe import ANSWER, probe, run_item
 from monarch_rl.rollout.remote_judge import RemoteJudge
+from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.environment import Environment
 from monarch_rl.tasks.mixture import Mixture
@@ -110,6 +113,36 @@ async def texts(item: Any, outcomes: list[Outcome]) -> Any:
 def test_rewards_that_do_not_fit_the_group_are_reported_with_their_function(function: Any) -> None:
     (failure,) = run(Questions(ROWS, lambda row, answer: 1.0, group_rewards=function))
     assert UNUSABLE in failure.reason and failure.place == place(function)
+
+
+def of_trl(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
+async def without_policy(item: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "task"),
+    [
+        (of_trl, lambda: Questions(ROWS, of_trl)),  # type: ignore[arg-type]
+        (without_policy, lambda: Task(lambda cursor: cursor, without_policy)),  # type: ignore[arg-type]
+        (without_policy, lambda: Questions(ROWS, good, group_rewards=without_policy)),  # type: ignore[arg-type]
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused_with_its_name_and_place(function: Any, task: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{function.__name__} ({place(function)})")):
+        task()
+
+
+async def scores_wrongly(item: Any, policy: Policy) -> Outcome:
+    return await policy.in_scorer(good, (await policy.reply("x")).text)
+
+
+def test_a_score_that_is_called_with_other_arguments_is_reported_with_its_place() -> None:
+    (failure,) = run(Task(lambda cursor: cursor, scores_wrongly))
+    assert failure.place == place(good) and "TypeError" in failure.reason
 
 
 async def plays(item: Any, policy: Policy) -> Any:
@@ -229,6 +262,23 @@ def test_a_hanging_reward_is_a_warning_and_a_failing_warm_up_an_error(monkeypatc
             asyncio.run(patiently(probe(Questions(ROWS, good), SETTINGS), "the probe"))
     finally:
         del good.warm_up  # type: ignore[attr-defined]
+
+
+async def waits_forever(item: Any, policy: Policy) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def test_an_item_for_which_others_left_little_time_is_not_said_to_take_long() -> None:
+    async def failures() -> list[Failure]:
+        scorer = Scorer(1, probing.PROBE_S)
+        try:
+            task, ends = Task(lambda cursor: cursor, waits_forever), time.monotonic() + 1
+            return await patiently(probing._failures(task, [(0, 1)], SETTINGS, scorer, ends), "the probe")
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    assert asyncio.run(failures()) == []
 
 
 def test_a_machine_without_a_fork_server_is_a_warning() -> None:

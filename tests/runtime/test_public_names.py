@@ -73,10 +73,12 @@ def test_the_programs_of_these_pages_run(page: str) -> None:
     """Runs each indented block but for the loop of a recipe, which the tests of recipes cover."""
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     (block,) = [textwrap.dedent(block) for block in blocks if "launch(" not in block]
-    names: dict[str, object] = {"REWARD_FUNCS": [lambda completions, word: [float(completions == word)]]}
+    names: dict[str, object] = {
+        "REWARD_FUNCS": [lambda prompts, completions, word, **_: [float(completions == word == prompts)]]
+    }
     exec(block, names)
     if page == "from_trl.md":
-        assert names["reward"]({"word": "a"}, "a") == {"<lambda>": 1.0}  # type: ignore[operator]
+        assert names["reward"]({"prompt": "a", "word": "a"}, "a") == {"<lambda>": 1.0}  # type: ignore[operator]
 
 
 def test_type_checkers_see_each_name_where_it_is_defined() -> None:

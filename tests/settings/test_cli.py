@@ -32,7 +32,7 @@ from monarch_rl.algorithms.objectives import (
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
-from monarch_rl.settings.other_projects import TRL, VERL
+from monarch_rl.settings.other_projects import OPENRLHF, TRL, VERL
 from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, Range, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 from monarch_rl.trainer.settings import TrainerSettings
@@ -313,11 +313,21 @@ def test_unreadable_saved_settings_are_refused_with_the_version_that_reads_them(
         ("--actor_rollout_ref.rollout.n", "--rollout.group-size"),
         ("actor_rollout_ref.rollout.n=8", "--rollout.group-size"),
         ("+trainer.save_freq=8", "--checkpoint.every-steps"),
+        ("--n_samples_per_prompt", "--rollout.group-size"),
+        ("--actor_learning_rate=1e-6", "--trainer.lr"),
+        ("--rollout.n", "--rollout.group-size"),
     ],
 )
 def test_a_setting_of_another_project_is_refused_with_the_flag_here(given: str, flag: str) -> None:
     message = refusal(given, "1")
-    assert given.partition("=")[0] in message and f"{flag} " in f"{message.replace(',', ' ')} "
+    assert given.partition("=")[0] in message and flag in message.replace(",", " ").split()
+
+
+def test_a_flag_without_its_prefix_is_answered_with_the_whole_flag() -> None:
+    assert "--trainer.minibatches" in refusal("--mini_batches=2", "--minibatches=2", kind=Several).split()
+    assert "--checkpoint.keep" in refusal("--trainer.keep", "2", kind=Several).split()
+    found = cli(Settings, args=["--objective", "distillation", "--objective.top", "8"])  # no flag of the default class
+    assert found.objective == Distillation(top=8)
 
 
 def test_settings_of_other_projects_and_removed_flags_are_refused_together() -> None:
@@ -341,7 +351,11 @@ def test_a_flag_of_the_recipe_wins_over_the_name_of_another_project() -> None:
 def test_the_flags_that_take_the_place_of_other_projects_settings_exist() -> None:
     recipes = json.loads((Path(__file__).parents[1] / "references" / "flags.json").read_text()).values()
     exist = {f"--{flag}" for flags in recipes for flag in flags}
-    named = {flag for text in [*TRL.values(), *VERL.values()] for flag in re.findall(r"--[a-z.-]+[a-z]", text)}
+    named = {
+        flag
+        for text in [*TRL.values(), *VERL.values(), *OPENRLHF.values()]
+        for flag in re.findall(r"--[a-z.-]+[a-z]", text)
+    }
     assert len(named) > 30 and named - exist == set()
 
 

@@ -54,6 +54,9 @@ from tests.rollout.cores import AMPLE_S, with_cores
         ("0.0000001", r"\boxed{2 \times 10^{-7}}", False),
         (r"2 \times 10^{-7}", "0.0000003", False),
         ("0.333333", r"\frac{1}{3}", True),
+        (r"\$18.90", r"\boxed{\$18.90}", True),
+        (r"\$32,\!348", r"\boxed{32348}", True),
+        (r"\$18.90", r"\boxed{\$18.09}", False),
     ],
 )
 def test_answers_are_compared_mathematically(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,5 +180,10 @@ def test_success_is_defined_by_the_reward_function_or_the_task_and_for_a_mixture
         task, _ = mixture.owner_of(mixture.items(cursor))
         assert task.success_reward == {"half": 0.5, "whole": 1.0}[task.name]
         assert mixture.with_episode(episode, 0.7).owner_of(mixture.items(cursor))[0].success_reward == 0.7
-    with pytest.raises(ValueError, match="success_reward"):
-        Questions(rows, marked, success_reward=float("nan"))
+    for wrong in (float("nan"), "0.9"):
+        with pytest.raises(ValueError, match="success_reward"):
+            Questions(rows, marked, success_reward=wrong)  # type: ignore[arg-type]
+    # Of NumPy's types one is no JSON, and another would not be equal to the same reward in float32.
+    for number in (np.float32(0.9), np.float64(0.9)):
+        value: Any = number
+        assert type(Questions(rows, marked, success_reward=value).success_reward) is float

@@ -26,6 +26,8 @@ HEADINGS = list(dict.fromkeys(metric.heading for metric in METRICS if metric.hea
 """The columns that every run may have, in the order of the registry."""
 DROPPED = "dropped/"
 """Name prefix of the metrics of dropped groups and failed episodes; the reason follows."""
+TURN_REWARD = "turn_reward/"
+"""Name prefix of the mean rewards of a task's turns."""
 BARS = " " + "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
@@ -81,7 +83,9 @@ class Console:
         self._latest.update(values)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step. Metrics without a heading are left out; absent ones keep their last value."""
+        """Show a step. Metrics without a heading are left out; absent ones keep their last value, but for rewards of
+        turns, which a batch without such turns does not have."""
+        self._latest = {name: value for name, value in self._latest.items() if not name.startswith(TURN_REWARD)}
         self.remember(values)
         self._steps.append((step, dict(values)))
         self._rewards.append(values.get("reward/mean", math.nan))

@@ -823,7 +823,7 @@ class Run:
 
 def check_same_task(given: Task, launched: Task) -> None:
     """Refuse a task for :meth:`Run.start` that differs from the one that :func:`launch` was given: in its name, its
-    code, its sets of held-out items or its first item. Raises SettingsError."""
+    code, its rewards' marks, its sets of held-out items or its first items. Raises SettingsError."""
     if given is launched:
         return
     compared = [
@@ -832,8 +832,9 @@ def check_same_task(given: Task, launched: Task) -> None:
                 one.name,
                 one.episode,
                 one.group_rewards,
+                (one.success_reward, one.full_context_reward),
                 {name: len(one.held_out[name]) for name in one.held_out},
-                one.items(0),
+                [one.items(cursor) for cursor in range(4)],
             ),
             f"task {one.name}",
         )

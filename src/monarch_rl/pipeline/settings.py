@@ -50,6 +50,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, to_plain
+from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
@@ -424,10 +425,15 @@ def _check_combinations(s: RunSettings, task: Task | None) -> None:
     if task is not None and task.part_of is None and task.success_reward is None:
         best = s.evaluation.best if re.search(r"/(accuracy|pass_at_)", s.evaluation.best) else ""
         if best or s.evaluation.pass_at:
-            raise SettingsError(
+            refusals.add(
                 f"evaluation.{f'best {best}' if best else 'pass-at'}: task {task.name} does not define from which "
                 "reward on an episode is a success: give it success_reward=1.0, for example, or leave the flag out"
             )
+    if isinstance(task, Mixture) and task.groups_per_step not in (None, s.groups_per_step):
+        refusals.add(
+            f"task {task.name} was created with groups_per_step={task.groups_per_step}, and groups-per-step is "
+            f"{s.groups_per_step}: its steps would not be those of the run. Pass groups_per_step=s.groups_per_step"
+        )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"

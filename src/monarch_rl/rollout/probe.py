@@ -136,6 +136,8 @@ async def _failures(
         try:
             failures = await _call(scorer, ends, run_item, sent, item, group_size, settings)
         except ScoringFailed as failed:
+            if failed.reason.startswith("score took") and scorer.deadline_s < PROBE_S / 2:
+                break  # earlier items had used the time
             reason = failed.reason.replace("score", "the episode and its reward", 1)
             failures = [Failure(reason, failed.place, failed.report)]
         found += [replace(failure, what=what) for failure in failures]

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
@@ -44,7 +44,7 @@ from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
-from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, definition, returned_by
 
 T = TypeVar("T")
 ScoreFunction = Callable[..., Any]
@@ -349,7 +349,10 @@ def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) ->
     except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
         if os.getpid() != process:  # a forked copy ends as one of a script does
             os._exit(exit_code_of(functools.partial(_raise, error)))
-        return _raised(error)
+        raised = _raised(error)
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # its arguments do not fit
+            raised = replace(raised, place=definition(function)[1] or raised.place)
+        return raised
 
 
 def _raised(error: BaseException) -> Raised:

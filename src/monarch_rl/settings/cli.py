@@ -63,8 +63,8 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
 
 
 def _stranger(arg: str, default: Any) -> str | None:
-    """What to give in place of a flag that 0.2 has removed, or of another project's setting; None for other arguments,
-    and if these settings have a flag of that name."""
+    """What to give in place of a flag that 0.2 has removed, of another project's setting, or of a flag without its
+    prefix; None for other arguments, and if these settings have a flag of that name."""
     given = arg.partition("=")[0]
     flag = given.removeprefix("--").replace("_", "-")
     flag = re.sub(r"(^|\.)no-(?=[^.]+$)", r"\1", flag)  # `--checkpoint.no-keep-best`
@@ -74,7 +74,29 @@ def _stranger(arg: str, default: Any) -> str | None:
         return f"{given} was removed in monarch_rl 0.2: {MOVED_FLAGS[flag]}"
     like_verl = "=" in arg and "." in flag  # `trainer.save_freq=10`
     found = hint(flag.lstrip("+")) if given.startswith("--") or like_verl else None
+    if found is None and given.startswith("--") and not _in_named_settings(default, flag):
+        last = flag.rpartition(".")[2]
+        alike = [f"--{name}" for name in _flags(default) if name.rpartition(".")[2] == last]
+        found = f"there is no such flag: give {' or '.join(alike)}" if alike else None
     return found and f"{given}: {found}"
+
+
+def _in_named_settings(default: Any, flag: str) -> bool:
+    """Whether it may be a flag of another class than the default one, such as ``--objective.top``."""
+    return isinstance(getattr(default, flag.partition(".")[0].replace("-", "_"), None), NamedSettings)
+
+
+def _flags(settings: Any) -> Iterator[str]:
+    """The names of all flags of settings."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        value, flag = getattr(settings, field.name), field.name.replace("_", "-")
+        if tyro.conf.Suppress in get_args(hints[field.name]):
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from (f"{flag}.{name}" for name in _flags(value))
+        else:
+            yield flag
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The settings of TRL and verl, and the flags that take their place: what a newcomer types is often one of them."""
+"""Settings of TRL, verl and OpenRLHF, and the flags that take their place: newcomers often type one of them."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ VERL = {
     "actor_rollout_ref.actor.kl_loss_coef": "--trainer.loss.kl-coefficient, with --trainer.reference",
     "actor_rollout_ref.actor.kl_loss_type": "--trainer.loss.kl-estimate",
     "algorithm.adv_estimator": "--trainer.loss.advantage",
+    "algorithm.filter_groups.enable": "--buffer.drop-equal-rewards",
     "algorithm.norm_adv_by_std_in_grpo": TRL["scale_rewards"],
     "algorithm.use_kl_in_reward": "--trainer.loss.kl-in reward",
     "algorithm.kl_ctrl.kl_coef": "--trainer.loss.kl-coefficient, with --trainer.reference",
@@ -106,6 +107,37 @@ VERL = {
 }
 """Keys of verl's configuration, to the flag here and a remark."""
 
+OPENRLHF = {
+    "pretrain": "--model",
+    "actor_learning_rate": "--trainer.lr",
+    "critic_learning_rate": "--trainer.critic.lr, of recipes/ppo.py",
+    "lr_warmup_ratio": TRL["warmup_ratio"],
+    "max_norm": "--trainer.max-grad-norm",
+    "rollout_batch_size": "--groups-per-step",
+    "n_samples_per_prompt": "--rollout.group-size",
+    "micro_train_batch_size": "--trainer.tokens-per-microbatch",
+    "max_epochs": "--trainer.epochs",
+    "num_episodes": "--steps, a number of batches",
+    "generate_max_len": "--rollout.max-new-tokens",
+    "prompt_max_len": TRL["max_prompt_length"],
+    "init_kl_coef": "--trainer.loss.kl-coefficient, with --trainer.reference",
+    "kl_estimator": "--trainer.loss.kl-estimate",
+    "eps_clip": TRL["epsilon"],
+    "eps_clip_low_high": "--objective.clip-low and --objective.clip-high, of --objective ppo_clip",
+    "dual_clip": TRL["delta"],
+    "entropy_loss_coef": "--trainer.loss.entropy-coefficient",
+    "advantage_estimator": "--trainer.loss.advantage",
+    "dynamic_filtering": "--buffer.drop-equal-rewards",
+    "actor_num_gpus_per_node": "--trainer.ranks",
+    "vllm_num_engines": "--generator.replicas",
+    "colocate_all_models": "--colocate",
+    "save_path": "--output",
+    "ckpt_path": "--output",
+    "load_checkpoint": "--resume",
+    "max_ckpt_num": "--checkpoint.keep",
+}
+"""Options of OpenRLHF's ``train_ppo_ray`` that neither of these has, to the flag here and a remark."""
+
 
 def hint(given: str) -> str | None:
     """The flag that takes the place of another project's setting; None if it is none.
@@ -115,11 +147,17 @@ def hint(given: str) -> str | None:
     """
     key = given.replace("-", "_")
     last = key.rpartition(".")[2]
-    same_end = {flag for name, flag in VERL.items() if name.rpartition(".")[2] == last}
-    if key in VERL:
-        return f"verl's {key} is {VERL[key]} here"
-    if last in TRL:
-        return f"TRL's {last} is {TRL[last]} here"
-    if len(same_end) == 1 and len(last) > 1:  # not `n`
-        return f"verl's {last} is {same_end.pop()} here"
+    if "." in key and (flag := _of_verl(key)):
+        return f"a setting of verl; here: {flag}"
+    for project, settings in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
+        if last in settings:
+            return f"a setting of {project}; here: {settings[last]}"
+    if len(last) > 1 and (flag := _of_verl(last)):  # not `n`
+        return f"a setting of verl; here: {flag}"
     return None
+
+
+def _of_verl(end: str) -> str | None:
+    """The flag for verl's keys that end with these parts, if it is the same for all."""
+    flags = {flag for name, flag in VERL.items() if f".{name}".endswith(f".{end}")}
+    return flags.pop() if len(flags) == 1 else None

@@ -21,8 +21,8 @@ from monarch_rl.tasks.template import DoesNotFit, as_text
 
 NO_ANSWERS = ("", "None", "nan", "NaN", "NaT", "<NA>", "null")
 """Answers that say that there is none, of which math-verify would make products of letters."""
-_MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-"""Marks by which math-verify finds LaTeX."""
+_MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+"""Marks by which math-verify finds LaTeX. ``\\$`` is the dollar of an amount."""
 _BOX = re.compile(r"\\boxed(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 """A brace, or one that is text (``\\{``)."""

@@ -49,6 +49,8 @@ class Mixture(Task):
     Raises ValueError if names are not different, no weight is above 0, or ``groups_per_step`` is missing.
     """
 
+    groups_per_step: int | None
+
     def __init__(
         self,
         weights: Mapping[Task, Weight],
@@ -57,6 +59,7 @@ class Mixture(Task):
         name: str = "mixture",
         seed: int = 0,
     ) -> None:
+        object.__setattr__(self, "groups_per_step", groups_per_step)  # a frozen dataclass
         schedule = Schedule(tuple(weights.values()), _block(weights, groups_per_step), seed)
         tasks = _Tasks(tuple(weights), schedule)
         marks = [task.success_reward for task in weights if task.success_reward is not None]

@@ -20,7 +20,16 @@ from monarch_rl.errors import ChatError
 from monarch_rl.model.messages import Message, as_messages, as_row, text_of
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row, as_rows, compact, read_all
-from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function, returned_by
+from monarch_rl.tasks.task import (
+    GroupRewards,
+    Outcome,
+    Policy,
+    Task,
+    as_outcome,
+    check_call,
+    is_coroutine_function,
+    returned_by,
+)
 from monarch_rl.tasks.template import DoesNotFit, check_template, fill
 from monarch_rl.values import lone_surrogate
 
@@ -73,6 +82,7 @@ class Questions(Task):
         success_reward: float | None = None,
         group_rewards: GroupRewards | None = None,
     ) -> None:
+        check_call(reward, "reward", "row", "answer")
         episode, rows = _QuestionEpisode(reward, template, system), as_rows(rows)
         sets: Mapping[str, Any]
         if isinstance(held_out, Mapping):

@@ -15,6 +15,7 @@ import functools
 import inspect
 import json
 import math
+import numbers
 import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -301,13 +302,20 @@ class Task:
     """Whether one item may be run before the run, without the model, to find mistakes (``--probe``)."""
 
     def __post_init__(self) -> None:
-        if self.success_reward is not None and not math.isfinite(self.success_reward):
-            raise ValueError(f"success_reward must be a finite number or None, got {self.success_reward}")
-        if not math.isfinite(self.full_context_reward):
-            raise ValueError(f"full_context_reward must be a finite number, got {self.full_context_reward}")
+        for name in ("success_reward", "full_context_reward"):
+            value = getattr(self, name)
+            if name == "success_reward" and value is None:
+                continue
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+            # A plain float: it becomes JSON, and NumPy would compare a float64 with float32 rewards in float64.
+            object.__setattr__(self, name, float(value))
         if not is_coroutine_function(self.episode):
             wrong = f"the episode {self.episode!r:.80} of task {self.name} is not a coroutine function"
             raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
+        check_call(self.episode, "episode", "item", "policy")
+        if self.group_rewards is not None:
+            check_call(self.group_rewards, "group_rewards", "item", "outcomes")
 
     def with_episode(self, episode: EpisodeCode, success_reward: float | None = None) -> Task:
         """The same task with another episode, and the :attr:`success_reward` of the rewards that this one returns."""
@@ -400,6 +408,17 @@ def returned_by(function: Any, value: Any, convert: Callable[[Any], T]) -> T:
     except Exception as error:  # a value may raise anything when it is converted
         name, place = definition(function)
         raise UnusableReward(f"{name} ({place}) returned {reprlib.repr(value)}: {error}", place) from error
+
+
+def check_call(function: Any, role: str, *args: str) -> None:
+    """Raises ValueError if a function of the task's author does not take as many positional arguments as ``args``."""
+    try:
+        inspect.signature(function).bind(*args)
+    except ValueError:  # a function that is not written in Python may have no signature
+        pass
+    except TypeError as error:
+        name, place = definition(function)
+        raise ValueError(f"{name} ({place}) cannot be called as {role}({', '.join(args)}): {error}") from error
 
 
 def definition(function: Any) -> tuple[str, str]:
