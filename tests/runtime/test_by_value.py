@@ -79,6 +79,39 @@ def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(
     assert done.stdout.split() == ["21", "3", "21.0"]
 
 
+PACKAGED = """
+import sys
+from pathlib import Path
+from monarch_rl.runtime.by_value import ByValue, register_modules
+
+def reward():
+    from .helper import one
+    return one()
+
+if __name__ == "__main__":
+    register_modules()
+    Path(sys.argv[1]).write_bytes(ByValue(reward).data)
+"""
+LOADER = """
+import sys
+from pathlib import Path
+from monarch_rl.runtime.by_value import ByValue, run_recipe_code
+run_recipe_code()
+print(ByValue.of_bytes(Path(sys.argv[1]).read_bytes()).load()())
+"""
+
+
+def test_functions_of_a_recipe_in_a_package_import_its_modules_elsewhere(tmp_path: Path) -> None:
+    """The workers of a run have the recipe's search path (``runtime/cluster.py``)."""
+    (package := tmp_path / "package").mkdir()
+    (package / "recipe.py").write_text(PACKAGED)
+    (package / "helper.py").write_text("def one():\n    return 1.0\n")
+    for program in (["-m", "package.recipe"], ["-c", LOADER]):
+        done = run([sys.executable, *program, str(tmp_path / "sent")], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1.0"]
+
+
 def test_an_unpicklable_value_is_named() -> None:
     numbers = iter(range(3)), (number for number in range(3))
 
