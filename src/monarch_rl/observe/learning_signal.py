@@ -35,10 +35,13 @@ class LearningSignal:
         if self._spell != SPELL_STEPS:
             return ""
         if not equal:
+            although = ""
+            if self.reads_rewards and values.get("reward/equal_groups_share", 1) < 1:
+                although = ", although rewards differ"
             return (
-                f"the gradient has been 0 for {SPELL_STEPS} steps: nothing is learned, although rewards differ. The "
-                "advantages are 0 (advantage/std), or all tokens are clipped or masked (trainer/clipped, "
-                "trainer/masked_nonfinite), or the objective returns a constant"
+                f"the gradient has been 0 for {SPELL_STEPS} steps: nothing is learned{although}. The advantages are 0 "
+                "(advantage/std), or all tokens are clipped or masked (trainer/clipped, trainer/masked_nonfinite), or "
+                "the objective returns a constant"
             )
         effect = "nothing is learned"
         if gradient > 0:
@@ -66,7 +69,7 @@ def _is_zero(deviation: float, values: Mapping[str, float]) -> bool:
 
 def _diagnosis(values: Mapping[str, float]) -> tuple[str, str]:
     """The rewards in words, and what to do about them."""
-    wrong, right = values["reward/all_wrong_share"], values["reward/all_right_share"]
+    wrong, right = values.get("reward/all_wrong_share", 0.0), values.get("reward/all_right_share", 0.0)
     if not _is_zero(values["reward/std"], values):  # the groups differ from each other
         entropy = values.get("trainer/entropy", math.nan)
         rewards = "another one in each group"
