@@ -61,6 +61,47 @@ if __name__ == "__main__":
 """
 
 
+POOLED = """
+import multiprocessing
+FACTOR = None
+
+def set_factor():
+    global FACTOR
+    FACTOR = 3.0
+
+def scaled(value):
+    return FACTOR * value
+
+def reward():
+    with multiprocessing.Pool(1, set_factor) as pool:
+        return pool.apply(scaled, (2.0,))
+"""
+TOOL = """
+import asyncio, runpy, sys
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.runtime.by_value import run_recipe_code
+
+async def main():
+    scorer = Scorer(1, 300.0)
+    try:
+        print((await scorer.score(reward)).reward)
+    finally:
+        await asyncio.to_thread(scorer.close)
+
+if __name__ == "__main__":
+    reward = runpy.run_path(sys.argv[1], run_name="__main__")["reward"]
+    run_recipe_code(reward.__globals__)
+    asyncio.run(main())
+"""
+
+
+def test_functions_of_a_recipe_that_a_tool_has_run_share_their_global_variables_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(POOLED)
+    (tmp_path / "tool.py").write_text(TOOL)
+    done = run([sys.executable, str(tmp_path / "tool.py"), str(tmp_path / "recipe.py")], seconds=600)
+    assert done.stdout.split() == ["6.0"], done.stderr
+
+
 def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(tmp_path: Path) -> None:
     """Also to scoring processes; each step has its own working directory."""
     folder, elsewhere, there = tmp_path / "recipe", tmp_path / "elsewhere", tmp_path / "there"

@@ -327,18 +327,19 @@ _program: ModuleType | None = None
 """The program of this process, whose functions still run."""
 
 
-def run_recipe_code(names: Mapping[str, Any] | None = None) -> None:
+def run_recipe_code(names: dict[str, Any] | None = None) -> None:
     """Let the recipe's code find itself in this process as in a script: its functions and classes can be pickled, and
     used in processes that it starts by ``multiprocessing``, in whatever way those are started.
 
     Args:
-        names: global variables of the recipe; None: they are those of functions that arrive by value.
+        names: global variables of the recipe's functions, if this process has run its file; None: they are those of
+            functions that arrive by value.
     """
     global _main, _program
     if _main is None:
         _main, _program = _Main("__main__"), sys.modules["__main__"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = _main
-        _namespaces["__main__"] = vars(_main)
+        _namespaces["__main__"] = vars(_main) if names is None else names
         setattr(ForkingPickler, "reducer_override", _override)  # noqa: B010  a method for mypy
     vars(_main).update({name: value for name, value in (names or {}).items() if not name.startswith("__")})
 
