@@ -29,7 +29,7 @@ async def every_slot_filled(run: Run) -> None:
 
 
 async def train(run: Run, s: grpo.Settings) -> None:
-    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await run.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):

@@ -112,7 +112,7 @@ def main(latencies: Latencies, arguments: Sequence[str]) -> None:
     SlowGenerator.latencies = SlowTrainer.latencies = latencies
     start.Generator = SlowGenerator  # type: ignore[misc]
     start.Trainer = SlowTrainer  # type: ignore[misc]
-    run.launch(grpo.train, cli(grpo.Settings, args=arguments))
+    run.launch(grpo.train, cli(grpo.Settings, args=arguments), grpo.task)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ async def slow_update(*arguments: Any) -> Any:
 
 async def train(going: run.Run, s: grpo.Settings) -> None:
     """Run the recipe's loop until FOLDER/end exists."""
-    await going.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await going.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in going.steps(s.steps):
         await going.step()
         await going.evaluate_after(step)
@@ -117,4 +117,4 @@ if __name__ == "__main__":
     start.Generator = FailingGenerator  # type: ignore[misc]
     start.Buffer = FailingBuffer  # type: ignore[misc]
     run.update = slow_update  # type: ignore[assignment]
-    run.launch(train, cli(grpo.Settings, args=sys.argv[3:]))
+    run.launch(train, cli(grpo.Settings, args=sys.argv[3:]), grpo.task)

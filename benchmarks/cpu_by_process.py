@@ -110,7 +110,7 @@ async def wait_until_idle(run: Run) -> None:
 
 async def train(run: Run, s: Settings) -> None:
     """Run the recipe's loop, and take snapshots of all processes at its beginning, its end and afterwards."""
-    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await run.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
             tree = ProcessTree(os.getpid())
@@ -155,4 +155,4 @@ def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, cli(Settings, description=__doc__))
+    launch(train, cli(Settings, description=__doc__), grpo.task)

@@ -139,7 +139,7 @@ class Growth:
 
 async def train(run: Run, s: Settings) -> None:
     """Run the recipe's loop without evaluations, and look at all processes."""
-    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await run.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     assert isinstance(run._cluster, Cluster)
     growing = Growth(run._cluster)
     every = max(1, s.steps // s.looks)
@@ -178,4 +178,4 @@ def report(growing: Growth, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, cli(Settings, description=__doc__))
+    launch(train, cli(Settings, description=__doc__), grpo.task)

@@ -72,7 +72,7 @@ async def train(run: Run, s: Settings) -> None:
     # The stage fills the column `teacher`. To train on rewards, too: stages=[reference(reader)], advantage="dr_grpo",
     # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-in reward.
     top = s.objective.top if isinstance(s.objective, Distillation) else 0
-    await run.start(task(s), advantage="distillation", objective=s.objective, stages=[teacher(reader, top=top)])
+    await run.start(advantage="distillation", objective=s.objective, stages=[teacher(reader, top=top)])
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):

@@ -57,26 +57,27 @@ class Settings(RunSettings):
     rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
 
 
-async def play(game: dict[str, Any], policy: Policy, start: FrozenModel | None = None) -> dict[str, float]:
+async def play(game: dict[str, Any], policy: Policy, start: FrozenModel) -> dict[str, float]:
     """Play one game. ``game["start"]`` is the seat of the initial model; it is empty in self-play."""
-    players: dict[str, Any] = {seat: policy.seat(seat) for seat in SEATS}
-    if start is not None and game["start"]:
+    own = [seat for seat in SEATS if seat != game["start"]]
+    players: dict[str, Any] = {seat: policy.seat(seat) for seat in own}
+    if game["start"]:
         players[game["start"]] = start.conversation()
     stones = game["stones"]
     for seat in itertools.cycle(SEATS):
         move = await players[seat].reply(f"{stones} -> ", temperature=1.0 if seat == game["start"] else None)
         stones -= {"2": 2, "3": 3}.get(move.text, 1)  # an invalid move takes one stone
         if stones <= 0:
-            return {player: 1.0 if player == seat else -1.0 for player in SEATS}
+            return {player: 1.0 if player == seat else -1.0 for player in own}
     raise AssertionError
 
 
-def task(s: Settings, start: FrozenModel | None = None) -> Task:
+def task(s: Settings, start: FrozenModel) -> Task:
     def game(cursor: int) -> dict[str, Any]:
         return {"stones": 4 + cursor % (s.stones - 3), "start": ""}
 
     held_out = [game(cursor) | {"start": seat} for _ in range(4) for cursor in range(s.stones - 3) for seat in SEATS]
-    return Task(game, partial(play, start=start), {"start": held_out}, name="nim")
+    return Task(game, partial(play, start=start), {"start": held_out}, name="nim", success_reward=1.0)
 
 
 async def train(run: Run, s: Settings) -> None:
@@ -94,4 +95,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, cli(Settings, description=__doc__), task)
+    launch(train, cli(Settings, description=__doc__))

@@ -57,7 +57,7 @@ async def train(run: Run, s: Settings) -> None:
     # "dr_grpo" does not. The objective: PPO's clip, or `--objective NAME`, with importance weights for tokens sampled
     # by older versions (`--trainer.loss.corrections`). Instead of either you can give a function of your own, of a
     # group or of the log-probs of a micro-batch (docs/algorithms.md).
-    await run.start(task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await run.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):  # rollouts continue throughout

@@ -50,15 +50,15 @@ def reward(row: dict[str, Any], answer: str) -> float:
 
 def task(s: Settings) -> Task:
     rows = jsonl(Path(__file__).with_name("words.jsonl"))
-    return Questions(rows, reward, template="{word} -> ", held_out=s.held_out)
+    # An answer is right from a reward of 1 on: evaluations report accuracy, and not only the mean reward.
+    return Questions(rows, reward, template="{word} -> ", held_out=s.held_out, success_reward=1.0)
 
 
 async def train(run: Run, s: Settings) -> None:
-    words = task(s)
-    await run.start(words, advantage=dr_grpo, objective=s.objective)
+    await run.start(advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
-    rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(words.items, range(200))]
+    rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(run.task.items, range(200))]
     if s.supervised_steps:  # on training rows: none of them is held out
         await run.supervised(rows, steps=s.supervised_steps)
     if s.supervised_share:

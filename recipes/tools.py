@@ -100,11 +100,12 @@ class Settings(RunSettings):
 
 def task(s: Settings) -> Task:
     held_out = [problem(3 * index + 1) for index in range(s.held_out)]
-    return Task(lambda cursor: problem(3 * cursor), episode, {"held_out": held_out}, name="calculator")
+    sets = {"held_out": held_out}
+    return Task(lambda cursor: problem(3 * cursor), episode, sets, name="calculator", success_reward=1.0)
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=s.objective)
+    await run.start(advantage=dr_grpo, objective=s.objective)
     if run.resumed is None:
         await run.evaluate()
     async for step in run.steps(s.steps):

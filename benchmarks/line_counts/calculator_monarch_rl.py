@@ -55,7 +55,7 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=s.objective)
+    await run.start(advantage=dr_grpo, objective=s.objective)
     async for _ in run.steps(s.steps):
         await run.step()
     await run.evaluate()

@@ -2,14 +2,15 @@
 
     MonarchRLError
         SettingsError           settings, models or data are refused, before any device is taken where possible
-            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, DoesNotFit
+            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, DoesNotFit, ProbeFailed
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
             ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft, OutOfMemory
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
-            EpisodeFailed, ScoringFailed, StageFailed, JudgeFailed, SandboxFailed, ContextFull, GroupFull, ToolExit
+            EpisodeFailed, ScoringFailed, StageFailed, UnusableReward, ContextFull, GroupFull, ToolExit
+            InfrastructureFailed, JudgeFailed, SandboxFailed: see is_infrastructure
             GenerationError
                 SamplingMaskMissing
             RequestLost
@@ -31,7 +32,10 @@ defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 
 class MonarchRLError(Exception):
@@ -42,12 +46,64 @@ class SettingsError(MonarchRLError, ValueError):
     """Settings, a model or data are refused. The message names the flag or file, and says what to change."""
 
 
+class Refusals:
+    """Collects what independent checks refuse, so that a user reads all of it at once.
+
+    refusals = Refusals()
+    with refusals:
+        check_devices(...)
+    with refusals:
+        check_prompts(...)
+    refusals.raise_all()
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ValueError] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        # A ValueError of the recipe's own code needs its traceback.
+        refused = isinstance(error, SettingsError) or (isinstance(error, ValueError) and raised_in_package(error))
+        if refused:
+            self._found.append(error)  # type: ignore[arg-type]
+        return refused
+
+    def add(self, problem: str) -> None:
+        """Refuse something with this message."""
+        self._found.append(SettingsError(problem))
+
+    def raise_all(self) -> None:
+        """Raise what was refused, if anything was."""
+        raise_together(self._found)
+
+
+def raise_together(errors: Sequence[ValueError]) -> None:
+    """Raise the error, or one with all messages if there are several; none if there are none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise SettingsError("\n".join([f"{len(errors)} problems:", *(f"- {error}" for error in errors)]))
+
+
+def raised_in_package(error: BaseException) -> bool:
+    """Whether this package raised the error, not code that it called; its message is then enough without a
+    traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(f"{Path(__file__).parent}/")
+
+
 class RunError(MonarchRLError, RuntimeError):
     """The run, or the process in which this is raised, cannot continue."""
 
 
 class EpisodeError(MonarchRLError):
     """One episode or one group is lost, and no other."""
+
+    infrastructure = False
+    """Whether a service that the episode needs is to blame, not the policy and not the episode's code: see
+    :func:`is_infrastructure`."""
 
 
 class WeightsError(MonarchRLError, RuntimeError):
@@ -72,6 +128,10 @@ class ChatError(SettingsError):
 
 class BrokenCheckpoint(SettingsError):
     """A checkpoint cannot be read; the message names the file and its defect."""
+
+
+class ProbeFailed(SettingsError):
+    """One item, run before the engines start, showed that the task cannot work; the message names the function."""
 
 
 class Stalled(RunError):
@@ -154,9 +214,18 @@ class ScoringFailed(EpisodeError):
     ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
     """
 
-    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
+    def __init__(
+        self, reason: str, detail: str = "", place: str = "", report: str = "", infrastructure: bool = False
+    ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.place, self.report = reason, place, report
+        self.reason, self.place, self.report, self.infrastructure = reason, place, report, infrastructure
+
+
+class InfrastructureFailed(EpisodeError, ConnectionError):
+    """A service that the episode needs, such as an environment's server, is away or broken. An episode, a tool or a
+    reward may raise it for services of its own."""
+
+    infrastructure = True
 
 
 class JudgeFailed(EpisodeError):
@@ -166,11 +235,23 @@ class JudgeFailed(EpisodeError):
     Args:
         reason: short, because failures are counted by it.
         report: full description.
+        infrastructure: False if the request itself cannot be answered.
     """
 
-    def __init__(self, reason: str, report: str = "") -> None:
+    def __init__(self, reason: str, report: str = "", infrastructure: bool = True) -> None:
         super().__init__(f"{reason}: {report}" if report else reason)
-        self.reason, self.report = reason, report
+        self.reason, self.report, self.infrastructure = reason, report, infrastructure
+
+
+class UnusableReward(EpisodeError, ValueError):
+    """A function of the task returned a value that is not a reward. ``place`` is the function's file and line."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message, place)
+        self.place = place
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ContextFull(EpisodeError):
@@ -192,6 +273,8 @@ class ToolExit(EpisodeError):
 class SandboxFailed(EpisodeError, RuntimeError):
     """The sandbox did not start, so there is no result of the program."""
 
+    infrastructure = True
+
 
 class GenerationError(EpisodeError, RuntimeError):
     """A request was refused or aborted; the message is the engine's own."""
@@ -199,6 +282,8 @@ class GenerationError(EpisodeError, RuntimeError):
 
 class RequestLost(EpisodeError, RuntimeError):
     """A request was not answered because its replica is lost; another replica can be asked."""
+
+    infrastructure = True
 
 
 class SamplingMaskMissing(GenerationError):
@@ -235,6 +320,32 @@ class DeltaError(WeightsError, ValueError):
 
 class CannotWrite(MonarchRLError, OSError):
     """A rank could not write its shards; the message names the rank and the reason."""
+
+
+UNREACHABLE = frozenset(
+    {
+        ("aiohttp", "ClientConnectionError"),
+        ("httpx", "TransportError"),
+        ("openai", "APIConnectionError"),
+        ("requests", "ConnectionError"),
+        ("requests", "Timeout"),
+        ("websockets", "ConnectionClosed"),
+    }
+)
+"""Exceptions of clients whose server did not answer, by package and name: they are compared without an import."""
+
+
+def is_infrastructure(error: BaseException | None) -> bool:
+    """Whether an error, or its explicit cause (``raise ... from error``), is one of a service that an episode needs: a
+    judge, an environment's server, the sandbox, a scoring process. Such an episode says nothing about the policy: it is
+    left out of its group and of evaluations."""
+    while error is not None:
+        if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
+            return True
+        if any((kind.__module__.partition(".")[0], kind.__name__) in UNREACHABLE for kind in type(error).__mro__):
+            return True
+        error = error.__cause__
+    return False
 
 
 def written_by_another_version(what: str, writer: str, reason: object) -> str:

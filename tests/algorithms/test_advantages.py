@@ -119,6 +119,58 @@ def test_reinforce_pp_learns_from_groups_of_equal_rewards() -> None:
     assert np.abs(np.concatenate([of(advantages.dr_grpo, group) for group in (solved, unsolved)])).max() == 0
 
 
+ANY_REWARD = (
+    st.floats(-(2.0**127), 2.0**127, width=32) | st.floats(-2, 2, width=32) | st.integers(1, 99).map(lambda i: i / 100)
+)
+OF_THE_GROUP = (advantages.dr_grpo, advantages.grpo, advantages.rloo, advantages.max_rl)
+
+
+@pytest.mark.parametrize("advantage", OF_THE_GROUP)
+@given(ANY_REWARD, st.integers(1, 70), st.integers(1, 3))
+def test_equal_rewards_have_advantages_of_exactly_0(
+    advantage: Callable[[GroupView], torch.Tensor], reward: float, size: int, seats: int
+) -> None:
+    """At any scale and size, for which the float32 mean of equal rewards may differ from them."""
+    reward = abs(reward) if advantage is advantages.max_rl else reward
+    found = advantage(GroupView.of([reward] * size))
+    assert found.shape == (size,) and not found.any()
+    # With seats each seat is a group: its rewards are equal, whatever another gets.
+    names = [place % seats for place in range(size)]
+    view = GroupView.of([reward if name else 0.0 for name in names], seats=list(map(str, names)))
+    by_seat = advantages.BySeat(advantage)(view)
+    assert isinstance(by_seat, torch.Tensor) and not by_seat.any()
+
+
+@given(ANY_REWARD, st.integers(1, 70), st.integers(1, 5))
+def test_a_batch_of_equal_rewards_has_advantages_of_exactly_0(reward: float, size: int, groups: int) -> None:
+    assert not of_batch(*[np.full(size, reward, np.float32)] * groups).any()
+
+
+@given(ANY_REWARD, st.integers(1, 5), st.integers(1, 40), st.floats(-1, 1, width=32))
+def test_gae_of_equal_returns_and_values_is_exactly_0(reward: float, branches: int, length: int, value: float) -> None:
+    """With gamma and lam of 1, also for tokens that several branches share."""
+    group = GroupView.of(
+        [reward] * branches,
+        lengths=[length, *[1] * (branches - 1)],
+        rollouts=torch.zeros(branches, dtype=torch.int32),
+        forks=[None, *[(0, 1)] * (branches - 1)],
+        turn_lengths=[torch.tensor([length]), *[torch.tensor([0, 1])] * (branches - 1)],
+        turn_rewards=[torch.zeros(1), *[torch.zeros(2)] * (branches - 1)],
+        columns={"value": [torch.full((n,), value) for n in (length, *[1] * (branches - 1))]},
+    )
+    assert not any(values.any() for of_group in advantages.gae([group, group]) for values in of_group.values)
+
+
+@given(st.floats(-100, 100, width=32), st.floats(0, 0.95))
+def test_a_seat_baseline_that_has_converged_to_equal_rewards_gives_advantages_of_exactly_0(
+    reward: float, decay: float
+) -> None:
+    baselines = advantages.SeatBaselines(decay)
+    for _ in range(5):
+        baselines(GroupView.of([reward] * 100))
+    assert not baselines(GroupView.of([reward] * 8)).any()
+
+
 @given(st.lists(st.tuples(st.sampled_from(["white", "black"]), st.integers(-4, 4)), max_size=30), st.floats(0, 0.99))
 def test_seat_baselines(outcomes: list[tuple[str, int]], decay: float) -> None:
     baselines, expected, running = advantages.SeatBaselines(decay), [], {"white": 0.0, "black": 0.0}

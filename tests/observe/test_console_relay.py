@@ -251,7 +251,14 @@ def test_a_run_continues_when_its_session_is_lost(tmp_path: Path) -> None:
     """As an ssh session is: the terminal sends SIGHUP, and then refuses every write."""
     terminal, console = pty.openpty()
     command = [sys.executable, "-c", LOST, str(tmp_path)]
-    program = subprocess.Popen(command, stdin=console, stdout=console, stderr=console, start_new_session=True)
+    program = subprocess.Popen(
+        command,
+        stdin=console,
+        stdout=console,
+        stderr=console,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the checks may run under nohup
+    )
     os.close(console)
     wait_until(lambda: (tmp_path / "waits").exists() or program.poll() is not None, "the first step")
     os.close(terminal)

@@ -21,7 +21,7 @@ def metrics(groups: Sequence[Sequence[float]], grad_norm: float = 0.0, advantage
         "reward/std": float(np.std(rewards)),
         "reward/equal_groups_share": float(np.mean(np.ptp(rewards, axis=1) == 0)),
         "reward/all_right_share": float(np.mean(np.all(rewards >= 1, axis=1))),
-        "reward/all_wrong_share": float(np.mean(np.all(rewards <= 0, axis=1))),
+        "reward/all_wrong_share": float(np.mean(np.all(rewards < 1, axis=1))),
         "advantage/std": advantage_std,
         "trainer/grad_norm": grad_norm,
         "trainer/entropy": 0.01,
@@ -46,7 +46,7 @@ DIFFERENT = metrics([[0, 1]] * 16, grad_norm=0.1, advantage_std=0.5)
         ([[-1.0] * 4] * 16, ("all 16 groups", "(-1)", "too hard")),
         ([[1.0] * 4] * 16, ("all 16 groups", "(1)", "too easy")),
         ([[0.43] * 7] * 16, ("all 16 groups", "(0.43)", "does not depend on the answer")),
-        ([[1.0] * 4] * 4 + [[0.0] * 4] * 12, ("25% of the groups 1", "75% 0", "alike", "temperature")),
+        ([[1.0] * 4] * 4 + [[0.0] * 4] * 12, ("25% of the groups right", "75% wrong", "alike", "temperature")),
         ([[0.1 * number] * 4 for number in range(16)], ("all 16 groups", "alike", "does not depend on the answer")),
     ],
     ids=["all 0", "all negative", "all 1", "a constant", "right or wrong", "one per group"],
@@ -54,8 +54,13 @@ DIFFERENT = metrics([[0, 1]] * 16, grad_norm=0.1, advantage_std=0.5)
 def test_equal_rewards_are_reported_with_what_they_say_about_task_and_reward(
     groups: list[list[float]], facts: tuple[str, ...]
 ) -> None:
-    message = report(metrics(groups))
+    values = metrics(groups)
+    message = report(values)
     assert all(fact in message for fact in (*facts, f"{SPELL_STEPS} steps", "nothing is learned")), message
+    shares = ("_right_share", "_wrong_share")
+    without = report({name: value for name, value in values.items() if not name.endswith(shares)})
+    facts = tuple(fact for fact in facts if "%" not in fact)
+    assert all(fact in without for fact in facts) and "right" not in without, "a task without a success_reward"
 
 
 @given(st.lists(st.booleans(), max_size=30))

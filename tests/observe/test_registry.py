@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,8 @@ def test_metrics_of_watch_and_evaluation_are_registered() -> None:
         for held_out in ("", "easy"):
             plan = EvaluationPlan(held_out, 4, 1.0, (2, 4))
             rewards = np.ones((2, 4), np.float32)
-            check(Evaluation(np.arange(2), rewards, {"score hung": 4}, tasks=tasks, parts=parts, plan=plan).metrics())
+            evaluation = Evaluation(np.arange(2), rewards, {"score hung": 4}, tasks=tasks, parts=parts, plan=plan)
+            check(replace(evaluation, success_rewards={"sums": 1.0}, without_turn=[0, 0]).metrics())
 
 
 def test_sums_of_objectives_are_registered() -> None:

@@ -345,7 +345,7 @@ class Savers:
 
 
 async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
-    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None, metric=metric)
+    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None, metric=lambda: metric)
     await checkpoints.begin(1, ControllerState)
     return checkpoints
 

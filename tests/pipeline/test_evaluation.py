@@ -74,7 +74,7 @@ async def test_an_error_of_an_evaluation_during_training_ends_the_run() -> None:
 def test_a_best_result_that_cannot_be_written_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    best_result = BestResult("held_out/reward", tmp_path / "run")
+    best_result = BestResult(["held_out/reward"], tmp_path / "run")
     for version, value in enumerate((0.5, 0.75)):
         assert best_result.note(Measurement("held_out/reward", value, version))
     best_result.close()
@@ -95,7 +95,7 @@ def test_a_stalled_disk_does_not_delay_results(tmp_path: Path, monkeypatch: pyte
         write(path, content)
 
     monkeypatch.setattr(evaluation, "write_whole", stalled)
-    best_result = BestResult("held_out/reward", tmp_path)
+    best_result = BestResult(["held_out/reward"], tmp_path)
     assert all(
         best_result.note(Measurement("held_out/reward", value, version)) for value, version in ((0.5, 1), (1.0, 2))
     )
@@ -106,14 +106,14 @@ def test_a_stalled_disk_does_not_delay_results(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_best_result_is_saved_and_reported(tmp_path: Path) -> None:
-    best_result = BestResult("held_out/reward", tmp_path)
+    best_result = BestResult(["held_out/reward"], tmp_path)
     found = [Measurement("held_out/reward", *result) for result in ((0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4))]
     assert [best_result.note(result) for result in found] == [True, False, False, True]
     last = found[-1]
     best_result.close()
     assert json.loads((tmp_path / "best.json").read_text()) == asdict(last)
-    assert BestResult("held_out/reward", tmp_path, last).best == last
-    assert BestResult("held_out/accuracy", tmp_path, last).best is None
+    assert BestResult(["held_out/reward"], tmp_path, last).best == last
+    assert BestResult(["held_out/accuracy"], tmp_path, last).best is None
     assert not list(tmp_path.glob(".*"))
 
     @virtual
@@ -131,6 +131,25 @@ def test_the_best_result_is_saved_and_reported(tmp_path: Path) -> None:
             assert len(reported) == 1
 
     test()
+
+
+ACCURACY, REWARD = "held_out/accuracy", "held_out/reward"
+
+
+def test_accuracy_decides_where_there_is_one_and_else_the_mean_reward(tmp_path: Path) -> None:
+    metrics = EvaluationSettings().best_metrics
+    for values, expected in (({ACCURACY: 0.5, REWARD: 0.7}, ACCURACY), ({REWARD: -0.7}, REWARD)):
+        best_result = BestResult(metrics, None)
+        found = best_result.measured(values, 3)
+        assert found == Measurement(expected, values[expected], 3) and best_result.note(found)
+        assert best_result.measured({"held_out/hard/reward": 1.0}, 4) is None, "another set decides"
+        resumed = BestResult(metrics, None, found)
+        assert resumed.best == found and resumed.metric == expected
+        # A run that is resumed with a success_reward keeps the mean reward.
+        measured = resumed.measured({ACCURACY: 0.9, REWARD: 0.9}, 5)
+        assert measured == Measurement(expected, 0.9, 5) and resumed.best == found
+    only_reward = BestResult(metrics, None, Measurement(ACCURACY, 0.0, 0)).measured({REWARD: -2.0}, 6)
+    assert only_reward == Measurement(REWARD, -2.0, 6), "a metric that is no longer measured would decide for ever"
 
 
 @virtual

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import KINDS
 from monarch_rl.errors import EpisodesFail, ScoringFailed
 from monarch_rl.pipeline.failures import MIN_ITEMS
 from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.submit import GroupSubmitter
 from monarch_rl.runtime.deadlines import now
+from monarch_rl.simulate import run as simulation
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import SimulatedDispatcher, SimulatedWorker, run_settings, simulated_actors
@@ -133,6 +136,108 @@ def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Calla
         assert str(ended.value).startswith("score raised KeyError: all of the first 8 groups")
         assert TRACEBACK in str(ended.value)
         assert now() - began < 10 * Costs().trainer.step_s + 60
+
+    test()
+
+
+def ends_early(monkeypatch: pytest.MonkeyPatch, ends: Scoring) -> None:
+    """Let an episode end before the policy's turn, with the reward 5, whenever ``ends`` returns True."""
+    play, count = simulation._play, 0
+
+    async def played(item: Any, policy: Any) -> Any:
+        nonlocal count
+        count += 1
+        return 5.0 if ends(count) else await play(item, policy)
+
+    monkeypatch.setattr(simulation, "_play", played)
+
+
+async def steps(run: Run, count: int) -> dict[str, float]:
+    """The metrics of step ``count`` of the run."""
+    values: dict[str, float] = {}
+    async for _ in run.steps(count):
+        values = await run.step()
+    return values
+
+
+def test_episodes_that_end_before_the_policys_turn_count_in_evaluations_and_are_not_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends_early(monkeypatch, lambda count: count % 4 == 0)
+    groups, submit = list[Group](), GroupSubmitter.submit
+
+    async def recorded(self: GroupSubmitter, ticket: Any, item: Any, group: Group) -> None:
+        groups.append(group)
+        await submit(self, ticket, item, group)
+
+    monkeypatch.setattr(GroupSubmitter, "submit", recorded)
+    plan = replace(PLAN, group_size=4)
+
+    @virtual
+    async def test() -> None:
+        async with Run.open(replace(run_settings(plan, 1e6), held_out=40)) as run:
+            await run.begin(simulated_actors(plan, Costs(), grain=8))
+            result = await run.evaluate()
+            values = result.metrics()
+            assert not result.failed and values["held_out/without_turn"] == 10
+            assert (result.rewards == 5).sum() == 10 and values["held_out/reward"] == result.rewards.mean()
+            assert f"{10} ended before" in str(result)
+            values = await steps(run, 3)
+            assert values["length/without_turn"] >= 12 and values["recovery/infrastructure_failures"] == 0
+            assert groups and all(2 <= len(group.episodes) <= 4 for group in groups)
+            assert all(episode.turns and episode.reward < 5 for group in groups for episode in group.episodes)
+            assert not any(name.startswith("dropped/") for name in values)
+
+    test()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_episode_that_never_awaits_a_reply_is_told_so(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    ends_early(monkeypatch, lambda _: True)
+
+    @virtual
+    async def test() -> None:
+        with pytest.raises(EpisodesFail, match=r"await policy\.reply"):
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                await (steps(run, 3) if trains else run.evaluate())
+
+    test()
+
+
+def test_failures_of_infrastructure_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, away = 0, True
+
+    async def scored(self: SimulatedWorker, *args: Any) -> Outcome:
+        nonlocal count
+        count += 1
+        if count % 4 == 0 and away:
+            raise ScoringFailed("score raised SandboxFailed", infrastructure=True)
+        if count % 4 == 1:
+            raise ScoringFailed("score raised KeyError")
+        return Outcome(1.0)
+
+    monkeypatch.setattr(SimulatedWorker, "score", scored)
+    plan = replace(PLAN, group_size=4)
+
+    @virtual
+    async def test() -> None:
+        nonlocal away
+        async with Run.open(replace(run_settings(plan, 1e6), held_out=40)) as run:
+            await run.begin(simulated_actors(plan, Costs(), grain=8))
+            result = await run.evaluate()
+            values = result.metrics()
+            assert (values["held_out/left_out"], values["held_out/failed"]) == (10, 10)
+            # 20 right answers, and 10 failures of the task's own code.
+            assert values["held_out/accuracy"] == pytest.approx(2 / 3) == values["held_out/reward"]
+            assert sum(result.failed.values()) == 20
+            async for step in run.steps(8):
+                values = await run.step()
+                if step == 3:
+                    assert 0.1 < values["recovery/infrastructure_failures"] < 0.4
+                    assert values["dropped/episode score raised SandboxFailed"] > 0
+                    away = False
+            assert values["recovery/infrastructure_failures"] == 0, "it is not the share since the last step"
 
     test()
 

@@ -16,13 +16,16 @@ import pytest
 from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.algorithms.objectives import GSPO, PPOClip
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.errors import SettingsError
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
+from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.objective import supervised
 from tests.model.configs import qwen3
 
@@ -160,12 +163,43 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
 
 
 @virtual
+async def test_a_run_has_the_task_of_its_launch_and_no_other() -> None:
+    """Also if a recipe's train() builds the same task again. What differs is found in its name, code, sets or items."""
+
+    def questions(reward: Any = lambda row, answer: 1.0, rows: Any = ("a", "b", "c"), **more: Any) -> Task:
+        return Questions([{"question": row} for row in rows], reward, **more)
+
+    async def spawn(*arguments: Any, **__: Any) -> None:
+        raise RuntimeError(f"spawned {arguments[2].load().name}")
+
+    cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
+    launched = questions()
+    others = [questions(lambda row, answer: 0.0), questions(rows="xyz"), questions(held_out=1), questions(name="mine")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
+        patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
+        async with Run.open(RunSettings(probe=False), cluster) as run:
+            with pytest.raises(RuntimeError, match="launch"):
+                await run.start(advantage=grpo, objective=PPOClip())
+            with pytest.raises(RuntimeError, match="spawned mine"):
+                await run.start(others[-1], advantage=grpo, objective=PPOClip())
+        async with Run.open(RunSettings(probe=False), cluster, task=launched) as run:
+            assert run.task is launched
+            for same in (None, launched, questions()):
+                with pytest.raises(RuntimeError, match="spawned questions"):
+                    await run.start(same, advantage=grpo, objective=PPOClip())
+            for other in others:
+                with pytest.raises(SettingsError, match=r"run\.start.*launch"):
+                    await run.start(other, advantage=grpo, objective=PPOClip())
+
+
+@virtual
 async def test_a_filter_that_drops_useful_groups_warns_before_anything_is_spawned() -> None:
     async def spawn(*_: Any, **__: Any) -> None:
         raise RuntimeError("spawned")
 
     cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
-    async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True)), cluster) as run:
+    async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True), probe=False), cluster) as run:
         for advantage, warns in (("reinforce_pp", True), ("grpo", False)):
             output = io.StringIO()
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_rl.errors import TooFewDevices
+from monarch_rl.errors import SettingsError, TooFewDevices
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
@@ -30,10 +30,13 @@ from monarch_rl.pipeline.settings import (
     to_record,
 )
 from monarch_rl.pipeline.start import whole_checkpoint_bytes
+from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.cli import cli
+from monarch_rl.tasks.questions import Questions
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.manifest import Manifest
@@ -74,6 +77,23 @@ def test_settings_that_do_not_allow_colocation_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check(settings, devices)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "flag"),
+    [
+        (EvaluationSettings(best="held_out/accuracy"), "best held_out/accuracy"),
+        (EvaluationSettings(samples=4, temperature=1.0, best="held_out/pass_at_4"), "best held_out/pass_at_4"),
+        (EvaluationSettings(samples=4, temperature=1.0, pass_at=(2,)), "pass-at"),
+    ],
+)
+def test_accuracy_of_a_task_that_defines_no_success_is_refused(evaluation: EvaluationSettings, flag: str) -> None:
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    task = Task(int, episode, name="guess")
+    with pytest.raises(SettingsError, match=f"evaluation.{flag}: task guess .*success_reward"):
+        check(RunSettings(evaluation=evaluation), CPUS, task)
 
 
 def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +219,28 @@ def test_the_constant_aggregation_divides_by_the_tokens_of_an_answer_unless_a_nu
     assert normaliser_tokens(given) == 64
     assert "8 tokens (rollout.max-new-tokens)" in LossSettings().normaliser(8)
     assert "64 tokens (trainer.loss.max-tokens)" in given.trainer.loss.normaliser(64)
+
+
+def test_all_settings_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
+    """Before the model is looked for, which may have to be downloaded, and before the output folder is created."""
+    settings = RunSettings(
+        model=str(tmp_path / "none"),
+        output=tmp_path / "runs",
+        groups_per_step=1,
+        trainer=TrainerSettings(minibatches=2, ranks=4096),
+        rollout=RolloutSettings(group_size=1, workers=90_000),
+    )
+    with pytest.raises(SettingsError) as refused:
+        check(settings, CPUS, Questions([], lambda row, answer: 0.0))
+    expected = [
+        "trainer.minibatches",
+        "rollout.group-size",
+        "rollout.workers",
+        "4096 trainer ranks",
+        "no rows",
+    ]
+    assert [part for part in expected if part not in str(refused.value)] == []
+    assert not settings.output.exists() and str(tmp_path) not in str(refused.value)
 
 
 def test_a_relative_model_folder_is_recorded_by_its_absolute_path(

@@ -35,4 +35,4 @@ class BlockedTrainer(Trainer):
 
 if __name__ == "__main__":
     start.Trainer = BlockedTrainer  # type: ignore[misc]
-    run.launch(grpo.train, cli(grpo.Settings, args=sys.argv[2:]))
+    run.launch(grpo.train, cli(grpo.Settings, args=sys.argv[2:]), grpo.task)

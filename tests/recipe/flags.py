@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import random
 import re
 import sys
@@ -142,11 +143,13 @@ def accept(settings: RunSettings) -> Path:
     """
     recipes = [sys.modules[base.__module__] for base in type(settings).__mro__]
     recipe = next(vars(recipe) for recipe in recipes if "train" in vars(recipe))
-    check(settings, OFFERED, recipe["task"](settings))
+    # As in its launch(): a task that asks a frozen model is created in train().
+    task = recipe["task"](settings) if len(inspect.signature(recipe["task"]).parameters) == 1 else None
+    check(settings, OFFERED, task)
     cluster = cast(Cluster, types.SimpleNamespace(devices=OFFERED))
 
     async def start() -> None:
-        async with Run.open(settings, cluster) as run:
+        async with Run.open(replace(settings, probe=False), cluster, task=task) as run:
             await recipe["train"](run, settings)
 
     async def spawn(

@@ -42,7 +42,7 @@ async def train(run: Run, s: Settings) -> None:
         assert logprobs.shape == (len(reply.token_ids),) and np.isfinite(logprobs).all()
         return {"length": len(verdict.text) / 8, "likely": float(np.exp(logprobs.mean()))}
 
-    task = own_data.task(s).with_episode(episode)
+    task = own_data.task(s).with_episode(episode, success_reward=1.0)
     await run.start(task, advantage=dr_grpo, objective=s.objective, stages=[reference(judge)])
     expected = first = await judge.logprobs(IDS)
     async for step in run.steps(s.steps):

@@ -14,7 +14,7 @@ from monarch_rl.settings.cli import cli  # noqa: E402
 
 
 async def train(run: Run, s: grpo.Settings) -> None:
-    await run.start(grpo.task(s), advantage=s.trainer.loss.advantage, objective=s.objective)
+    await run.start(advantage=s.trainer.loss.advantage, objective=s.objective)
     async for step in run.steps(s.steps):
         await run.step()
         if run.resumed is not None and step == run.resumed.version + 2:

@@ -31,9 +31,9 @@ async def slow_episode(episode: EpisodeCode, item: Any, policy: Policy) -> Any:
 
 def task(s: grpo.Settings) -> Task:
     reasoning_gym = ReasoningGym(s.task)
-    return reasoning_gym.with_episode(functools.partial(slow_episode, reasoning_gym.episode))
+    episode = functools.partial(slow_episode, reasoning_gym.episode)
+    return reasoning_gym.with_episode(episode, success_reward=1.0)
 
 
 if __name__ == "__main__":
-    grpo.task = task
     launch(grpo.train, cli(grpo.Settings), task)

@@ -202,7 +202,7 @@ def test_a_step_of_too_many_episodes_is_refused(settings: RunSettings) -> None:
         changed = settings
         for flag, value in changes:
             changed = with_flag(changed, flag, value)
-        with pytest.raises(ValueError, match=r"^groups-per-step [\d,]+ x rollout\.group-size [\d,]+ = "):
+        with pytest.raises(ValueError, match=r"(^|- )groups-per-step [\d,]+ x rollout\.group-size [\d,]+ = "):
             accept(changed)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from monarch_rl.errors import SandboxFailed
 from monarch_rl.tasks.reasoning_gym import extract_answer
 from monarch_rl.tasks.task import Outcome
 
@@ -28,6 +29,16 @@ def touchy_score(text: str) -> float:
         case "3":
             raise SystemExit(1)
     return float(text)
+
+
+def needs_sandbox(text: str) -> float:
+    raise SandboxFailed("no namespaces")
+
+
+def is_killed(text: str) -> float:
+    """As by the kernel, when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 def crashes(text: str) -> float:

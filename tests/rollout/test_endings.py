@@ -133,14 +133,14 @@ async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
         (awaits_itself, "episode raised RecursionError", "in awaits_itself", (awaits_itself, "return")),
         (interrupts, "episode raised KeyboardInterrupt", "in interrupts", (interrupts, "raise")),
         (raises_no_exception, "episode raised Ends", "enough", (raises_no_exception, "enough")),
-        (in_too_many_parts, "episode returned an unusable value", "1000", None),
+        (in_too_many_parts, "episode returned an unusable value", "1000", (in_too_many_parts, "async def")),
     ],
 )
 def test_an_error_that_would_end_the_event_loop_or_fill_the_metrics_fails_only_its_episode(
-    template: ChatTemplate, episode: Any, reason: str, report: str, line: tuple[Any, str] | None
+    template: ChatTemplate, episode: Any, reason: str, report: str, line: tuple[Any, str]
 ) -> None:
     with pytest.raises(EpisodeFailed) as failed:
         run_episode(Echo(template, "8"), template, episode)
     assert failed.value.reason == reason and report in failed.value.report
     assert len(failed.value.report) < 10_000
-    assert failed.value.place == ("" if line is None else f"{__file__}:{line_of(*line)}")
+    assert failed.value.place == f"{__file__}:{line_of(*line)}"

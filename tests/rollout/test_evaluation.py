@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from monarch_rl.algorithms.estimates import wilson_interval
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.observe.registry import check_names
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, EvaluationSettings, run_held_out
 from monarch_rl.tasks.task import Task
 from tests import patience
@@ -32,6 +33,18 @@ def named(episodes: Sequence[Sequence[EpisodeResult]]) -> list[tuple[str, Sequen
     return [("sums", of_item) for of_item in episodes]
 
 
+MARKS = dict.fromkeys(("sums", "words"), 1.0)
+
+
+def evaluated(
+    plan: EvaluationPlan,
+    indices: Sequence[int],
+    by_item: Sequence[tuple[str, Sequence[EpisodeResult]]],
+    marks: Mapping[str, float | None] = MARKS,
+) -> Evaluation:
+    return Evaluation.of(plan, indices, by_item, marks)
+
+
 async def rewarded(item: Any, policy: Any) -> float:
     return 1.0
 
@@ -43,13 +56,15 @@ def test_failed_items_of_an_evaluation_count_as_0() -> None:
         [rollout(0.5)],
         [rollout(1.0)],
     ]
-    evaluation = Evaluation.of(EvaluationPlan(), range(4), named(episodes))
+    evaluation = evaluated(EvaluationPlan(), range(4), named(episodes))
     np.testing.assert_array_equal(evaluation.rewards, np.asarray([[1], [0], [0.5], [1]], np.float32))
     low, high = wilson_interval(0.5, 4)
     assert evaluation.metrics() == {
         "held_out/accuracy": 0.5,
         "held_out/reward": 0.625,
         "held_out/failed": 1.0,
+        "held_out/left_out": 0.0,
+        "held_out/without_turn": 0.0,
         "held_out/score": 2.5 / 3,
         "held_out/accuracy_low": low,
         "held_out/accuracy_high": high,
@@ -65,21 +80,71 @@ def test_several_episodes_of_an_item_give_pass_at_k() -> None:
     plan = EvaluationPlan("hard", 4, 1.0)
     right = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
     episodes = named([[rollout(float(x)) for x in of_item] for of_item in right])
-    evaluation = Evaluation.of(plan, range(3), episodes)
+    evaluation = evaluated(plan, range(3), episodes)
     values = evaluation.metrics()
     assert values["held_out/hard/accuracy"] == pytest.approx(5 / 12)
     assert values["held_out/hard/pass_at_4"] == pytest.approx(2 / 3)
     assert values["held_out/hard/pass_at_4_low"] < 2 / 3 < values["held_out/hard/pass_at_4_high"]
-    other = Evaluation.of(EvaluationPlan("", 4, 1.0, (2,)), range(3), episodes)
+    other = evaluated(EvaluationPlan("", 4, 1.0, (2,)), range(3), episodes)
     assert other.metrics()["held_out/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
+
+
+def test_a_task_without_a_success_reward_has_no_accuracy() -> None:
+    """Its failures are never better than its worst episode."""
+    episodes = named([[rollout(-3.0), rollout(-1.0)], [failed("score raised KeyError", 2), rollout(-2.0)]])
+    evaluation = evaluated(EvaluationPlan("", 2, 1.0), range(2), episodes, {"sums": None})
+    values = evaluation.metrics()
+    assert not any("accuracy" in name or "pass_at" in name for name in values) and evaluation.accuracy is None
+    assert values["held_out/reward"] == pytest.approx((-3 - 1 - 3 - 2) / 4) and values["held_out/failed"] == 1
+    assert "accuracy" not in str(evaluation) and "mean reward -2.250" in str(evaluation)
+
+
+@pytest.mark.parametrize("mark", [-2.0, 0.0, 0.8])
+def test_a_success_is_a_reward_of_at_least_the_tasks_mark(mark: float) -> None:
+    episodes = named([[rollout(mark)], [rollout(np.nextafter(np.float32(mark), np.float32(-9)).item())]])
+    episodes += named([[failed("score raised KeyError", 2)]])
+    evaluation = evaluated(EvaluationPlan(), range(3), episodes, {"sums": mark})
+    assert evaluation.metrics()["held_out/accuracy"] == pytest.approx(1 / 3), "a failure is a success, or a mark wrong"
+
+
+def test_each_task_of_a_mixture_has_its_own_mark() -> None:
+    items = [("sums", [rollout(0.5)]), ("words", [rollout(0.5)]), ("words", [rollout(0.9)])]
+
+    def accuracies(**marks: float | None) -> dict[str, float]:
+        values = evaluated(EvaluationPlan(), range(3), items, marks).metrics()
+        return {name: value for name, value in values.items() if name.endswith("accuracy")}
+
+    both = {"held_out/accuracy": pytest.approx(2 / 3), "held_out/sums/accuracy": 1.0, "held_out/words/accuracy": 0.5}
+    assert accuracies(sums=0.5, words=0.9) == both
+    assert accuracies(sums=0.5, words=None) == {"held_out/sums/accuracy": 1.0}
+    text = str(evaluated(EvaluationPlan(), range(3), items, {"sums": 0.5, "words": None}))
+    assert "sums 100.0%" in text and "words 0.700" in text
+
+
+def test_failures_of_infrastructure_are_left_out() -> None:
+    away = EpisodeFailed("remote judge could not be reached", infrastructure=True)
+    plan = EvaluationPlan("", 3, 1.0, (2,))
+    episodes = named(
+        [[rollout(1.0), away, rollout(0.0)], [away, away, rollout(1.0)], [away] * 3, [rollout(0.0), away, rollout(0.0)]]
+    )
+    joined = Evaluation.joined([evaluated(plan, [i], [of_item]) for i, of_item in enumerate(episodes)])
+    values = joined.metrics()
+    assert (values["held_out/left_out"], values["held_out/failed"]) == (7, 0)
+    assert values["held_out/accuracy"] == pytest.approx((0.5 + 1 + 0) / 3)  # of the items that have an episode
+    assert values["held_out/reward"] == pytest.approx(2 / 5)
+    assert values["held_out/pass_at_2"] == pytest.approx((1 + 0) / 2)  # of those that have two
+    assert "7 of these left out" in str(joined)
+    nothing = evaluated(plan, [0], named([[away] * 3]))
+    assert not {"held_out/accuracy", "held_out/reward", "held_out/pass_at_2"} & nothing.metrics().keys()
+    assert "nan" not in str(nothing)
 
 
 def test_results_of_several_workers_are_reported_per_task() -> None:
     plan = EvaluationPlan("easy")
-    first = Evaluation.of(
+    first = evaluated(
         plan, [0, 2, 4], [("sums", [rollout(1.0)]), ("words", [failed("score hung", 2)]), ("sums", [rollout(0.5)])]
     )
-    second = Evaluation.of(plan, [3, 1], [("words", [failed("score raised KeyError", 2)]), ("words", [rollout(0.25)])])
+    second = evaluated(plan, [3, 1], [("words", [failed("score raised KeyError", 2)]), ("words", [rollout(0.25)])])
     values = Evaluation.joined([first, second]).metrics()
     expected = {
         "held_out/easy/accuracy": 0.2,
@@ -96,15 +161,16 @@ def test_results_of_several_workers_are_reported_per_task() -> None:
     }
     assert {name: values[name] for name in expected} == expected
     rest = values.keys() - expected.keys()
-    assert all(name.endswith(("_low", "_high", "_version")) for name in rest) and "held_out/easy/score" not in values
+    endings = ("_low", "_high", "_version", "left_out", "without_turn")
+    assert all(name.endswith(endings) for name in rest) and "held_out/easy/score" not in values
 
 
 def test_seats_are_reported_separately_and_their_mean_is_the_episodes_reward() -> None:
     def game(white: float, black: float) -> list[Episode]:
         return [replace(sequence(white), seat="white"), replace(sequence(black), seat="black")]
 
-    parts = [Evaluation.of(EvaluationPlan(), [i], named([[game(*of)]])) for i, of in enumerate([(1, -1), (0.5, 0.25)])]
-    joined = Evaluation.joined([*parts, Evaluation.of(EvaluationPlan(), [2], named([[failed("score hung", 2)]]))])
+    parts = [evaluated(EvaluationPlan(), [i], named([[game(*of)]])) for i, of in enumerate([(1, -1), (0.5, 0.25)])]
+    joined = Evaluation.joined([*parts, evaluated(EvaluationPlan(), [2], named([[failed("score hung", 2)]]))])
     np.testing.assert_array_equal(joined.rewards, np.asarray([[0], [0.375], [0]], np.float32))
     values = joined.metrics()
     assert (values["held_out/seat/white"], values["held_out/seat/black"]) == (0.75, -0.375)
@@ -118,8 +184,8 @@ def test_seats_with_the_same_name_are_reported_per_task() -> None:
 
     plan = EvaluationPlan("even")
     halves = [
-        Evaluation.of(plan, [0, 1], [("nim", [game(1, -1)]), ("chess", [game(0, 0)])]),
-        Evaluation.of(plan, [2, 3], [("chess", [game(-0.5, 0.5)]), ("sums", [rollout(1.0)])]),
+        evaluated(plan, [0, 1], [("nim", [game(1, -1)]), ("chess", [game(0, 0)])]),
+        evaluated(plan, [2, 3], [("chess", [game(-0.5, 0.5)]), ("sums", [rollout(1.0)])]),
     ]
     values = Evaluation.joined(halves).metrics()
     check_names(list(values))
@@ -141,7 +207,7 @@ def test_results_do_not_depend_on_which_worker_ran_which_items(order: list[int],
     plan = EvaluationPlan("", 2, 1.0)
 
     def result(indices: list[int]) -> Evaluation:
-        return Evaluation.of(plan, indices, named([[rollout(i / 10), rollout(i / 20)] for i in indices]))
+        return evaluated(plan, indices, named([[rollout(i / 10), rollout(i / 20)] for i in indices]))
 
     joined, whole = Evaluation.joined([result(order[:split]), result(order[split:])]), result(list(range(6)))
     np.testing.assert_array_equal(joined.indices, whole.indices)

@@ -126,8 +126,8 @@ def test_a_function_compares_the_group_in_a_scoring_process(scorer: Scorer) -> N
     [
         (missing, "group rewards: score raised KeyError", 'return [{"cat": 1.0}[outcome.answer]'),
         (hanging, "group rewards: score took over 1 s", "in hanging"),
-        (one_for_all, "group rewards: score raised TypeError", "one reward per episode, got 1.0"),
-        (too_few, "group rewards are not one for each episode", "2 episodes"),
+        (one_for_all, "group rewards: score returned an unusable value", "one reward per episode, got 1.0"),
+        (too_few, "group rewards returned an unusable value", "2 outcomes"),
     ],
 )
 def test_a_failed_function_fails_its_group(
@@ -152,7 +152,7 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
         (endless, "group rewards took over 0.2 s", "--rollout.episode-deadline-s"),
         (leaving, "group rewards raised SystemExit", "raise SystemExit"),
         (blocking, "group rewards blocked the worker", "asyncio.to_thread"),
-        (words, "group rewards cannot be used", "'good' is text"),
+        (words, "group rewards returned an unusable value", "'good' is text"),
         (at_length, "group rewards cannot be used", "65,548 bytes"),
         (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),
     ],

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,14 +22,24 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ChatError, ContextFull, DeadlineExceeded, SamplingMaskMissing, ScorerBroken, ScoringFailed
+from monarch_rl.errors import (
+    ChatError,
+    ContextFull,
+    DeadlineExceeded,
+    InfrastructureFailed,
+    JudgeFailed,
+    SamplingMaskMissing,
+    SandboxFailed,
+    ScorerBroken,
+    ScoringFailed,
+)
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, user
 from monarch_rl.rollout import policy as policy_module
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
+from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none
 from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
@@ -40,6 +51,7 @@ from tests import patience
 from tests.model.chat_helpers import write_model
 from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS
+from tests.rollout.test_statistics import sampled
 
 T = TypeVar("T")
 SETTINGS = RolloutSettings(episode_deadline_s=0.2)
@@ -317,9 +329,10 @@ def test_the_size_of_infos_is_bounded() -> None:
 def test_no_part_has_the_name_of_another_metric() -> None:
     """The names of all metrics of an evaluation or a batch are reserved."""
     plan = EvaluationPlan(samples=2, temperature=1.0)
-    evaluation = Evaluation(np.arange(1), np.ones((1, 2), np.float32), {}, parts=[[{}, {}]], versions=(0, 1), plan=plan)
-    names = [name.removeprefix("held_out/") for name in evaluation.metrics()]
-    assert len(names) > 8
+    completed: list[EpisodeResult] = [[sampled(1.0)], [sampled(1.0)]]
+    evaluation = Evaluation.of(plan, [0], [("sums", completed)], {"sums": 1.0})
+    names = [name.removeprefix("held_out/") for name in evaluation.metrics() if name != "held_out/score"]
+    assert len(names) > 10
     for name in [*names, "mean"]:
         with pytest.raises(ValueError, match=f"'{name}'"):
             as_outcome({name: 1.0})
@@ -476,7 +489,6 @@ UNUSABLE = "episode returned an unusable value"
         (replies("guess", Outcome(1.0, info={"file": asyncio})), UNUSABLE, "JSON serializable"),
         (exits, "episode raised SystemExit", "SystemExit: 3"),
         (cancels, "episode was cancelled by its own code", ""),
-        (silent, "episode ended without a reply", "await policy.reply"),
         (twice_at_once, "episode raised RuntimeError", "the policy is generating a turn"),
     ],
 )
@@ -486,6 +498,65 @@ def test_an_unusable_episode_fails_with_a_reason_and_advice(
     with pytest.raises(EpisodeFailed) as failure:
         run_episode(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason and advice in failure.value.report
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_episode_that_ends_before_the_policys_turn_has_its_reward_and_no_tokens(
+    template: ChatTemplate, temperature: float
+) -> None:
+    async def lost(item: Any, policy: Policy) -> Outcome:
+        policy.read("your opponent forfeits")
+        return Outcome(1.0, {"moves": 0.0}, {"why": "forfeit"})
+
+    result = run_episode(Echo(template, "8"), template, lost, sampling=Sampling(temperature=temperature))
+    assert (result.turns, result.reward, result.parts, result.info) == ([], 1.0, {"moves": 0.0}, {"why": "forfeit"})
+
+
+class OutOfReach(httpx.ConnectError, ValueError):
+    pass
+
+
+def caused(error: Exception) -> Exception:
+    outer = RuntimeError("the judge did not answer")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "infrastructure"),
+    [
+        (JudgeFailed("remote judge could not be reached"), True),
+        (JudgeFailed("remote judge answered with status 400", infrastructure=False), False),
+        (SandboxFailed("no namespaces"), True),
+        (InfrastructureFailed("the shop's server"), True),
+        (ConnectionResetError(), True),
+        (OutOfReach("no route"), True),
+        (caused(httpx.ReadTimeout("late")), True),
+        (ScoringFailed("score raised SandboxFailed", infrastructure=True), True),
+        (ScoringFailed("score raised KeyError"), False),
+        (KeyError("answer"), False),
+        (FileNotFoundError("rows.jsonl"), False),
+        (caused(KeyError("answer")), False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("of_turn", [False, True])
+def test_a_service_that_is_away_is_told_from_the_episodes_own_errors(
+    template: ChatTemplate, error: Exception, infrastructure: bool, of_turn: bool
+) -> None:
+    async def judged() -> float:
+        raise error
+
+    async def episode(item: Any, policy: Policy) -> float:
+        reply = await policy.reply("guess")
+        if not of_turn:
+            return await judged()
+        reply.reward = judged()
+        return 1.0
+
+    with pytest.raises(EpisodeFailed) as failed:
+        run_episode(Echo(template, "8"), template, episode)
+    assert failed.value.infrastructure == infrastructure
 
 
 def test_an_episode_that_is_not_a_coroutine_function_is_refused_by_its_task() -> None:

@@ -195,6 +195,19 @@ def test_attempts_are_bounded_and_the_last_error_is_shown(bad: Answer, reason: s
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("status", "infrastructure"), [(400, False), (422, False), (401, True), (404, True), (503, True)]
+)
+def test_a_request_that_is_refused_is_no_failure_of_infrastructure(status: int, infrastructure: bool) -> None:
+    async def test() -> None:
+        async with serving((status, "", "too long"), retries=0) as (_, judge):
+            with pytest.raises(JudgeFailed) as failed:
+                await judge.reply("right?")
+            assert failed.value.infrastructure == infrastructure
+
+    run(test)
+
+
 def test_a_refusal_is_final_and_the_key_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         refusal = (401, "", f"no such key: {KEY}")

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from monarch_rl.episode.failure import Failure
+from monarch_rl.errors import InfrastructureFailed, SandboxFailed
 from monarch_rl.model.messages import ToolCall, as_messages
 from monarch_rl.model.tools import as_tools
 from monarch_rl.rollout import run_tools as module
@@ -153,6 +154,17 @@ def run(*calls: ToolCall, **more: Any) -> tuple[list[str], list[Failure]]:
 
 def call(name: str, error: str = "", **arguments: Any) -> ToolCall:
     return ToolCall(name, arguments, f"call-{name}", error)
+
+
+@pytest.mark.parametrize("error", [SandboxFailed("no namespaces"), InfrastructureFailed("no answer")])
+def test_a_service_that_is_away_is_not_read_by_the_policy(error: Exception) -> None:
+    def search() -> str:
+        """Search."""
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        asyncio.run(run_tools([call("search")], [search]))
+    assert raised.value is error
 
 
 def test_calls_are_answered_in_order() -> None:

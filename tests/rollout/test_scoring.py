@@ -94,13 +94,21 @@ def test_each_failure_affects_one_score_and_has_a_reason() -> None:
                 "score ended its process",
                 "score raised SystemExit",
             ]
+            for function, text, infrastructure in (
+                (scores.touchy_score, "0", False),
+                (scores.touchy_score, "2", False),
+                (scores.crashes, "", False),
+                (scores.is_killed, "", True),
+                (scores.needs_sandbox, "", True),
+            ):
+                assert (await failure(scorer, function, text)).infrastructure == infrastructure, function
             good_ones = asyncio.gather(*(scorer.score(scores.touchy_score, "8") for _ in range(4)))
             with pytest.raises(TypeError, match="pickle"):
                 await scorer.score(scores.touchy_score, (number for number in range(3)))
             assert await good_ones == [Outcome(8.0)] * 4
             parts = await scorer.score(scores.in_parts)
             assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
-            with pytest.raises(ScoringFailed, match="score raised ValueError"):
+            with pytest.raises(ScoringFailed, match="score returned an unusable value"):
                 await scorer.score(scores.not_a_number)
         finally:
             await asyncio.to_thread(scorer.close)
@@ -117,7 +125,7 @@ def test_a_score_that_forks_answers_once() -> None:
                 assert await scorer.score(scores.answer, value + 0.5) == Outcome(value + 0.5)
             for function, given, reason in (
                 (scores.recurses, 0, "score raised RecursionError"),
-                (scores.in_many_parts, 101, "score raised ValueError"),
+                (scores.in_many_parts, 101, "score returned an unusable value"),
             ):
                 with pytest.raises(ScoringFailed, match=reason):
                     await scorer.score(function, given)
@@ -218,7 +226,8 @@ def test_a_failure_names_its_file_and_line_even_if_the_process_ended() -> None:
             assert long.reason == "score raised ValueError" and len(long.report) < 20_000
             assert "characters ...]" in long.report and len(str(long)) < 20_000
             infinite = await failure(scorer, scores.answer, float("nan"))
-            assert "ValueError" in infinite.report and "nan" in infinite.report
+            assert infinite.reason == "score returned an unusable value" and "nan" in infinite.report
+            assert infinite.place == line_of(scores.answer, "def answer") and infinite.place in infinite.report
         finally:
             await asyncio.to_thread(scorer.close)
 

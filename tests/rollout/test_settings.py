@@ -100,3 +100,8 @@ def test_more_processes_than_a_machine_can_start_are_refused() -> None:
 def test_a_temperature_that_sglang_takes_for_greedy_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout.temperature .* at least 0.01"):
         check_rollout(RolloutSettings(temperature=1e-7), groups_per_step=4, data_ranks=2)
+
+
+def test_truncation_without_mask_and_top_k_lacks_both_at_once() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.keep-sampling-mask(.|\n)*rollout\.top-k of 2"):
+        RolloutSettings(top_p=0.9)

@@ -9,7 +9,8 @@ import json
 import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import tyro
@@ -31,7 +32,8 @@ from monarch_rl.algorithms.objectives import (
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
-from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, from_plain, limits, to_plain
+from monarch_rl.settings.other_projects import TRL, VERL
+from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, Range, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -296,3 +298,91 @@ def test_unreadable_saved_settings_are_refused_with_the_version_that_reads_them(
         ):
             cli(Settings, args=[])
     assert cli(Settings, args=[]) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ("--trainer.learning-rate", "--trainer.lr"),
+        ("--learning_rate=1e-6", "--trainer.lr"),
+        ("--num-generations", "--rollout.group-size"),
+        ("--per-device-train-batch-size", "--groups-per-step"),
+        ("--beta", "--trainer.reference"),
+        ("--objective.epsilon", "--objective.clip-low"),
+        ("--kl-coef", "--trainer.loss.kl-coefficient"),
+        ("--actor_rollout_ref.rollout.n", "--rollout.group-size"),
+        ("actor_rollout_ref.rollout.n=8", "--rollout.group-size"),
+        ("+trainer.save_freq=8", "--checkpoint.every-steps"),
+    ],
+)
+def test_a_setting_of_another_project_is_refused_with_the_flag_here(given: str, flag: str) -> None:
+    message = refusal(given, "1")
+    assert given.partition("=")[0] in message and f"{flag} " in f"{message.replace(',', ' ')} "
+
+
+def test_settings_of_other_projects_and_removed_flags_are_refused_together() -> None:
+    message = refusal("--learning-rate", "1", "--trainer.betas", "1", "--save-steps", "2")
+    assert message.count("error: ") == 3 and "--learning-rate" in message
+    assert "--trainer.betas" in message and "--save-steps" in message
+
+
+@dataclass(frozen=True)
+class WithBeta(Settings):
+    """A recipe with a flag of the name of another project's setting."""
+
+    beta: float = 0.0
+
+
+def test_a_flag_of_the_recipe_wins_over_the_name_of_another_project() -> None:
+    assert cli(WithBeta, args=["--beta", "1"]).beta == 1
+    assert cli(Settings, args=["--steps", "3", "--objective.clip-low=0.1"]).steps == 3
+
+
+def test_the_flags_that_take_the_place_of_other_projects_settings_exist() -> None:
+    recipes = json.loads((Path(__file__).parents[1] / "references" / "flags.json").read_text()).values()
+    exist = {f"--{flag}" for flags in recipes for flag in flags}
+    named = {flag for text in [*TRL.values(), *VERL.values()] for flag in re.findall(r"--[a-z.-]+[a-z]", text)}
+    assert len(named) > 30 and named - exist == set()
+
+
+@dataclass(frozen=True)
+class Several(CheckedSettings, flags=""):
+    """A recipe with settings of several packages, and a contradiction of its own."""
+
+    steps: Annotated[int, Range(1, 10)] = 10
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def contradictions(self) -> list[str]:
+        return ["steps are fewer than ranks"] * (self.steps < self.trainer.ranks)
+
+
+def test_all_wrong_settings_are_refused_at_once() -> None:
+    """Over all classes; contradictions, which rely on allowed values, only where all values are allowed."""
+    given = ["--steps=0", "--trainer.lr=nan", "--trainer.minibatches=0", "--checkpoint.keep=-1"]
+    message = refusal(*given, kind=Several)
+    assert [flag for flag in given if flag[2:].partition("=")[0] not in message] == []
+    assert message.count("error: ") == 4 and "fewer" not in message
+    with pytest.raises(ValueError, match=r"trainer\.lr(.|\n)*trainer\.minibatches"):
+        TrainerSettings(lr=float("nan"), minibatches=0)
+    unread = ["--trainer.loss.kl-estimate=k1", "--trainer.loss.kl-in=reward"]
+    both = refusal("--steps=1", "--trainer.ranks=2", *unread, kind=Several)
+    assert "kl-estimate" in both and "kl-in" in both and "fewer" not in both
+    assert "fewer" in refusal("--steps=1", "--trainer.ranks=2", kind=Several)
+
+
+@dataclass(frozen=True)
+class Divided(CheckedSettings, flags=""):
+    """A recipe whose own check relies on the range of its setting."""
+
+    parts: Annotated[int, Range(1, 10)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 10 % self.parts:
+            raise ValueError("10 steps cannot be divided")
+
+
+def test_a_recipes_own_check_runs_after_that_of_the_ranges() -> None:
+    assert "at least 1" in refusal("--parts=0", kind=Divided)
+    assert "divided" in refusal("--parts=3", kind=Divided)

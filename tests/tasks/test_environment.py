@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from monarch_rl.errors import InfrastructureFailed
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.environment import Environment, as_shown
 from monarch_rl.tasks.openenv import OpenEnv
@@ -296,6 +297,49 @@ async def answers(url: str) -> bool:
                 return answer.status == 200
         except OSError:
             return False
+
+
+def test_an_openenv_server_that_is_away_or_silent_is_no_fault_of_the_episode() -> None:
+    task = Environment(lambda seed: OpenEnv(f"http://127.0.0.1:{free_port()}"), str)
+    with pytest.raises(InfrastructureFailed, match="cannot be reached"):
+        run_episode(task, 0, str)
+
+    async def episode(handler: Any, deadline_s: float) -> None:
+        from aiohttp import web
+
+        app = web.Application()
+        app.router.add_get("/ws", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port := free_port()).start()
+        policy: Any = Scripted(str)
+        try:
+            await Environment(lambda seed: OpenEnv(f"http://127.0.0.1:{port}", deadline_s), str).episode(0, policy)
+        finally:
+            await runner.cleanup()
+
+    async def hangs_up(request: Any) -> Any:
+        from aiohttp import web
+
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.close(message=b"out of memory")
+        return socket
+
+    async def is_silent(request: Any) -> Any:
+        from aiohttp import web
+
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.receive()
+        return socket
+
+    with pytest.raises(InfrastructureFailed, match="ended the session"):
+        asyncio.run(episode(hangs_up, 600.0))
+    with pytest.raises(InfrastructureFailed, match="did not answer reset"):
+        asyncio.run(episode(is_silent, 0.2))
 
 
 @pytest.mark.skipif(not OPENENV, reason="OPENENV_PYTHON names no Python that has openenv 0.10.0")

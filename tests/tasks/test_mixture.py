@@ -159,3 +159,25 @@ def test_an_invalid_mixture_is_refused(weights: dict[str, Any], more: dict[str, 
 def test_tasks_with_the_same_name_are_refused() -> None:
     with pytest.raises(ValueError, match="a, a: .*name="):
         Mixture({named("a"): 1, named("a"): 2})
+
+
+def test_success_is_defined_by_the_reward_function_or_the_task_and_for_a_mixture_if_all_tasks_define_it() -> None:
+    def marked(row: Any, answer: str) -> float:
+        return 0.5
+
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    marked.success_reward = 0.5  # type: ignore[attr-defined]
+    rows = [{"question": "1"}]
+    half, whole = Questions(rows, marked, name="half"), Questions(rows, marked, name="whole", success_reward=1.0)
+    assert (half.success_reward, whole.success_reward, questions("none", 3).success_reward) == (0.5, 1.0, None)
+    assert (half.with_episode(episode).success_reward, half.with_episode(episode, 0.7).success_reward) == (None, 0.7)
+    mixture = Mixture({half: 1, whole: 1})
+    assert mixture.success_reward == 1.0 and Mixture({half: 1, questions("none", 3): 1}).success_reward is None
+    for cursor in range(4):
+        task, _ = mixture.owner_of(mixture.items(cursor))
+        assert task.success_reward == {"half": 0.5, "whole": 1.0}[task.name]
+        assert mixture.with_episode(episode, 0.7).owner_of(mixture.items(cursor))[0].success_reward == 0.7
+    with pytest.raises(ValueError, match="success_reward"):
+        Questions(rows, marked, success_reward=float("nan"))

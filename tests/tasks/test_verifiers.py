@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pickle
 import signal
 import sys
@@ -15,12 +16,14 @@ import pytest
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.errors import JudgeFailed
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.tasks import verifiers
 from monarch_rl.tasks.verifiers import Verifiers
 from tests.model.chat_helpers import write_model
 
@@ -92,6 +95,48 @@ def run_episode(
     runner = EpisodeRunner(engine, template, RolloutSettings(), None, limit)
     (result,) = run_virtual(runner.play(task, 0, task.items(0), Sampling(100), 0))
     return result, engine
+
+
+async def judged(completion: Any) -> float:
+    raise RuntimeError("the judge") from JudgeFailed("remote judge could not be reached")
+
+
+class Unavailable:
+    """As verifiers 0.1.10 scores: a reward function that raises counts as 0."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self.funcs = list(functions)
+        self.rubric = self
+
+    async def rollout(self, *_: Any) -> dict[str, Any]:
+        completion = [{"content": "42"}]
+        return {"error": None, "trajectory": [], "completion": completion, "stop_condition": "", "is_truncated": False}
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        state["metrics"] = {}
+        for function in self.funcs:
+            try:
+                assert list(inspect.signature(function).parameters) == ["completion"]
+                found = function(completion=state["completion"])
+                state["metrics"][function.__name__] = await found if inspect.isawaitable(found) else found
+            except Exception:
+                state["metrics"][function.__name__] = 0.0
+        state["reward"] = sum(state["metrics"].values())
+
+
+def test_a_judge_that_is_away_is_no_reward_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(completion: Any) -> float:
+        raise KeyError("no judge is to blame")
+
+    monkeypatch.setattr(verifiers, "_without_handlers", lambda make: make())
+    policy: Any = None
+
+    async def reward(*functions: Callable[..., Any]) -> Any:
+        return await Verifiers(lambda: Unavailable(*functions)).episode({}, policy)
+
+    assert run_virtual(reward(brief, broken)).reward == 1.0
+    with pytest.raises(RuntimeError, match="judge"):
+        run_virtual(reward(brief, judged))
 
 
 @needs_verifiers

@@ -42,6 +42,8 @@ SEATS_AND_TURNS = st.lists(
 )
 """Parts of the rewards of each group's episodes."""
 GROUP = st.tuples(st.sampled_from(["", "spell", "sums"]), st.lists(EPISODE, min_size=1, max_size=4))
+SUCCESS = {"": None, "spell": 1.0, "sums": 0.5}
+"""The ``success_reward`` of each task."""
 Group = tuple[str, list[tuple[float, int, bool, dict[str, float]]]]
 
 
@@ -64,6 +66,7 @@ def shard(groups: list[Group], lag_counts: list[int]) -> PackedShard:
         turn_lengths=[[[length] for _, length, _, _ in episodes] for _, episodes in groups],
         turn_rewards=[[[None]] * len(episodes) for _, episodes in groups],
         tasks=[task for task, _ in groups],
+        success_rewards=[SUCCESS[task] for task, _ in groups],
         parts=[[parts for *_, parts in episodes] for _, episodes in groups],
     )
 
@@ -73,6 +76,13 @@ def test_the_share_of_replayed_groups_is_reported_only_with_replay() -> None:
     assert "buffer/replayed_share" not in batch_metrics(one, advantages)
     one.uses = [0, 2, 1, 0]
     assert batch_metrics(one, advantages)["buffer/replayed_share"] == 0.5
+
+
+@given(st.floats(-(2.0**127), 2.0**127, width=32), st.integers(1, 16))
+def test_equal_rewards_have_a_deviation_of_exactly_0(reward: float, size: int) -> None:
+    one = shard([("", [(reward, 3, False, {})] * size)], [12])
+    values = batch_metrics(one, [np.full(size, reward, np.float32)])
+    assert values["reward/mean"] == reward and values["reward/std"] == values["advantage/std"] == 0
 
 
 @given(st.lists(GROUP, min_size=1, max_size=4), SEATS_AND_TURNS)
@@ -116,8 +126,6 @@ def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None
         "reward/mean": np.mean([reward for _, reward, *_ in episodes]),
         "reward/std": np.std([reward for _, reward, *_ in episodes]),
         "reward/equal_groups_share": np.mean([len(set(rewards)) == 1 for rewards in by_group]),
-        "reward/all_right_share": np.mean([min(rewards) >= 1 for rewards in by_group]),
-        "reward/all_wrong_share": np.mean([max(rewards) <= 0 for rewards in by_group]),
         "length/mean": np.mean([length for _, _, length, *_ in episodes]),
         "length/max": max(length for _, _, length, *_ in episodes),
         "length/cut_share": np.mean([cut for *_, cut, _ in episodes]),
@@ -125,6 +133,11 @@ def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None
     }
     if lags:
         expected |= {"lag/mean": np.mean(lags), "lag/max": max(lags)}
+    marks = [SUCCESS[task] for task, _ in groups]
+    by_mark = [(rewards, mark) for rewards, mark in zip(by_group, marks, strict=True) if mark is not None]
+    if by_mark:
+        expected["reward/all_right_share"] = np.mean([min(rewards) >= mark for rewards, mark in by_mark])
+        expected["reward/all_wrong_share"] = np.mean([max(rewards) < mark for rewards, mark in by_mark])
     for task in {task for task, *_ in episodes} - {""}:
         expected[f"groups/{task}"] = sum(name == task for name, _ in groups)
         expected[f"reward/{task}/mean"] = np.mean([reward for name, reward, *_ in episodes if name == task])
@@ -151,8 +164,8 @@ def test_a_worked_example() -> None:
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "reward/equal_groups_share": 0.5,
-        "reward/all_right_share": 0.25,
-        "reward/all_wrong_share": 0.25,
+        "reward/all_right_share": pytest.approx(1 / 3),  # of the groups whose task has a success_reward
+        "reward/all_wrong_share": pytest.approx(1 / 3),
         "advantage/std": pytest.approx(0.5 / np.sqrt(2)),
         "length/mean": 4.0,
         "length/max": 8.0,

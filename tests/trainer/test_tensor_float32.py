@@ -110,6 +110,7 @@ def test_a_policy_uses_tf32_only_in_the_two_passes_of_half_precision(half: bool,
     Watched.seen.clear()
 
     batch.behaviour_logprobs, batch.advantages, batch.columns = torch.zeros(3), torch.zeros(3), {}
+    batch.lags = torch.zeros(3, dtype=torch.int64)
     policy._expert_route_sums, policy.device = lambda _: {}, torch.device("cpu")
 
     def objective(output: Any, _: MicroBatch) -> Any:

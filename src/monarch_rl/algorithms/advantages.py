@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 
 from monarch_rl.algorithms.distillation import distillation, sequence_distillation
@@ -28,7 +29,7 @@ def grpo(group: GroupView, eps: float = 1e-6) -> torch.Tensor:
 
 def _normalised(values: torch.Tensor, eps: float) -> torch.Tensor:
     """float32[n]: ``(x - mean) / (std + eps)``, std with n - 1 degrees of freedom."""
-    # In float64, so that the rounding error of the mean of equal values is far below eps.
+    # In float64, in which the mean of up to 2**29 equal float32 values is exact: they become exactly 0.
     wide = values.double()
     centred = wide - wide.mean()
     if len(wide) > 1:
@@ -36,14 +37,23 @@ def _normalised(values: torch.Tensor, eps: float) -> torch.Tensor:
     return centred.float()
 
 
+def centred(rewards: torch.Tensor) -> torch.Tensor:
+    """``R - mean``, float32[S]; exactly zeros if all rewards are equal.
+
+    The float32 mean of equal rewards may differ from them by rounding, and Adam, which divides a gradient by its size,
+    would make a full step of that.
+    """
+    return rewards - rewards.mean() if (rewards != rewards[:1]).any() else torch.zeros_like(rewards)
+
+
 def dr_grpo(group: GroupView) -> torch.Tensor:
     """``R - mean`` over the group, without the division by std, which favours prompts whose rewards differ little
     (arXiv:2503.20783).
 
     Returns:
-        float32[S].
+        float32[S]; zeros for equal rewards.
     """
-    return group.rewards - group.rewards.mean()
+    return centred(group.rewards)
 
 
 def rloo(group: GroupView) -> torch.Tensor:
@@ -51,10 +61,10 @@ def rloo(group: GroupView) -> torch.Tensor:
     policy gradient is unbiased (RLOO, arXiv:2402.14740). Equals ``dr_grpo`` times S / (S - 1).
 
     Returns:
-        float32[S]; zeros for a group of one.
+        float32[S]; zeros for a group of one or of equal rewards.
     """
     size = len(group)
-    return (group.rewards - group.rewards.mean()) * (size / (size - 1) if size > 1 else 0.0)
+    return centred(group.rewards) * (size / (size - 1) if size > 1 else 0.0)
 
 
 def max_rl(group: GroupView) -> torch.Tensor:
@@ -62,7 +72,7 @@ def max_rl(group: GroupView) -> torch.Tensor:
     approximates for large groups (MaxRL, arXiv:2602.02710).
 
     Returns:
-        float32[S]; zeros if all rewards are 0.
+        float32[S]; zeros for equal rewards.
 
     Raises:
         ValueError: a reward is negative: the mean is then no success rate, and a negative one would flip the gradient.
@@ -71,7 +81,7 @@ def max_rl(group: GroupView) -> torch.Tensor:
         rewards = group.rewards.tolist()
         raise ValueError(f"max_rl divides by a group's mean reward and needs rewards of at least 0, got {rewards}")
     mean = group.rewards.mean()
-    return (group.rewards - mean) / mean if mean > 0 else torch.zeros_like(group.rewards)
+    return centred(group.rewards) / mean if mean > 0 else torch.zeros_like(group.rewards)
 
 
 @of_batch
@@ -124,7 +134,8 @@ class SeatBaselines:
             name = f"{group.task}/{seat}"
             baseline = self.decay * self.baselines.get(name, 0.0) + (1 - self.decay) * reward
             self.baselines[name] = baseline
-            advantages.append(reward - baseline)
+            # Rewards are float32: a baseline that differs by less has converged, and never becomes equal in float64.
+            advantages.append(reward - baseline if np.float32(baseline) != reward else 0.0)
         return torch.tensor(advantages, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, float]:

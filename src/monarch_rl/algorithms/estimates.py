@@ -13,13 +13,13 @@ RESAMPLES = 1000
 """Resamples of a bootstrap."""
 
 
-def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
+def pass_at_k(correct: np.ndarray, samples: int | np.ndarray, k: int) -> np.ndarray:
     """Unbiased estimate, for each item, of the probability that at least one of k episodes is right:
     ``1 - C(n - c, k) / C(n, k)`` for n >= k episodes, c of which are right (Chen et al., arXiv:2107.03374).
 
     Args:
         correct: int[items], the number c of right episodes of each item.
-        samples: the number n of episodes of each item.
+        samples: the number n of episodes of each item, or int[items].
 
     Returns:
         float64[items].
@@ -27,9 +27,9 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
     Raises:
         ValueError: k is not in 1 to n, or an item has more than n right episodes.
     """
-    if not 1 <= k <= samples:
+    if k < 1 or np.any(k > np.asarray(samples)):
         raise ValueError(f"pass@{k} cannot be estimated from {samples} episodes per item: run at least {k} per item")
-    if len(correct) and not 0 <= int(correct.min()) <= int(correct.max()) <= samples:
+    if np.any(correct < 0) or np.any(correct > samples):
         raise ValueError(f"items have between {correct.min()} and {correct.max()} right episodes, out of {samples}")
     # The quotient of the binomial coefficients is a product of k factors, each at most 1.
     wrong = samples - correct.astype(np.float64)

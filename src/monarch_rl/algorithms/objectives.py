@@ -9,6 +9,7 @@ The formulas are in ``losses.py``; docs/algorithms.md says when to use which. To
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -17,7 +18,6 @@ import tyro
 
 from monarch_rl.algorithms import losses
 from monarch_rl.algorithms.losses import LossInputs, TokenLoss
-from monarch_rl.errors import SettingsError
 from monarch_rl.settings.ranges import NamedSettings, Range
 
 ObjectiveName = Literal["pg", "ppo_clip", "cispo", "gspo", "sapo", "dppo_tv", "decoupled", "distillation"]
@@ -104,10 +104,9 @@ class PPOClip(RatioObjective):
             inputs.new, self.old_logprobs(inputs), inputs.advantages, self.clip_low, self.clip_high, self.dual_clip
         )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if 0 < self.dual_clip <= 1 + self.clip_high:
-            raise SettingsError(
+            yield (
                 f"objective.dual-clip {self.dual_clip:g} must be above the clip's ceiling, {1 + self.clip_high:g}, or "
                 "it would remove the gradient of tokens within the clip: 3 is usual"
             )
@@ -222,10 +221,9 @@ class Distillation(Objective):
     """With `top`: `reverse` is KL(pi, teacher), mode-seeking: generate only what the teacher would. `forward` is
     KL(teacher, pi), mode-covering: miss nothing that the teacher might generate (GKD, arXiv:2306.13649)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.divergence == "forward" and not self.top:
-            raise SettingsError(
+            yield (
                 "objective.divergence forward is an expectation over the teacher's tokens, which cannot be estimated "
                 "from the sampled token alone: give objective.top, such as 8"
             )
@@ -268,10 +266,9 @@ class _Bounded(Correction):
     low: Annotated[float, Range(0, 1_000_000)]
     high: Annotated[float, Range(0, 1_000_000)]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.low > self.high:
-            raise SettingsError(f"{type(self).__name__}(low={self.low:g}, high={self.high:g}): low is above high")
+            yield f"{type(self).__name__}(low={self.low:g}, high={self.high:g}): low is above high"
 
 
 @dataclass(frozen=True, kw_only=True)

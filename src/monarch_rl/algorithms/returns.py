@@ -173,8 +173,9 @@ def path_means(group: GroupView, values: Sequence[torch.Tensor]) -> list[torch.T
         float[length] for each of S sequences.
     """
     size = int(group.lengths.sum())
-    total, branches = torch.zeros(size, dtype=values[0].dtype), torch.zeros(size, dtype=values[0].dtype)
+    # In float64, so that the mean of equal values is exactly that value.
+    total, branches = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     for path, of_path in zip(paths(group), values, strict=True):
-        total.index_add_(0, path.tokens, of_path)
-        branches.index_add_(0, path.tokens, torch.ones_like(of_path))
-    return list((total / branches).split(group.lengths.tolist()))
+        total.index_add_(0, path.tokens, of_path.double())
+        branches[path.tokens] += 1
+    return list((total / branches).to(values[0].dtype).split(group.lengths.tolist()))

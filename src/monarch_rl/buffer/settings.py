@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -46,27 +47,26 @@ class BufferSettings(CheckedSettings, flags="buffer"):
     """MiB of complete groups that the buffer holds; workers hold the rest. 4096 holds 30,000 episodes of 16,000 tokens
     each. Groups of the next batch always fit."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.max_policy_lag is None and self.late != "wait":
-            raise SettingsError(f"buffer.late {self.late} needs a lag bound: set buffer.max-policy-lag")
+            yield f"buffer.late {self.late} needs a lag bound: set buffer.max-policy-lag"
         if self.late != "wait" and isinstance(self.window, int):
-            raise SettingsError(
+            yield (
                 f"buffer.late {self.late} has no effect: with buffer.window {self.window} no group ever exceeds the "
                 "lag bound. Remove buffer.window, or set buffer.late wait"
             )
         if self.max_policy_lag is not None and self.late == "wait" and self.window == "greedy":
-            raise SettingsError(
+            yield (
                 "buffer.window greedy breaks the lag bound: set buffer.late drop or mask, or a number for buffer.window"
             )
         bound = self.max_policy_lag
         if bound is not None and self.replay > bound + 1:
-            raise SettingsError(
+            yield (
                 f"buffer.replay {self.replay}: a group is too old after max-policy-lag + 1 = {bound + 1} batches. Set "
                 f"it to at most {bound + 1}, or increase max-policy-lag"
             )
         if self.reject_lag is not None and bound is not None and self.reject_lag >= bound:
-            raise SettingsError(
+            yield (
                 f"buffer.reject-lag {self.reject_lag} rejects nothing: it must be below max-policy-lag "
                 f"{self.max_policy_lag}"
             )

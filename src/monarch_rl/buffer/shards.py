@@ -52,6 +52,7 @@ def cut(batch: Batch, plan: ShardPlan) -> list[PackedShard]:
         lengths=[group.lengths for group in groups],
         cut=[group.cut for group in groups],
         tasks=[group.task for group in groups],
+        success_rewards=[group.success_reward for group in groups],
         items=[group.task_index for group in groups],
         group_ids=[(group.group_id, group.attempt) for group in groups],
         parts=[[episode.parts for episode in group.episodes] for group in groups],

@@ -249,6 +249,8 @@ class Group:
     identifies a lease."""
     task: str = ""
     """Name of the prompt's task, for the metrics."""
+    success_reward: float | None = None
+    """See :attr:`monarch_rl.tasks.task.Task.success_reward`."""
 
     @property
     def rewards(self) -> np.ndarray:

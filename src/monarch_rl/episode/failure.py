@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 KINDS = 20
 """Kinds of failures that are shown in full; an error raised at ever new places must not fill the console."""
+UNUSABLE = "returned an unusable value"
+"""End of the reason if a function returned a value that is not a reward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ class SerializedGroup:
     task: str = ""
     columns: tuple[str, ...] = ()
     """Names of the columns that all turns have, in their stored order."""
+    success_reward: float | None = None
 
     @property
     def rewards(self) -> np.ndarray:
@@ -193,11 +194,14 @@ class SerializedGroup:
             data,
             header["task"],
             tuple(header["columns"]),
+            header.get("success_reward"),  # groups in checkpoints of 0.1 have none
         )
 
     def deserialize(self) -> Group:
         episodes = [serialized.give_outcome(deserialize_episode(serialized.data)) for serialized in self.episodes]
-        return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt, self.task)
+        group = Group(self.group_id, self.task_index, episodes, self.failed, self.attempt)
+        group.task, group.success_reward = self.task, self.success_reward
+        return group
 
 
 def serialize_group(group: Group) -> bytes:
@@ -214,6 +218,7 @@ def serialize_group(group: Group) -> bytes:
         "failed": group.failed,
         "attempt": group.attempt,
         "task": group.task,
+        "success_reward": group.success_reward,
         "tree": prefix_tree(group.episodes),
         "columns": columns,
         "episodes": [

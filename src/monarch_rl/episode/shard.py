@@ -48,6 +48,8 @@ class PackedShard:
     """bool[G]: whether the episode was truncated by a token limit."""
     tasks: list[str] = field(default_factory=list)
     """Name of the task."""
+    success_rewards: list[float | None] = field(default_factory=list)
+    """The task's ``success_reward``; empty in journals of 0.1."""
     items: list[int] = field(default_factory=list)
     """Position of the prompt in the stream of tasks (``Group.task_index``)."""
     group_ids: list[tuple[int, int]] = field(default_factory=list)

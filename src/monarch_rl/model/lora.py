@@ -6,10 +6,10 @@ A projection with LoRA computes ``W x + alpha / rank * B (A x)``: the base weigh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from monarch_rl.errors import SettingsError
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 
@@ -39,12 +39,9 @@ class LoraSettings(CheckedSettings, flags="trainer.lora"):
     seed: NotAFlag[Annotated[int, SEED]] = 0
     """Seed of the initial values of A. B starts at zero, so training starts from the unchanged model."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise SettingsError(
-                f"trainer.lora.targets must be one or more of {', '.join(TARGETS)}, each once, got {self.targets}"
-            )
+            yield f"trainer.lora.targets must be one or more of {', '.join(TARGETS)}, each once, got {self.targets}"
 
     @property
     def scaling(self) -> float:

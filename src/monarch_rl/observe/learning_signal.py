@@ -69,20 +69,23 @@ def _is_zero(deviation: float, values: Mapping[str, float]) -> bool:
 
 def _diagnosis(values: Mapping[str, float]) -> tuple[str, str]:
     """The rewards in words, and what to do about them."""
-    wrong, right = values.get("reward/all_wrong_share", 0.0), values.get("reward/all_right_share", 0.0)
+    mean = values["reward/mean"]
+    # Without a success_reward these metrics are missing. If all rewards are equal, 0 and 1 most likely mean the same.
+    wrong = values.get("reward/all_wrong_share", float(mean <= 0))
+    right = values.get("reward/all_right_share", float(mean >= 1))
     if not _is_zero(values["reward/std"], values):  # the groups differ from each other
         entropy = values.get("trainer/entropy", math.nan)
         rewards = "another one in each group"
-        if math.isclose(wrong + right, 1):
-            rewards = f"{right:.0%} of the groups 1, {wrong:.0%} 0"
+        if "reward/all_right_share" in values:
+            rewards = f"{right:.0%} of the groups right, {wrong:.0%} wrong"
         return rewards, (
             f"Either the episodes of a group are all alike (trainer/entropy {entropy:.2g}, --rollout.temperature), or "
             f"the reward does not depend on the answer: {LOOK}"
         )
-    reward = f"{values['reward/mean']:.4g}"
+    reward = f"{mean:.4g}"
     if right == 1:
         return reward, f"The task is too easy for the model, or the reward accepts every answer: {LOOK}"
-    if wrong == 1:
+    if wrong == 1 and mean <= 0:
         return reward, (
             "The task is too hard for the model, or its answers have another format than the reward expects: "
             f"{LOOK}, begin with easier items, or warm up with run.supervised"

@@ -76,10 +76,18 @@ METRICS = (
         "learning",
     ),
     Metric(
+        "length/without_turn",
+        "episodes",
+        "Episodes so far that ended before the policy's turn. They are neither trained nor compared with the others of "
+        "their group, and `reward/mean` does not count them.",
+        "learning",
+    ),
+    Metric(
         "held_out/accuracy",
         "share",
-        "Share of held-out episodes that got the full reward (pass@1). Evaluated before and after training and every "
-        "`--evaluate-every` steps, greedily unless `--evaluation.temperature` is set.",
+        "Share of held-out episodes that succeeded (pass@1): their reward is at least the task's `success_reward`. "
+        "Missing if a task has none. Evaluated before and after training and every `--evaluate-every` steps, greedily "
+        "unless `--evaluation.temperature` is set.",
         "learning",
         "held-out",
         "{:.1%}",
@@ -94,13 +102,39 @@ METRICS = (
     Metric(
         "held_out/pass_at_*",
         "share",
-        "`held_out/pass_at_<k>`: probability that at least one of k episodes of an item gets the full reward (unbiased "
+        "`held_out/pass_at_<k>`: probability that at least one of k episodes of an item succeeds (unbiased "
         "estimator of arXiv:2107.03374); mean over items (`--evaluation.samples`, `--evaluation.pass-at`). `_low`, "
         "`_high`: its 95 % interval.",
         "learning",
     ),
-    Metric("held_out/reward", "reward", "Mean reward of the held-out episodes.", "learning"),
-    Metric("held_out/failed", "episodes", "Held-out episodes that failed. They count as reward 0.", "learning"),
+    Metric(
+        "held_out/reward",
+        "reward",
+        "Mean reward of the held-out episodes. On the console if there is no accuracy.",
+        "learning",
+        "held-out reward",
+        "{:.3f}",
+    ),
+    Metric(
+        "held_out/failed",
+        "episodes",
+        "Held-out episodes that failed, without those left out. They count as reward 0, or as the lowest reward of the "
+        "evaluation if that is below 0, and not as a success.",
+        "learning",
+    ),
+    Metric(
+        "held_out/left_out",
+        "episodes",
+        "Held-out episodes that failed because of [infrastructure](episodes.md#failures): no other metric counts them.",
+        "learning",
+    ),
+    Metric(
+        "held_out/without_turn",
+        "episodes",
+        "Held-out episodes that ended before the policy's turn, such as a game that its opponent lost by the first "
+        "move. Their rewards count.",
+        "learning",
+    ),
     Metric(
         "held_out/*_version",
         "",
@@ -242,13 +276,14 @@ METRICS = (
     Metric(
         "reward/all_right_share",
         "share",
-        "Share of groups whose episodes all got the full reward (at least 1): the prompt is too easy.",
+        "Share of groups whose episodes all succeeded (reward of at least the task's `success_reward`): the prompt is "
+        "too easy. Like the next one, over groups of tasks that have a `success_reward`.",
         "learning",
     ),
     Metric(
         "reward/all_wrong_share",
         "share",
-        "Share of groups whose episodes all got no reward (at most 0): the prompt is too hard.",
+        "Share of groups of which no episode succeeded: the prompt is too hard.",
         "learning",
     ),
     Metric(
@@ -582,6 +617,13 @@ METRICS = (
         "recovery/returned",
         "processes",
         "Lost generators, frozen engines and rollout workers replaced so far.",
+        "losses",
+    ),
+    Metric(
+        "recovery/infrastructure_failures",
+        "share",
+        "Share of the episodes since the last step that failed because of [infrastructure](episodes.md#failures). They "
+        "are left out of their groups.",
         "losses",
     ),
     # -- checkpoints ------------------------------------------------------------------------------------------

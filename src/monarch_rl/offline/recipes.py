@@ -50,8 +50,8 @@ class _NoRun(Run):
     ) -> FrozenModel:
         return self._add_frozen(name, model, settings, self.settings.generator.tp, devices(), snapshot_every)
 
-    async def start(self, task: Task, **functions: Any) -> None:
-        raise _Started(task, functions, self._frozen)
+    async def start(self, task: Task | None = None, **functions: Any) -> None:
+        raise _Started(task or self.task, functions, self._frozen)
 
 
 def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | None = None, writer: str = "") -> Recipe:
@@ -68,26 +68,26 @@ def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | Non
             cannot read the saved settings.
         SystemExit: the flags are invalid, or ask for help.
     """
-    launched: list[tuple[Callable[[Run, Any], Awaitable[None]], RunSettings]] = []
+    launched: list[tuple[Callable[[Run, Any], Awaitable[None]], RunSettings, Callable[[Any], Task] | None]] = []
     with (
         _as_program(path, flags),
         saved_defaults(saved, writer) if saved else nullcontext(),
-        capturing(lambda train, settings: launched.append((train, settings))),
+        capturing(lambda *arguments: launched.append(arguments)),
     ):
         names = runpy.run_path(str(path), run_name="__main__")
     if not launched:
         raise SettingsError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
-    train, settings = launched[0]
+    train, settings, task = launched[0]
     run_recipe_code(getattr(train, "__globals__", names))  # `names` is a copy of these
     try:
-        asyncio.run(_to_its_start(train, settings))
+        asyncio.run(_to_its_start(train, settings, None if task is None else task(settings)))
     except _Started as started:
         return Recipe(settings, started.task, started.functions, started.frozen)
     raise SettingsError(f"{path}: train() returned without calling run.start(...)")
 
 
-async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings) -> None:
-    await train(_NoRun(settings), settings)  # waits: it ends where it would start actors
+async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings, task: Task | None) -> None:
+    await train(_NoRun(settings, task=task), settings)  # waits: it ends where it would start actors
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lets a program intercept ``launch``: it receives a recipe's settings and ``train`` function, and no run starts."""
+"""Lets a program intercept ``launch``: it receives the arguments, and no run starts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OnLaunch = Callable[[Any, Any], None]
-"""Called with ``train`` and the settings."""
+OnLaunch = Callable[[Any, Any, Any], None]
+"""Called with the arguments of ``launch``."""
 
 _callbacks: list[OnLaunch] = []
 
 
 @contextmanager
 def capturing(on_launch: OnLaunch) -> Iterator[None]:
-    """Within the block, ``launch`` passes ``train`` and the settings to ``on_launch`` instead of starting a run."""
+    """Within the block, ``launch`` passes its arguments to ``on_launch`` instead of starting a run."""
     _callbacks.append(on_launch)
     try:
         yield
@@ -22,8 +22,8 @@ def capturing(on_launch: OnLaunch) -> Iterator[None]:
         _callbacks.pop()
 
 
-def intercept_launch(train: Any, settings: Any) -> bool:
+def intercept_launch(train: Any, settings: Any, task: Any) -> bool:
     """Pass a launch to the innermost :func:`capturing` block. Returns False outside of one: the run is to start."""
     if _callbacks:
-        _callbacks[-1](train, settings)
+        _callbacks[-1](train, settings, task)
     return bool(_callbacks)

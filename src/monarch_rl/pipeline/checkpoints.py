@@ -73,7 +73,8 @@ class Checkpoints:
         note: prints a line.
         version: the version that the run starts from.
         generation: number of times the run was resumed.
-        metric: evaluation metric that defines the best checkpoint (largest value), for ``checkpoint.keep_best``.
+        metric: returns the evaluation metric that defines the best checkpoint (largest value), for
+            ``checkpoint.keep_best``; "" while there is none.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Checkpoints:
         note: Callable[[str], None],
         version: int = 0,
         generation: int = 0,
-        metric: str = "",
+        metric: Callable[[], str] = str,
     ) -> None:
         self.failed = 0
         """Number of checkpoints that could not be written."""
@@ -308,13 +309,19 @@ class KeptCheckpoints:
 
     Args:
         root: the folder of all checkpoints.
-        metric: evaluation metric; the checkpoint with its largest value is kept, with ``checkpoint.keep_best``.
+        metric: returns the evaluation metric; the checkpoint with its largest value is kept, with
+            ``checkpoint.keep_best``.
         limit_s: returns the deadline of a disk operation, in seconds.
         saved: version of the newest complete checkpoint.
     """
 
     def __init__(
-        self, root: Path, settings: CheckpointSettings, metric: str, limit_s: Callable[[], float], saved: int | None
+        self,
+        root: Path,
+        settings: CheckpointSettings,
+        metric: Callable[[], str],
+        limit_s: Callable[[], float],
+        saved: int | None,
     ) -> None:
         self.saved = saved
         """Version of the newest complete checkpoint."""
@@ -323,7 +330,7 @@ class KeptCheckpoints:
         self.notes = set[asyncio.Task[None]]()
         """Tasks that are recording evaluation results in checkpoints."""
         self._root, self._settings, self._limit_s = root, settings, limit_s
-        self._metric = metric if settings.keep_best else ""
+        self._metric = metric if settings.keep_best else str
         self._found: Measurement | None = None
         """Result of the last evaluation."""
         self._disk = asyncio.Lock()
@@ -360,7 +367,7 @@ class KeptCheckpoints:
         await self._remove_others()
 
     def _want(self, found: Measurement, best: bool) -> None:
-        if best and self._metric and self._settings.between_steps:
+        if best and self._settings.keep_best and self._settings.between_steps:
             self.wanted = found
 
     async def _note(self, found: Measurement, best: bool, writing: asyncio.Task[None] | None) -> None:
@@ -383,7 +390,7 @@ class KeptCheckpoints:
     async def _remove_others(self) -> None:
         if self.saved is not None:
             async with self._disk:
-                kept = self.saved, self._settings.keep, self._metric
+                kept = self.saved, self._settings.keep, self._metric()
                 await tidy(self._limit_s(), "older checkpoints", folders.keep, self._root, *kept)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -84,17 +84,29 @@ class BestResult:
     """Tracks the best evaluation result of a run, in ``best.json`` in its folder.
 
     Args:
-        metric: evaluation metric; the highest value wins, and the first of equal ones.
+        metrics: evaluation metrics, of which the first that an evaluation has decides from then on; the highest value
+            wins, and the first of equal ones.
         folder: the run's folder; None writes nothing.
-        known: best result so far of a resumed run; ignored if it is of another metric.
+        known: best result so far of a resumed run, whose metric is kept; ignored if it is none of ``metrics``.
     """
 
-    def __init__(self, metric: str, folder: Path | None, known: Measurement | None = None) -> None:
-        self.metric = metric
+    def __init__(self, metrics: Sequence[str], folder: Path | None, known: Measurement | None = None) -> None:
+        self._metrics = metrics
         self._path = None if folder is None else folder / BEST
         self._refused = False
         self._disk: DiskThread | None = None
-        self.best = known if known is not None and known.metric == metric else None
+        self.best = known if known is not None and known.metric in metrics else None
+        self.metric = "" if self.best is None else self.best.metric
+        """The metric that decides; "" until an evaluation has one."""
+
+    def measured(self, values: Mapping[str, float], version: int) -> Measurement | None:
+        """What an evaluation with these metrics measured of ``version``; None if it has no metric that decides."""
+        metric = next((name for name in (self.metric, *self._metrics) if name in values), None)
+        if metric is None:
+            return None
+        if metric != self.metric:
+            self.metric, self.best = metric, None
+        return Measurement(metric, values[metric], version)
 
     def note(self, found: Measurement) -> bool:
         """Record an evaluation result; returns whether it is the new best."""
@@ -207,20 +219,19 @@ class Evaluations:
             await self._note(values, result, step)
             measured |= values.keys()
             results.append(self._failures.counted(result, step))
-        if not held_out and settings.best_metric not in measured and not self._warned:
+        if settings.best and not held_out and settings.best not in measured and not self._warned:
             self._warned = True
             logger.warning(
                 "the best version is not tracked: --evaluation.best %s is no evaluation metric; the metrics are %s",
-                settings.best_metric,
+                settings.best,
                 ", ".join(sorted(measured)),
             )
         return results[0]
 
     async def _note(self, values: dict[str, float], result: Evaluation, step: int) -> None:
-        value = values.get(self._best.metric)
-        if value is None:
+        found = self._best.measured(values, result.versions[1] if result.versions else step)
+        if found is None:
             return
-        found = Measurement(self._best.metric, value, result.versions[1] if result.versions else step)
         best = self._best.note(found)
         self._checkpoints.evaluated(found, best)
         for call in self._on_best if best else ():

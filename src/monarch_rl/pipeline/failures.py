@@ -13,6 +13,7 @@ from monarch_rl.errors import EpisodesFail
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.rollout.worker import NO_TURN
 from monarch_rl.watch.watch import STUCK_FACTOR
 
 logger = logging.getLogger("monarch_rl")
@@ -63,7 +64,8 @@ class Failures:
             steps: training steps done so far.
 
         Raises:
-            EpisodesFail: all items failed, and either no step has been trained yet or there are at least ``MIN_ITEMS``.
+            EpisodesFail: all items failed, or ended without a turn of the policy, and either no step has been trained
+                yet or there are at least ``MIN_ITEMS``.
         """
         self._held_out.update(result.failed)
         if result.failed and sum(result.failed.values()) == result.rewards.size:
@@ -74,6 +76,11 @@ class Failures:
             if steps == 0 or result.rewards.size >= MIN_ITEMS:
                 raise EpisodesFail(str(failure))
             logger.warning("all held-out items failed, too few of them to end the run: %s", failure)
+        elif (count := sum(result.without_turn)) + sum(result.failed.values()) == result.rewards.size:
+            failure = Failure(f"{NO_TURN.reason}: {count} of {result.rewards.size} held-out ones", "", NO_TURN.report)
+            if steps == 0 or result.rewards.size >= MIN_ITEMS:
+                raise EpisodesFail(str(failure))
+            logger.warning("no held-out episode had a turn of the policy, too few of them to end the run: %s", failure)
         return result
 
     @asynccontextmanager

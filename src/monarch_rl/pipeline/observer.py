@@ -41,6 +41,8 @@ class Observer:
         """Newest stats of every worker process so far, by name and pid."""
         self._stages: dict[str, StageTime] = {}
         """Total time of groups in each stage at the last step."""
+        self._ended = (0, 0)
+        """Episodes that had failed because of infrastructure, and all that had ended, at the last step."""
         self._sampled, self._device_s = 0, 0.0
         """Tokens sampled by all replicas, and seconds that their devices were busy, over the whole run."""
 
@@ -93,9 +95,12 @@ class Observer:
             values["weights/sent_share"] = report.max_received_bytes / report.nbytes
             values["weights/served_version"] = report.version
         values |= _of_buffer(counts)
-        values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
-        values["length/turn_limits"] = sum(worker.turn_limits for worker in self._stats.values())
-        values |= self._stage_times() | self._lost(counts, list(self._stats.values()))
+        workers = list(self._stats.values())
+        values["length/full_contexts"] = sum(worker.full_contexts for worker in workers)
+        values["length/turn_limits"] = sum(worker.turn_limits for worker in workers)
+        values["length/without_turn"] = sum(worker.without_turn for worker in workers)
+        values |= self._infrastructure(workers)
+        values |= self._stage_times() | self._lost(counts, workers)
         self._last_step_at = moment
         self._engines |= engines  # the next step counts an unresponsive replica from its last answer
         return values
@@ -163,6 +168,13 @@ class Observer:
             "generator/replicas": float(len(self._publisher.replicas)),
             "tokens_per_second": tokens / elapsed,
         } | _later_turns(since)
+
+    def _infrastructure(self, workers: list[WorkerStats]) -> dict[str, float]:
+        """The share of the episodes since the last step that failed because of infrastructure."""
+        failed = sum(worker.infrastructure for worker in workers)
+        ended = sum(one.episodes + one.without_turn + sum(one.failed.values()) for one in workers)
+        (before, all_before), self._ended = self._ended, (failed, ended)
+        return {"recovery/infrastructure_failures": (failed - before) / max(ended - all_before, 1)}
 
     def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
         """What was sampled but not trained: groups and episodes by reason, tokens, and their device-seconds."""

@@ -88,7 +88,10 @@ class RunOutputs:
         """Write and print the evaluation of ``version``; returns its metrics."""
         values, held_out = result.metrics(), result.plan.held_out
         self._metrics.log(version, values)
-        self._console.remember(values)
+        shown = dict(values)
+        if "held_out/accuracy" in values:
+            shown.pop("held_out/reward", None)  # one number per evaluation
+        self._console.remember(shown)
         step = version - self.warm_up_steps
         when = f"after step {step}" if step else "after the warm-up" if version else "before training"
         self._console.note(f"{' on '.join(filter(None, (when, held_out)))}, {result}")

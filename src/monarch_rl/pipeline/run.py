@@ -1,7 +1,7 @@
 """A training run: its actors, policy versions and metrics. Recipes are written with :class:`Run` and :func:`launch`.
 
     async def train(run: Run, s: Settings) -> None:
-        await run.start(task(s), advantage=dr_grpo, objective=s.objective)
+        await run.start(advantage=dr_grpo, objective=s.objective)
         async for step in run.steps(s.steps):
             metrics = await run.update()
             await run.publish()
@@ -34,7 +34,15 @@ from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement, write_whole
-from monarch_rl.errors import EpisodesFail, FrozenRefused, OutOfMemory, SettingsError
+from monarch_rl.errors import (
+    EpisodesFail,
+    FrozenRefused,
+    OutOfMemory,
+    ProbeFailed,
+    Refusals,
+    SettingsError,
+    raised_in_package,
+)
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.model.sizes import trained_model
@@ -79,8 +87,9 @@ from monarch_rl.pipeline.start import (
 from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel
+from monarch_rl.rollout.probe import probe
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
-from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor, wait_registry
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, Devices, devices, launch_cluster
@@ -161,6 +170,7 @@ class Run:
         folder: the run's folder, for metrics, rollouts, reports and the model; None writes and prints nothing.
         resumed: state to resume from; None begins a new run.
         survivors: surviving processes of this run, for a warm restart.
+        task: the task that :func:`launch` was given; None: :meth:`start` is given one.
     """
 
     def __init__(
@@ -170,8 +180,10 @@ class Run:
         folder: Path | None = None,
         resumed: Resumed | None = None,
         survivors: Survivors | None = None,
+        task: Task | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
+        self._launched_task = task
         self._patient_settings = settings.with_patience()
         """The settings with ``patience`` in their deadlines. ``settings`` are the given ones, which are saved."""
         self.resumed = resumed
@@ -186,7 +198,7 @@ class Run:
         self.on_best: list[OnBest] = []
         """Called after each evaluation that is better than all earlier ones."""
         best = resumed.manifest.best if resumed else None
-        self._best = BestResult(settings.evaluation.best_metric, folder, best)
+        self._best = BestResult(settings.evaluation.best_metrics, folder, best)
         self._cluster = cluster or LocalProcess()
         self._on_gpu = self._cluster.devices.kind == "cuda"
         self._lifetimes = AsyncExitStack()
@@ -220,6 +232,7 @@ class Run:
         folder: Path | None = None,
         resumed: Resumed | None = None,
         survivors: Survivors | None = None,
+        task: Task | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
 
@@ -229,7 +242,7 @@ class Run:
             EpisodesFail: no episode is usable: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
-        run = cls(settings, cluster, folder, resumed, survivors)
+        run = cls(settings, cluster, folder, resumed, survivors, task)
         async with run._opened():
             yield run
 
@@ -269,6 +282,15 @@ class Run:
         return self._components.publisher
 
     # -- start -----------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> Task:
+        """The task that :func:`launch` was given, which :meth:`start` uses. Raises RuntimeError if there is none."""
+        if self._launched_task is None:
+            raise RuntimeError(
+                "the run has no task: pass the function that creates it to launch(train, settings, task)"
+            )
+        return self._launched_task
 
     def frozen(
         self, name: str, model: str, settings: FrozenSettings | None = None, *, snapshot_every: int = 0
@@ -310,7 +332,7 @@ class Run:
 
     async def start(
         self,
-        task: Task,
+        task: Task | None = None,
         *,
         advantage: Advantage | str,
         objective: Objective | LossFunction,
@@ -319,7 +341,8 @@ class Run:
         """Start all actors, serve the model as version 0 (or the restored version), and start to watch the processes.
 
         Args:
-            task: the episodes to roll out, and their rewards.
+            task: the episodes to roll out, and their rewards; None: :attr:`task`. Only for a task that cannot be
+                created by :func:`launch`, such as one whose episodes ask a frozen model.
             advantage: maps a group to the advantages of its sequences, turns or tokens
                 (:data:`monarch_rl.algorithms.group_view.Advantage`), or a name in ``ADVANTAGES``.
             objective: an objective, whose loss function also reads ``trainer.loss``, or a loss function of your own
@@ -327,14 +350,18 @@ class Run:
             stages: applied to each group in turn, between its rollout and its training.
 
         Raises:
-            ValueError: settings that cannot work, or a column that is read but not filled; names them. Raised before
-                anything is spawned.
+            ValueError: settings that cannot work, a column that is read but not filled, or a task other than the one
+                that :func:`launch` was given; names them. Raised before anything is spawned.
+            ProbeFailed: the task's code does not return rewards; names the function.
             TypeError: the task or a function cannot be sent to other processes; says why.
         """
         cluster = self._spawning_cluster
         self._check_first_start()
+        launched, task = self._launched_task, task or self.task
         settings, model = prepare(self.settings, cluster.devices, task)  # launch() may not have known this task
         register_modules()
+        if launched is not None:
+            check_same_task(task, launched)
         trainer = settings.trainer
         check_unread_objective(settings.objective, settings.default_objective, objective)
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
@@ -354,6 +381,10 @@ class Run:
             f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
         )
         task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
+        if settings.probe and self._survivors is None:
+            await cluster.fork_server.imported(SCORING_PRELOAD)
+            for warning in await probe(task, settings.rollout, cluster.fork_server.name):
+                print(f"warning: {warning}")
         actors = await start_actors(
             cluster,
             settings.with_patience(),
@@ -420,7 +451,7 @@ class Run:
                 note=outputs.note,
                 version=restored,
                 generation=resumed.generation if resumed else 0,
-                metric=self._best.metric,
+                metric=lambda: self._best.metric,
             )
         progress = Progress(
             None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
@@ -690,7 +721,7 @@ class Run:
 
     @property
     def best(self) -> Measurement | None:
-        """The best evaluation result so far, by ``evaluation.best_metric``."""
+        """The best evaluation result so far, by ``evaluation.best``."""
         return self._best.best
 
     async def load_frozen(self, model: FrozenModel, folder: Path) -> None:
@@ -790,6 +821,32 @@ class Run:
         await self._rollouts.aclose()
 
 
+def check_same_task(given: Task, launched: Task) -> None:
+    """Refuse a task for :meth:`Run.start` that differs from the one that :func:`launch` was given: in its name, its
+    code, its sets of held-out items or its first item. Raises SettingsError."""
+    if given is launched:
+        return
+    compared = [
+        ByValue(
+            (
+                one.name,
+                one.episode,
+                one.group_rewards,
+                {name: len(one.held_out[name]) for name in one.held_out},
+                one.items(0),
+            ),
+            f"task {one.name}",
+        )
+        for one in (given, launched)
+    ]
+    if compared[0] != compared[1]:
+        raise SettingsError(
+            f"run.start(...) was given task {given.name}, and launch(...) task {launched.name}, which differs from it: "
+            "leave the task out of run.start(...), which then uses the one of launch(...), or leave it out of "
+            "launch(...) if it is only known in train(...), as with a frozen model"
+        )
+
+
 def _retrieve(update: asyncio.Future[list[dict[str, float]]]) -> None:
     """Retrieve an update's exception, so that asyncio does not report it as never retrieved."""
     if not update.cancelled():
@@ -806,9 +863,10 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     Args:
         train: the recipe.
         settings: the recipe's settings.
-        task: creates the task that ``train`` passes to :meth:`Run.start`, so that it is checked with the settings.
+        task: creates the task, which is checked with the settings, and which :meth:`Run.start` uses. None: ``train``
+            passes a task to :meth:`Run.start`.
     """
-    if intercept_launch(train, settings):  # a tool only reads the recipe (`capturing`), and no run starts
+    if intercept_launch(train, settings, task):  # a tool only reads the recipe (`capturing`), and no run starts
         return
     leave_heap()
     supervisor.follow_supervisor()
@@ -816,8 +874,12 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     note_hangups()  # here, because a model may be downloaded for minutes before the hosts start
     try:
         given, settings = settings, keep_sizes(with_recorded_model(settings))
-        made = None if task is None else task(settings)
-        settings, _ = prepare(settings, devices(), made)
+        refusals, made = Refusals(), None
+        with refusals:
+            made = None if task is None else task(settings)
+        with refusals:
+            settings, _ = prepare(settings, devices(), made)
+        refusals.raise_all()
         if made is not None:
             register_modules()
             ByValue(made, f"task {made.name}")  # here, because run.start() comes after the hosts
@@ -843,8 +905,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         try:
             with recording_state(folder, cluster.interrupts):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
-                saved = asyncio.run(_train(train, settings, cluster, folder, resumed))
-        except (EpisodesFail, FrozenRefused) as error:
+                saved = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
+        except (EpisodesFail, FrozenRefused, ProbeFailed) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
         except ActorError as error:
@@ -862,12 +924,17 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
 
 
 async def _train(
-    train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path, resumed: Resumed | None
+    train: Callable[[Run, S], Awaitable[None]],
+    settings: S,
+    cluster: Cluster,
+    folder: Path,
+    resumed: Resumed | None,
+    task: Task | None,
 ) -> Path | None:
     """Call the recipe, and again after each warm restart; returns the folder of the saved model, if it was saved."""
     survivors: Survivors | None = None
     while True:
-        run = Run(settings, cluster, folder, resumed, survivors)
+        run = Run(settings, cluster, folder, resumed, survivors, task)
         try:
             # In a task of its own, because a failing run cancels its task, which must not affect the next run.
             await asyncio.create_task(_call(train, run, settings))  # waits: as long as the run

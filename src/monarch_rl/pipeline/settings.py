@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +21,7 @@ from monarch_rl.algorithms.objectives import Objective, PPOClip
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import Refusals, SettingsError
 from monarch_rl.generator.gpu import check_driver, check_environment
 from monarch_rl.generator.settings import (
     GeneratorSettings,
@@ -89,6 +91,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
     `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
     the run cannot resume with them."""
+    probe: bool = True
+    """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
+    and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges
+    are not called."""
     patience: Annotated[float, Range(0.1, 1000)] = 1.0
     """Multiplies the deadlines of the start of an engine, a request to it, a slot, a transfer (and the number of
     attempts at it), a drain and an update. Raise it on a slow or crowded machine or network."""
@@ -169,9 +175,11 @@ class RunSettings(CheckedSettings, flags=""):
         default: Objective = own.default if own.default_factory is MISSING else own.default_factory()
         return default
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_objective(self.objective, self.trainer.loss)
+    def contradictions(self) -> Iterator[str]:
+        try:
+            check_objective(self.objective, self.trainer.loss)
+        except SettingsError as error:
+            yield str(error)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. False for the last step, after which recipes always evaluate."""
@@ -226,16 +234,30 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelCo
         task: the task to train on, if it is known.
 
     Raises:
-        ValueError: names the setting and says what to do.
+        ValueError: names all wrong settings that do not depend on each other, and says what to do.
     """
-    _check_combinations(s, task)
-    check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
-    s.buffer.window_for(s.groups_per_step)
-    _check_updates(s)
-    _check_devices(s, offered)
-    model = _check_generation(s, offered, task)
-    _check_trained(s, model, offered)
-    _check_output(s.output)
+    refusals = Refusals()
+    with refusals:
+        _check_combinations(s, task)
+    with refusals:
+        check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
+    with refusals:
+        s.buffer.window_for(s.groups_per_step)
+    with refusals:
+        _check_updates(s)
+    with refusals:
+        _check_devices(s, offered)
+        _check_environment(offered)
+    prompts = _check_here(s, offered, task, refusals)
+    refusals.raise_all()  # before the model, which may have to be downloaded
+    model = resolve_model(s.model)
+    _check_generation(s, offered, model, prompts, refusals)
+    with refusals:
+        check_trained(model, s.trainer)
+    with refusals:
+        _check_memory(s, model, offered)
+    refusals.raise_all()
+    _check_output(s.output)  # creates it
     return model
 
 
@@ -252,11 +274,21 @@ def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -
         ValueError: names the setting and says what to do.
     """
     s = replace(s, generator=replace(s.generator, replicas=1), rollout=replace(s.rollout, workers=1))
-    _check_combinations(s, task)
-    check_rollout(s.rollout, s.groups_per_step, data_ranks=1)
-    offered.check(s.generator.tp, "one generator replica")
-    model = _check_generation(s, offered, task)
-    check_gpu_memory(model, sides := engine_sides(s), offered)
+    refusals = Refusals()
+    with refusals:
+        _check_combinations(s, task)
+    with refusals:
+        check_rollout(s.rollout, s.groups_per_step, data_ranks=1)
+    with refusals:
+        offered.check(s.generator.tp, "one generator replica")
+        _check_environment(offered)
+    prompts = _check_here(s, offered, task, refusals)
+    refusals.raise_all()
+    model, sides = resolve_model(s.model), engine_sides(s)
+    _check_generation(s, offered, model, prompts, refusals)
+    with refusals:
+        check_gpu_memory(model, sides, offered)
+    refusals.raise_all()
     return resolve(s, offered, model, sides).with_patience().generator, model
 
 
@@ -299,29 +331,45 @@ def engine_sides(s: RunSettings) -> Sides:
     return Sides(episode, replace(s.generator, replicas=1), TransferSettings("shared_memory"), trained=False)
 
 
-def _check_generation(s: RunSettings, offered: Devices, task: Task | None) -> ModelConfig:
-    """Refuse a model that cannot be served here, or prompts for which it has no room; returns the model's config."""
-    check_processes(s.rollout, os.cpu_count() or 1)
-    check_attention(s.generator, on_gpu := offered.kind == "cuda")
+def _check_environment(offered: Devices) -> None:
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if on_gpu:
+    if offered.kind == "cuda":
         check_environment()
-    prompts = [] if task is None else list(task.check())
-    model = resolve_model(s.model)
-    check_folder(model)
-    check_served(model, s.generator, on_gpu)
-    if not on_gpu:
-        check_cache(model, s.generator, memory_limit())
-    check_context(model, s.generator)
-    limits = episode_limits(s, model, on_gpu)
-    check_lengths(s.rollout, limits)
-    _check_prompts(s, FolderTokenizer(model), limits, prompts)
-    return model
 
 
-def _check_trained(s: RunSettings, model: ModelConfig, offered: Devices) -> None:
-    """Refuse a model that cannot be trained with these settings, or that does not fit the GPUs."""
-    check_trained(model, s.trainer)
+def _check_here(s: RunSettings, offered: Devices, task: Task | None, refusals: Refusals) -> list[str]:
+    """Refuse what does not work here with any model, and a task that cannot work; returns prompts of the task."""
+    prompts: list[str] = []
+    with refusals:
+        check_processes(s.rollout, os.cpu_count() or 1)
+    with refusals:
+        check_attention(s.generator, offered.kind == "cuda")
+    with refusals:
+        prompts += () if task is None else task.check()
+    return prompts
+
+
+def _check_generation(
+    s: RunSettings, offered: Devices, model: ModelConfig, prompts: list[str], refusals: Refusals
+) -> None:
+    """Refuse a model that cannot be served here, or prompts for which it has no room."""
+    on_gpu = offered.kind == "cuda"
+    with refusals:
+        check_folder(model)
+    with refusals:
+        check_served(model, s.generator, on_gpu)
+    with refusals:
+        if not on_gpu:
+            check_cache(model, s.generator, memory_limit())
+    with refusals:
+        check_context(model, s.generator)
+        limits = episode_limits(s, model, on_gpu)
+        check_lengths(s.rollout, limits)
+        _check_prompts(s, FolderTokenizer(model), limits, prompts)
+
+
+def _check_memory(s: RunSettings, model: ModelConfig, offered: Devices) -> None:
+    """Refuse settings that do not fit the memory of the GPUs, or of this machine."""
     check_gpu_memory(model, memory_sides(s), offered)
     if offered.kind == "cpu":
         per_process = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -363,21 +411,28 @@ def normaliser_tokens(s: RunSettings) -> int:
 
 
 def _check_combinations(s: RunSettings, task: Task | None) -> None:
+    refusals = Refusals()
     if s.rollout.min_p and s.generator.deterministic:
-        raise SettingsError(
+        refusals.add(
             "rollout.min-p cannot be used with GeneratorSettings(deterministic=True), which seeds all sampling"
         )
     if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
-        raise SettingsError(
+        refusals.add(
             f"held-out {s.held_out} exceeds the {items} held-out items of task {task.name}: lower it, or hold out more "
             "(task.held-out-size for a data set of reasoning-gym)"
         )
+    if task is not None and task.part_of is None and task.success_reward is None:
+        best = s.evaluation.best if re.search(r"/(accuracy|pass_at_)", s.evaluation.best) else ""
+        if best or s.evaluation.pass_at:
+            raise SettingsError(
+                f"evaluation.{f'best {best}' if best else 'pass-at'}: task {task.name} does not define from which "
+                "reward on an episode is a success: give it success_reward=1.0, for example, or leave the flag out"
+            )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"
-        raise SettingsError(
-            f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; it has {existing}"
-        )
+        refusals.add(f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; it has {existing}")
+    refusals.raise_all()
 
 
 def _check_updates(s: RunSettings) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from monarch_rl.errors import JudgeFailed
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineClock, now
 
@@ -34,13 +35,26 @@ class RunningEpisode:
 RUNNING_EPISODE: ContextVar[RunningEpisode | None] = ContextVar("monarch_rl_playing", default=None)
 
 
+PROBED: ContextVar[bool] = ContextVar("monarch_rl_probed", default=False)
+"""Whether the running code is probed before a run (``rollout/probe.py``): no other model is asked then."""
+NOT_ASKED = "other models are not asked before the run"
+
+
+def check_not_probed() -> None:
+    """Raise JudgeFailed if the running code is probed."""
+    if PROBED.get():
+        raise JudgeFailed(NOT_ASKED)
+
+
 @contextmanager
 def episode_clock_stopped() -> Iterator[None]:
     """Stop the clock of the running episode during the block, which waits for something with its own deadline.
 
     Raises:
         RuntimeError: the episode is over. Code of it that is still running cannot ask other models.
+        JudgeFailed: the code is only probed.
     """
+    check_not_probed()
     episode = RUNNING_EPISODE.get()
     if episode is None:
         yield

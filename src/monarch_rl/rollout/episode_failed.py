@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from monarch_rl.episode.failure import Failure, shortened
-from monarch_rl.errors import EpisodeError
+from monarch_rl.errors import EpisodeError, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe
 
 QUOTED_CHARACTERS = 300
@@ -13,15 +13,16 @@ QUOTED_CHARACTERS = 300
 
 
 class EpisodeFailed(EpisodeError):
-    """The episode's code or its score failed, which costs only this episode. ``reason`` is short, because failures are
-    counted by it.
+    """The episode's code, its score or a service that it needs failed, which costs only this episode. ``reason`` is
+    short, because failures are counted by it.
 
-    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
+    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`, ``infrastructure`` is as in
+    :func:`~monarch_rl.errors.is_infrastructure`.
     """
 
-    def __init__(self, reason: str, place: str = "", report: str = "") -> None:
+    def __init__(self, reason: str, place: str = "", report: str = "", infrastructure: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.place, self.report = reason, place, report
+        self.reason, self.place, self.report, self.infrastructure = reason, place, report, infrastructure
         self.tokens = 0
         """Tokens sampled before the failure."""
         self.prompt: str | None = None
@@ -47,7 +48,8 @@ class EpisodeFailed(EpisodeError):
 
 def item_failed(error: Exception, index: int) -> EpisodeFailed:
     """The failure of an item that raised ``error`` when it was made."""
-    failed = EpisodeFailed(f"item raised {type(error).__name__} when it was made", *describe(error))
+    reason = f"item raised {type(error).__name__} when it was made"
+    failed = EpisodeFailed(reason, *describe(error), is_infrastructure(error))
     failed.index = index
     return failed
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -68,25 +69,25 @@ class EvaluationSettings(CheckedSettings, flags="evaluation"):
     update waits, and one version runs all items."""
     best: str = ""
     """Evaluation metric that selects the best version, which is recorded in best.json; the highest value wins. Empty
-    means the accuracy of the first set."""
+    means the accuracy of the first set, or its mean reward if the task has no success_reward."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.samples > 1 and not self.temperature:
-            raise ValueError(
+            yield (
                 f"evaluation.samples {self.samples} with evaluation.temperature 0: greedy episodes of an item are all "
                 "the same. Set evaluation.temperature above 0, for example to 1, or evaluation.samples to 1"
             )
         if too_large := [k for k in self.pass_at if k > self.samples]:
-            raise ValueError(
+            yield (
                 f"evaluation.pass-at {too_large[0]} cannot be estimated from evaluation.samples {self.samples}: set "
                 f"evaluation.samples to at least {too_large[0]}"
             )
 
     @property
-    def best_metric(self) -> str:
-        """``best``, or its default if that is empty: ``held_out/accuracy`` or ``held_out/<set>/accuracy``."""
-        return self.best or "/".join(("held_out", *self.sets[:1], "accuracy"))
+    def best_metrics(self) -> tuple[str, ...]:
+        """Metrics of which the first that an evaluation has selects the best version."""
+        first = "/".join(("held_out", *self.sets[:1]))
+        return (self.best,) if self.best else (f"{first}/accuracy", f"{first}/reward")
 
     def plan(self, held_out: str, seed: int) -> EvaluationPlan:
         """The plan for one held-out set."""
@@ -108,8 +109,9 @@ class Evaluation:
     indices: np.ndarray
     """int64[items]: indices of the items, ascending."""
     rewards: np.ndarray
-    """float32[items, samples]: reward per episode; the mean for an episode with several sequences, and 0 for a failed
-    one."""
+    """float32[items, samples]: reward per episode; the mean for an episode with several sequences, 0 for a failed one,
+    NaN for one that failed because of infrastructure (:func:`~monarch_rl.errors.is_infrastructure`), which is left out
+    of all metrics."""
     failed: dict[str, int]
     """Number of failed episodes by reason."""
     first: dict[str, Failure] = field(default_factory=dict)
@@ -125,15 +127,23 @@ class Evaluation:
     """The plan that was followed."""
     by_seat: dict[tuple[str, str], list[SeatReward]] = field(default_factory=dict)
     """Rewards of sequences by task and seat; empty without seats."""
+    success_rewards: dict[str, float | None] = field(default_factory=dict)
+    """:attr:`~monarch_rl.tasks.task.Task.success_reward` of each task."""
+    without_turn: list[int] = field(default_factory=list)
+    """Number of episodes of each item that ended before the policy's turn. Their rewards count."""
 
     @classmethod
     def of(
-        cls, plan: EvaluationPlan, indices: Sequence[int], by_item: Sequence[tuple[str, Sequence[EpisodeResult]]]
+        cls,
+        plan: EvaluationPlan,
+        indices: Sequence[int],
+        by_item: Sequence[tuple[str, Sequence[EpisodeResult]]],
+        success_rewards: Mapping[str, float | None],
     ) -> Evaluation:
         """Summarise the episodes of each item, which come with the name of the item's task."""
         results = [result for _, of_item in by_item for result in of_item]
         failures = [result for result in results if isinstance(result, EpisodeFailed)]
-        flat = [0.0 if isinstance(result, EpisodeFailed) else _mean_reward(result) for result in results]
+        flat = [_reward(result) for result in results]
         rewards = np.asarray(flat, np.float32).reshape(len(indices), plan.samples)
         parts = [[None if isinstance(one, EpisodeFailed) else _parts(one) for one in of_item] for _, of_item in by_item]
         first = {failed.reason: failed.failure for failed in reversed(failures)}
@@ -142,7 +152,11 @@ class Evaluation:
         by_seat = _by_seat(by_item)
         tasks, items = [task for task, _ in by_item], np.asarray(indices, np.int64)
         versions = _versions(sequences)
-        return cls(items, rewards, counted, first, tasks, parts, versions, plan, by_seat).in_order()
+        without_turn = [sum(not _has_turn(result) for result in of_item) for _, of_item in by_item]
+        marks = dict(success_rewards)
+        return cls(
+            items, rewards, counted, first, tasks, parts, versions, plan, by_seat, marks, without_turn
+        ).in_order()
 
     @classmethod
     def joined(cls, parts: Iterable[Evaluation]) -> Evaluation:
@@ -154,31 +168,63 @@ class Evaluation:
         indices, rewards = np.concatenate([part.indices for part in parts]), np.concatenate([p.rewards for p in parts])
         ranges = [part.versions for part in parts if part.versions]
         versions = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
-        tasks, of_items = ([one for part in parts for one in getattr(part, name)] for name in ("tasks", "parts"))
+        tasks, of_items, without_turn = (
+            [one for part in parts for one in getattr(part, name)] for name in ("tasks", "parts", "without_turn")
+        )
+        marks = {task: mark for part in parts for task, mark in part.success_rewards.items()}
         by_seat: dict[tuple[str, str], list[SeatReward]] = {}
         for seat, of_seat in (entry for part in parts for entry in part.by_seat.items()):
             by_seat.setdefault(seat, []).extend(of_seat)
-        return cls(indices, rewards, dict(failed), first, tasks, of_items, versions, parts[0].plan, by_seat).in_order()
+        plan = parts[0].plan
+        return cls(
+            indices, rewards, dict(failed), first, tasks, of_items, versions, plan, by_seat, marks, without_turn
+        ).in_order()
 
     def in_order(self) -> Evaluation:
         """The same results sorted by item, so that they do not depend on which worker ran an item."""
         order = np.argsort(self.indices, kind="stable")
         tasks, parts = [self.tasks[i] for i in order], [self.parts[i] for i in order]
-        return replace(self, indices=self.indices[order], rewards=self.rewards[order], tasks=tasks, parts=parts)
+        without_turn = [self.without_turn[i] for i in order]
+        indices, rewards = self.indices[order], self.rewards[order]
+        return replace(self, indices=indices, rewards=rewards, tasks=tasks, parts=parts, without_turn=without_turn)
 
     @property
-    def right(self) -> np.ndarray:
-        """int64[items]: number of episodes with a reward of at least 1."""
-        return np.asarray((self.rewards >= 1.0).sum(axis=1), np.int64)
+    def accuracy(self) -> float | None:
+        """Share of successful episodes (:attr:`success_rewards`), which is pass@1; None if a task defines no success,
+        or all episodes were left out."""
+        of_items = self.pass_at(1)
+        return None if of_items is None or not len(of_items) else float(of_items.mean())
 
     @property
-    def accuracy(self) -> float:
-        """Share of episodes with a reward of at least 1, which is pass@1."""
-        return float(np.mean(self.rewards >= 1.0))
+    def mean_reward(self) -> float:
+        """Mean reward; NaN if all episodes were left out. A failed episode counts as 0, or as the lowest reward of its
+        task's episodes if that is below 0, so that a failure is never an improvement."""
+        return self._mean_reward(range(len(self.rewards)))
 
-    def pass_at(self, k: int) -> np.ndarray:
-        """float64[items]: pass@k per item; see :func:`~monarch_rl.algorithms.estimates.pass_at_k`."""
-        return pass_at_k(self.right, self.plan.samples, k)
+    def _mean_reward(self, items: Sequence[int]) -> float:
+        rewards: list[np.ndarray] = []
+        for task in dict.fromkeys(self.tasks[item] for item in items):
+            own = [item for item in items if self.tasks[item] == task]
+            of_task = self.rewards[own].astype(np.float64)
+            failed = np.asarray([[parts is None for parts in self.parts[item]] for item in own]) & ~np.isnan(of_task)
+            of_task[failed] = np.nanmin(of_task) if failed.any() else 0.0  # failed ones are 0 here
+            rewards.append(of_task[~np.isnan(of_task)])
+        counted = np.concatenate(rewards)
+        return float(counted.mean()) if len(counted) else math.nan
+
+    def pass_at(self, k: int, items: Sequence[int] | None = None) -> np.ndarray | None:
+        """float64: pass@k (:func:`~monarch_rl.algorithms.estimates.pass_at_k`) of each of the ``items``, by default of
+        all, of which at least k episodes were not left out. None if a task of theirs defines no success."""
+        items = range(len(self.rewards)) if items is None else items
+        marks = [self.success_rewards.get(self.tasks[item]) for item in items]
+        if None in marks:
+            return None
+        rewards = self.rewards[items]
+        completed = np.asarray([[parts is not None for parts in self.parts[item]] for item in items])
+        right = ((rewards >= np.asarray(marks, np.float32)[:, None]) & completed).sum(axis=1)
+        samples = (~np.isnan(rewards)).sum(axis=1)
+        enough = samples >= k
+        return pass_at_k(right[enough], samples[enough], k)
 
     def metrics(self) -> dict[str, float]:
         """Metrics under the names of docs/metrics.md."""
@@ -203,25 +249,51 @@ class Evaluation:
         episodes = [episode for item in items for episode in self.parts[item]]
         succeeded = [of_episode for of_episode in episodes if of_episode is not None]
         values = mean_parts(succeeded) if parts else {}
-        values["accuracy"] = float(np.mean(self.rewards[items] >= 1.0))
-        values["reward"] = float(np.mean(self.rewards[items]))
-        values["failed"] = float(len(episodes) - len(succeeded))
-        values["accuracy_low"], values["accuracy_high"] = share_interval(self.pass_at(1)[items])
-        for k in default_ks(self.plan.samples, self.plan.pass_at):
-            by_item = self.pass_at(k)[items]
-            values[f"pass_at_{k}"] = float(by_item.mean())
-            values[f"pass_at_{k}_low"], values[f"pass_at_{k}_high"] = share_interval(by_item)
+        left_out = int(np.isnan(self.rewards[items]).sum())
+        values["failed"] = float(len(episodes) - len(succeeded) - left_out)
+        values["left_out"] = float(left_out)
+        values["without_turn"] = float(sum(self.without_turn[item] for item in items))
+        if not math.isnan(reward := self._mean_reward(items)):
+            values["reward"] = reward
+        for k, by_item in self._passed(items):
+            name = "accuracy" if k == 1 else f"pass_at_{k}"
+            values[name] = float(by_item.mean())
+            values[f"{name}_low"], values[f"{name}_high"] = share_interval(by_item)
         return {f"{group}/{name}": value for name, value in values.items()}
 
+    def _passed(self, items: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Each k for which pass@k can be estimated, beginning with 1, and :meth:`pass_at` of it."""
+        for k in (1, *default_ks(self.plan.samples, self.plan.pass_at)):
+            by_item = self.pass_at(k, items)
+            if by_item is not None and len(by_item):
+                yield k, by_item
+
     def __str__(self) -> str:
-        failed = "".join(f", {count} failed: {reason}" for reason, count in self.failed.items())
-        low, high = share_interval(self.pass_at(1))
-        passed = ""
-        for k in default_ks(self.plan.samples, self.plan.pass_at):
-            by_item = self.pass_at(k)
-            passed += f", pass@{k} {by_item.mean():.1%} [{'{:.1%}, {:.1%}'.format(*share_interval(by_item))}]"
-        accuracy = f"held-out accuracy {self.accuracy:.1%} [{low:.1%}, {high:.1%}]{passed}"
-        return f"{self.sampled_by}: {accuracy}, mean reward {np.mean(self.rewards):.3f}{failed}"
+        everything = range(len(self.rewards))
+        found = [
+            f"{'accuracy' if k == 1 else f'pass@{k}'} {by_item.mean():.1%} "
+            f"[{'{:.1%}, {:.1%}'.format(*share_interval(by_item))}]"
+            for k, by_item in self._passed(everything)
+        ]
+        if not math.isnan(self.mean_reward):
+            found.append(f"mean reward {self.mean_reward:.3f}")
+        if by_task := self._by_task():
+            found.append(f"by task: {by_task}")
+        if without_turn := sum(self.without_turn):
+            found.append(f"{without_turn} ended before the policy's turn")
+        found += [f"{count} failed: {reason}" for reason, count in self.failed.items()]
+        if left_out := int(np.isnan(self.rewards).sum()):
+            found.append(f"{left_out} of these left out: infrastructure")
+        return f"{self.sampled_by}: held-out {', '.join(found)}"
+
+    def _by_task(self) -> str:
+        """Accuracy, or else mean reward, of each task, if there are several."""
+        found = []
+        for task in dict.fromkeys(self.tasks):
+            items = [item for item, name in enumerate(self.tasks) if name == task]
+            passed = dict(self._passed(items))
+            found.append(f"{task} {passed[1].mean():.1%}" if passed else f"{task} {self._mean_reward(items):.3f}")
+        return ", ".join(found) if len(found) > 1 else ""
 
     @property
     def sampled_by(self) -> str:
@@ -230,8 +302,14 @@ class Evaluation:
         return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
-def _mean_reward(sequences: Sequence[Episode]) -> float:
-    return float(np.mean([sequence.reward for sequence in sequences]))
+def _reward(result: EpisodeResult) -> float:
+    if isinstance(result, EpisodeFailed):
+        return math.nan if result.infrastructure else 0.0
+    return float(np.mean([sequence.reward for sequence in result]))
+
+
+def _has_turn(result: EpisodeResult) -> bool:
+    return isinstance(result, EpisodeFailed) or any(sequence.turns for sequence in result)
 
 
 def _parts(sequences: Sequence[Episode]) -> dict[str, float]:
@@ -248,7 +326,8 @@ def _by_seat(by_item: Iterable[tuple[str, Sequence[EpisodeResult]]]) -> dict[tup
 
 
 def _versions(episodes: Iterable[Episode]) -> tuple[int, int] | None:
-    sampled = [versions for episode in episodes if len(versions := episode.policy_versions[episode.trainable])]
+    with_turns = (episode for episode in episodes if episode.turns)
+    sampled = [versions for episode in with_turns if len(versions := episode.policy_versions[episode.trainable])]
     return (min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)) if sampled else None
 
 
@@ -273,6 +352,7 @@ async def run_held_out(
     Raises ValueError if the task has no such set.
     """
     items, free = task.held_out_items(plan.held_out), asyncio.Semaphore(max_concurrent)
+    success_rewards = {task.name: task.success_reward}
 
     async def run_one(index: int, sample: int) -> tuple[str, EpisodeResult]:
         async with free:
@@ -281,10 +361,11 @@ async def run_held_out(
             except EpisodeFailed as failed:
                 return task.name, failed
             owner, item = task.owner_of(item)
+            success_rewards[owner.name] = owner.success_reward
             sampling = plan.sampling(index, sample, max_new_tokens, stops)
             return owner.name, await play(owner, item, index, sampling, -1 - index)
 
     episodes = await all_or_none([run_one(index, sample) for index in indices for sample in range(plan.samples)])
     by_item = [episodes[i * plan.samples : (i + 1) * plan.samples] for i in range(len(indices))]
     named = [(of_item[0][0], [episode for _, episode in of_item]) for of_item in by_item]
-    return Evaluation.of(plan, indices, named)
+    return Evaluation.of(plan, indices, named, success_rewards)

@@ -27,7 +27,7 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
-from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, episode_clock_stopped
+from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, check_not_probed, episode_clock_stopped
 from monarch_rl.rollout.policy import Stops, parsers_loaded
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
@@ -230,7 +230,9 @@ class FrozenModel:
         except DeadlineExceeded as error:
             raise JudgeFailed(f"frozen model {self.name} did not answer in time", str(error)) from error
         except GenerationError as error:
-            raise JudgeFailed(f"frozen model {self.name} refused a request", str(error)) from error
+            raise JudgeFailed(
+                f"frozen model {self.name} refused a request", str(error), infrastructure=False
+            ) from error
         except RequestLost as error:
             raise JudgeFailed(f"frozen model {self.name} lost a request", str(error)) from error
 
@@ -250,6 +252,7 @@ class FrozenModel:
             )
 
     def _connected(self) -> Connected:
+        check_not_probed()
         connected = _connected.get(self.key)
         if connected is None:
             raise RuntimeError(
@@ -302,6 +305,7 @@ class FrozenConversation:
                 f"frozen model {model.name} has no room for an answer",
                 f"the prompt has {len(ids)} tokens, and the limit for prompt and answer is {model.limit} "
                 "(frozen.context-length, frozen.max-total-tokens)",
+                infrastructure=False,
             )
         sampling = Sampling(
             min(room, model.max_new_tokens if max_new_tokens is None else max_new_tokens),

@@ -9,9 +9,18 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.failure import UNUSABLE
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, JudgeFailed, LoopBlocked, ScoringFailed
+from monarch_rl.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    JudgeFailed,
+    LoopBlocked,
+    ScoringFailed,
+    UnusableReward,
+    is_infrastructure,
+)
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
@@ -24,7 +33,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.statistics import EpisodeProgress
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time, within
-from monarch_rl.tasks.task import EpisodeCode, Returned, Task
+from monarch_rl.tasks.task import EpisodeCode, Returned, Task, returned_by
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
@@ -129,21 +138,25 @@ class EpisodeRunner:
         except (EpisodeFailed, asyncio.CancelledError):
             raise
         except ScoringFailed as error:
-            raise EpisodeFailed(error.reason, error.place, error.report) from error
+            raise EpisodeFailed(error.reason, error.place, error.report, error.infrastructure) from error
         except JudgeFailed as error:
-            raise EpisodeFailed(error.reason, report=error.report) from error
+            raise EpisodeFailed(error.reason, report=error.report, infrastructure=error.infrastructure) from error
+        except UnusableReward as error:
+            raise EpisodeFailed(f"score {UNUSABLE}", error.place, str(error)) from error
         except Exception as error:
             if error is rollout.broken:
                 raise
-            raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
+            reason = f"episode raised {type(error).__name__}"
+            raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
         if rollout.broken is not None:
             raise rollout.broken
+        if returned is CONTEXT_FULL:
+            return rollout.outcomes_so_far()
         try:
-            return rollout.outcomes_so_far() if returned is CONTEXT_FULL else rollout.outcomes(returned)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            report = f"{problem}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
-            raise EpisodeFailed("episode returned an unusable value", report=report) from error
+            return returned_by(episode, returned, rollout.outcomes)
+        except UnusableReward as error:
+            report = f"{error}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
+            raise EpisodeFailed(f"episode {UNUSABLE}", error.place, report) from error
 
     async def _returned(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Any:
         """Return value of the coroutine. Raises what the coroutine raises, and EpisodeFailed."""
@@ -166,7 +179,8 @@ class EpisodeRunner:
             if rollout.scoring_queue_report:
                 remedy = "raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
                 report = f"{stack}\n{rollout.scoring_queue_report}: {remedy}"
-                raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
+                reason = f"scores had no process within {self._deadline_s:g} s"
+                raise EpisodeFailed(reason, place, report.lstrip(), infrastructure=True)
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()

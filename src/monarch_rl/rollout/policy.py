@@ -21,7 +21,7 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ContextFull, JudgeFailed, SamplingMaskMissing, ScoringFailed
+from monarch_rl.errors import ContextFull, JudgeFailed, SamplingMaskMissing, ScoringFailed, is_infrastructure
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.reply_reader import load_parsers
@@ -161,9 +161,10 @@ class Rollout:
         return rewards_so_far(self.branches)
 
     def sequences(self, outcomes: Outcomes) -> list[Episode]:
-        """The sequences of the rollout. Raises EpisodeFailed if there is nothing to train."""
+        """The sequences of the rollout; none of them has tokens if it ended before the policy's turn. Raises
+        EpisodeFailed if there were turns, or a prompt without room for one, but there is nothing to train."""
         found = sequences(self.branches, outcomes, self.sampling.truncated)
-        if not found:
+        if not any(sequence.turns for sequence in found):
             full = [line for branch in self.branches.all for line in branch.lines.values() if line.full]
             if full:
                 raise EpisodeFailed(
@@ -172,9 +173,9 @@ class Rollout:
                     report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise the setting that "
                     f"limits them: {EPISODE_LIMIT_FLAGS}.",
                 )
-            raise EpisodeFailed(
-                "episode ended without a reply", report="It has to await policy.reply(...) at least once."
-            )
+            if not found:
+                raise EpisodeFailed("episode returned no reward", report="No seat has a turn, or a reward.")
+            return found
         if self.sampling.temperature > 0 and not any(turn.trainable.any() for one in found for turn in one.turns):
             raise EpisodeFailed(
                 "no turn of the episode can be trained",
@@ -371,7 +372,8 @@ class EpisodePolicy:
             # waits: the generator keeps the deadline
             return await self._context.generator.generate(line.conversation.ids, sampling, rollout.group)
         except SamplingMaskMissing as error:
-            rollout.broken = EpisodeFailed("the engine returned no sampling mask for a token")
+            reason = "the engine returned no sampling mask for a token"
+            rollout.broken = EpisodeFailed(reason, infrastructure=True)
             raise rollout.broken from error
         except Exception as error:
             rollout.broken = error
@@ -578,7 +580,8 @@ def _check(reward: asyncio.Future[Any]) -> None:
     if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed):
         raise error
     if error is not None:
-        raise EpisodeFailed(f"turn reward raised {type(error).__name__}", *describe(error)) from error
+        reason = f"turn reward raised {type(error).__name__}"
+        raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
 
 
 # -- sampling parameters of one turn ----------------------------------------------------------------------------------

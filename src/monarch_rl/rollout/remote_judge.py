@@ -18,11 +18,11 @@ import logging
 import os
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from monarch_rl.errors import DeadlineExceeded, JudgeFailed, SettingsError
+from monarch_rl.errors import DeadlineExceeded, JudgeFailed
 from monarch_rl.model.messages import Message, as_messages, as_row
 from monarch_rl.rollout.episode_clock import episode_clock_stopped
 from monarch_rl.runtime.deadlines import within
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses after which a retry may succeed."""
+OF_REQUEST = (400, 413, 422)
+"""Statuses by which a server refuses what it was asked, such as a prompt that is too long."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pause before the second attempt, and the longest pause between two attempts. Each pause is twice the one before, less
 up to half of it at random."""
@@ -58,9 +60,12 @@ class RemoteReply:
 class _Refused(Exception):
     """A failed attempt."""
 
-    def __init__(self, reason: str, detail: str, retry: bool, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, reason: str, detail: str, retry: bool, pause_s: float = 0.0, infrastructure: bool = True
+    ) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.retry, self.pause_s = reason, detail, retry, pause_s
+        self.infrastructure = infrastructure
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,9 @@ class RemoteJudge(CheckedSettings, flags="judge"):
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Maximum tokens of an answer, unless the call sets its own limit."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if not self.url.startswith(("http://", "https://")):
-            raise SettingsError(f"judge.url {self.url!r} must begin with http:// or https://")
+            yield f"judge.url {self.url!r} must begin with http:// or https://"
 
     async def reply(
         self,
@@ -149,7 +153,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
                     attempts.append(str(refused))
                     if not refused.retry or len(attempts) > self.retries:
                         report = f"{refused.detail}\n{len(attempts)} attempts at {self.url}, model {self.model}"
-                        raise JudgeFailed(f"remote judge {refused.reason}", report) from None
+                        raise JudgeFailed(f"remote judge {refused.reason}", report, refused.infrastructure) from None
                     wait_s = max(refused.pause_s, pause_s * random.uniform(0.5, 1.0))
                 await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -184,7 +188,8 @@ class RemoteJudge(CheckedSettings, flags="judge"):
                     f"{'set' if key else 'not set'}."
                 )
             retry = answer.status_code in TRANSIENT
-            raise _Refused(f"answered with status {answer.status_code}", detail, retry, _requested_pause(answer))
+            reason, infrastructure = f"answered with status {answer.status_code}", answer.status_code not in OF_REQUEST
+            raise _Refused(reason, detail, retry, _requested_pause(answer), infrastructure)
         return content
 
 

@@ -86,13 +86,18 @@ async def run_tools(
 
     Raises:
         LookupError: a called tool was given as a schema only.
+        InfrastructureFailed, JudgeFailed, SandboxFailed: a tool raised it, which costs the episode.
     """
     functions = as_tools(tools).functions
     for call in calls:
         if not call.error and call.name not in functions:
             raise LookupError(f"the tool {call.name!r} is only a schema, without a function: run its calls yourself")
-    answers = (_answer(call, functions, deadline_s, characters, failed) for call in calls)
-    return list(await asyncio.gather(*answers))
+    answers = [asyncio.ensure_future(_answer(call, functions, deadline_s, characters, failed)) for call in calls]
+    try:
+        return list(await asyncio.gather(*answers))
+    finally:
+        for answer in answers:  # if one raised, nobody waits for the others
+            answer.cancel()
 
 
 async def _answer(
@@ -113,6 +118,10 @@ async def _answer(
         return replace(call.answer(f"The tool {call.name} gave {reason}."), failed=reason)
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # the episode was cancelled, not the tool
+            raise
+        # The policy must not be judged by what it does without the service. Exceptions of other libraries may be the
+        # fault of its arguments, such as a host that does not exist: it reads those.
+        if getattr(error, "infrastructure", False):
             raise
         failed(Failure(f"tool {call.name} raised {type(error).__name__}", *describe(error)))
         message = shortened(_encodable(exception_message(error)), ERROR_CHARACTERS)

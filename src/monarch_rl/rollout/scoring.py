@@ -32,19 +32,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from monarch_rl.errors import ScorerBroken, ScoringFailed
+from monarch_rl.episode.failure import UNUSABLE
+from monarch_rl.errors import ScorerBroken, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
-from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
 
+T = TypeVar("T")
 ScoreFunction = Callable[..., Any]
 """Scores one answer, or all answers of a group."""
 Convert = Callable[[Any], Any]
@@ -78,9 +80,12 @@ class Scorer:
         processes: number of scores that are computed at once.
         deadline_s: deadline in seconds of one score, from its start in a process.
         warm_up: called once in every new process before its first score (imports, data); pickled by value.
+        fork_server: name of the fork server; "" is the one in this process's environment.
     """
 
-    def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None, fork_server: str = ""
+    ) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
         self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
@@ -91,7 +96,7 @@ class Scorer:
             max_workers=processes,
             initializer=_start,
             initargs=(os.getpid(), self._output.ends, None if warm_up is None else ByValue(warm_up, "warm_up")),
-            context=ForkContext(PRELOAD, "scorer"),
+            context=ForkContext(PRELOAD, "scorer", fork_server),
         )
         self._pool = self._make_pool()
         self._works = False
@@ -116,18 +121,20 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        return await self._score(function, args, as_outcome)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcome)  # waits: its scores have deadlines
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
         """Like :meth:`score`, for a function that returns one reward per episode of a group."""
-        return await self._score(function, args, as_outcomes)  # type: ignore[no-any-return]
+        return await self.call(function, args, as_outcomes)  # waits: its scores have deadlines
 
-    async def _score(self, function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+    async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Callable[[Any], T]) -> T:
+        """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
         pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
         result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
         if isinstance(result, Raised):
-            raise ScoringFailed(f"score raised {result.kind}", result.message, result.place, result.report)
-        return result
+            raise result.failure
+        converted: T = result
+        return converted
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
         if not _is_stateless(function):  # its state may have changed since the last call
@@ -155,7 +162,10 @@ class Scorer:
                     continue
                 place, stack = process_stack(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
-                raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
+                infrastructure = late.lost_share >= LOST_SHARE  # the machine had no time for the score, twice
+                raise ScoringFailed(
+                    f"score took over {self.deadline_s:g} s", "", place, report, infrastructure
+                ) from None
             except ProcessExpired as expired:
                 error = expired
             except BrokenProcessPool as broken:
@@ -164,7 +174,9 @@ class Scorer:
         how = _describe_exit(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
         place, stack = process_stack(self._output.take_stack())
         report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
-        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
+        # A score's own code ends its process by an exit code or a fault; what kills it is the machine.
+        killed = not isinstance(error, ProcessExpired) or error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report, killed) from error
 
     async def _try(self, pool: ProcessPool, call: _Call, deadline_s: float) -> Any:
         """Result of a call in a process of the pool.
@@ -249,7 +261,7 @@ def _start_processes(pool: ProcessPool) -> None:
         if error.errno != errno.ENOSPC:
             raise
         detail = "their locks are in /dev/shm, which is full: free space there, or enlarge it (docker --shm-size)"
-        raise ScoringFailed("scoring processes could not start", detail) from error
+        raise ScoringFailed("scoring processes could not start", detail, infrastructure=True) from error
 
 
 def _end(pool: ProcessPool) -> None:
@@ -290,12 +302,18 @@ def _as_forked_by_a_script() -> None:
 class Raised:
     """Description of an exception that a score raised; the exception itself cannot always be pickled."""
 
-    kind: str
-    """Type of the exception."""
+    reason: str
     message: str
     place: str
     report: str
-    """Its traceback."""
+    """Its traceback, or the value that is not a reward."""
+    infrastructure: bool
+    """As :func:`~monarch_rl.errors.is_infrastructure` finds."""
+
+    @property
+    def failure(self) -> ScoringFailed:
+        """The exception that the caller gets."""
+        return ScoringFailed(self.reason, self.message, self.place, self.report, self.infrastructure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +338,25 @@ def _load_call(function: bytes, args: bytes, convert: Convert) -> Any:
         return error
 
 
+def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) -> Any:
+    """``convert(function(*args))``; :class:`Raised` if either raised."""
+    process = os.getpid()
+    try:
+        # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
+        return returned_by(function, function(*args), convert)
+    except UnusableReward as error:
+        return Raised(f"score {UNUSABLE}", str(error), error.place, str(error), infrastructure=False)
+    except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
+        if os.getpid() != process:  # a forked copy ends as one of a script does
+            os._exit(exit_code_of(functools.partial(_raise, error)))
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Raised:
+    reason = f"score raised {type(error).__name__}"
+    return Raised(reason, exception_message(error), *describe(error), is_infrastructure(error))
+
+
 def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:
     """Compute a score; :class:`Raised` if it raised."""
     process = os.getpid()
@@ -327,14 +364,9 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
     try:
         if isinstance(call, BaseException):
             raise call
-        function, args, convert = call
-        # Converted to plain numbers here: they are written as JSON, and an invalid one must cost only this episode.
-        outcome = convert(function(*args))
-    except BaseException as error:  # SystemExit, too, must not end the scoring process's event loop
-        if os.getpid() != process:  # a forked copy ends as one of a script does
-            os._exit(exit_code_of(functools.partial(_raise, error)))
-        place, report = describe(error)
-        outcome = Raised(type(error).__name__, exception_message(error), place, report)
+        outcome = compute(*call)
+    except BaseException as error:  # of unpickling
+        outcome = _raised(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call

@@ -89,12 +89,14 @@ def sequences(branches: Branches, outcomes: Outcomes, truncated: bool) -> list[E
     """The sequences of a rollout: the seats of its first branch, then of the next branch, and so on.
 
     A turn that several lines share is trained in the first of them and is context in the others. A turn of which other
-    lines share the beginning is split. A line without a turn is not a sequence.
+    lines share the beginning is split. A line without a turn is not a sequence: its seat may be played by an opponent.
+    Only if no line has a turn, because the episode ended before the policy's, the lines with an outcome are sequences
+    without tokens, which count in evaluations and are not trained.
 
     Args:
         truncated: whether sampling is truncated (top-k, top-p or min-p).
     """
-    episodes: list[Episode] = []
+    episodes, without_turn = list[Episode](), list[Episode]()
     lines = [line for leaf in branches.leaves for line in leaf.seats.values()]
     has_spans = any(line.spans for line in lines)
     splits = TurnSplits(spans for line in lines for spans in line.all_spans) if has_spans else None
@@ -107,7 +109,13 @@ def sequences(branches: Branches, outcomes: Outcomes, truncated: bool) -> list[E
                 episodes.append(_sequence(line, turns, name, by_seat[name], trained_in, truncated))
                 for turn in turns:
                     trained_in.setdefault(id(turn), len(episodes) - 1)
-    return episodes
+            elif name in by_seat:
+                of, messages = by_seat[name], as_rows(line.conversation.messages)
+                reason = line.full or "stop"
+                without_turn.append(
+                    Episode([], of.reward, reason, of.info, parts=of.parts, seat=name, messages=messages)
+                )
+    return episodes or without_turn
 
 
 def _sequence(

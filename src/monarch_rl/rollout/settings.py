@@ -1,7 +1,7 @@
 """Settings of rollouts, and their checks.
 
 A check of one value is the ``Range`` of its field. A check of several fields of :class:`RolloutSettings` belongs to its
-``__post_init__``, unless only training needs it (:func:`check_rollout`). A check that needs other values, such as the
+``contradictions``, unless only training needs it (:func:`check_rollout`). A check that needs other values, such as the
 task's prompts or the number of data ranks, is one of the ``check_`` functions below, which ``check`` in
 ``pipeline/settings.py`` calls. One that reads the settings of several packages is in that module.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import Refusals, SettingsError
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
@@ -108,10 +108,12 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Seconds that a worker may wait for a free slot or free space in the buffer, that is, for the trainer; exceeding
     it ends the run."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_truncation()
-        _ = self.template_options
+    def contradictions(self) -> Iterator[str]:
+        yield from self._check_truncation()
+        try:
+            _ = self.template_options
+        except SettingsError as error:
+            yield str(error)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -140,29 +142,27 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
             tokens = sequences * episode_limit
         return GroupBound(sequences, tokens)
 
-    def _check_truncation(self) -> None:
+    def _check_truncation(self) -> Iterator[str]:
         if self.top_k == 1:
-            raise SettingsError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
+            yield f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}"
         if self.truncated and not self.keep_sampling_mask:
-            raise SettingsError(
+            yield (
                 "rollout.top-k, top-p or min-p sample from a part of the vocabulary, but the trainer computes "
                 "probabilities over all of it: the importance ratio would compare two different distributions. Set "
                 "rollout.keep-sampling-mask, so that both use the same set of tokens, or sample from all tokens"
             )
         if self.truncated and not self.top_k:
-            raise SettingsError(
+            yield (
                 f"rollout.top-p and min-p also need a rollout.top-k of 2 to {MAX_TOP_K}: only then the engine returns "
                 "sampling masks"
             )
         if self.truncated and not self.temperature:
-            raise SettingsError(
+            yield (
                 "rollout.temperature 0 always samples the most likely token: rollout.top-k, top-p and min-p have no "
                 "effect, leave them off"
             )
         if self.min_p and self.seed is not None:
-            raise SettingsError(
-                "rollout.min-p cannot be used with rollout.seed: the engine's seeded sampling does not support it"
-            )
+            yield "rollout.min-p cannot be used with rollout.seed: the engine's seeded sampling does not support it"
 
 
 def template_options(text: str, flag: str) -> dict[str, Any]:
@@ -182,40 +182,42 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, data_ranks: i
     Args:
         data_ranks: shares that a step is divided into: ``TrainerSettings.data_ranks``.
 
-    Raises ValueError saying what to change.
+    Raises ValueError saying what to change, for all that is wrong.
     """
+    refusals = Refusals()
     if settings.group_size < 2:
-        raise SettingsError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
+        refusals.add("rollout.group-size must be at least 2: advantages compare the episodes of a group")
     bounds = {"rollout.max_sequences": settings.max_sequences, "rollout.max_tokens": settings.max_tokens}
     for flag, most in bounds.items():
         if most is not None and most < settings.group_size:
-            raise SettingsError(
+            refusals.add(
                 f"{flag} {most} is less than rollout.group-size {settings.group_size}, and each episode of a group "
                 f"needs at least one: raise {flag}"
             )
     if settings.temperature < MIN_TEMPERATURE:
-        raise SettingsError(
+        refusals.add(
             f"rollout.temperature must be at least {MIN_TEMPERATURE}, got {settings.temperature}: greedy episodes of a "
             "group are all the same"
         )
     if settings.generate_limit_s < MIN_GENERATE_S:
-        raise SettingsError(
+        refusals.add(
             f"{settings.flag('generate_deadline_s')} must be at least {MIN_GENERATE_S:g}, got "
             f"{settings.generate_limit_s:g}: a turn may wait for a commit of new weights"
         )
     for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):
         if (episodes := groups * settings.group_size) > MAX_EPISODES[flag]:
-            raise SettingsError(
+            refusals.add(
                 f"{flag} {groups:,} x rollout.group-size {settings.group_size:,} = {episodes:,} episodes, which is "
                 f"more than the limit of {MAX_EPISODES[flag]:,}: reduce one of them"
             )
     episodes = groups_per_step * settings.group_size
     if episodes % data_ranks:
-        raise SettingsError(
+        refusals.add(
             f"groups-per-step {groups_per_step} x rollout.group-size {settings.group_size} = {episodes} episodes, "
             f"which {data_ranks} data ranks (trainer.ranks / trainer.tp) cannot share equally: change one of these "
             "settings"
         )
+    refusals.raise_all()
 
 
 def check_lengths(settings: RolloutSettings, episode_limits: dict[str, int]) -> None:

@@ -4,7 +4,7 @@
         for episode in group.episodes:
             episode.fill_column("teacher", await teacher_engine.logprobs(episode.token_ids))
 
-    await run.start(task, ..., stages=[Stage(teacher, fills=("teacher",))])
+    await run.start(..., stages=[Stage(teacher, fills=("teacher",))])
 
 A stage fills columns, changes rewards, or drops the group (:class:`DropGroup`). Workers run other groups meanwhile.
 """
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Fork, Group
-from monarch_rl.episode.failure import KINDS, Failure, shortened
+from monarch_rl.episode.failure import KINDS, UNUSABLE, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.errors import EpisodeError, JudgeFailed, LoopBlocked, ScoringFailed
+from monarch_rl.errors import EpisodeError, JudgeFailed, LoopBlocked, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import value_or_exit
@@ -31,7 +31,16 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineClock, ends_in_time, now
-from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes, is_coroutine_function
+from monarch_rl.tasks.task import (
+    GroupRewards,
+    Outcome,
+    Task,
+    as_outcome,
+    as_outcomes,
+    definition,
+    is_coroutine_function,
+    returned_by,
+)
 
 REASON_CHARACTERS = 60
 """Maximum characters of the reason for which a stage drops groups, because it becomes part of a metric's name."""
@@ -317,12 +326,14 @@ class GroupRewarder:
             try:
                 rewards = await self._scorer.score_group(function, item, outcomes)  # waits: it has a deadline
             except ScoringFailed as error:
-                raise EpisodeFailed(f"group rewards: {error.reason}", error.place, error.report) from error
+                reason = f"group rewards: {error.reason}"
+                raise EpisodeFailed(reason, error.place, error.report, error.infrastructure) from error
             except TypeError as error:  # the function, the item or an outcome cannot be pickled
                 raise EpisodeFailed("group rewards raised TypeError", *describe(error)) from error
         if len(rewards) != len(outcomes):
-            report = f"It returned {len(rewards)} rewards for the {len(outcomes)} episodes of a group."
-            raise EpisodeFailed("group rewards are not one for each episode", report=report)
+            name, place = definition(function)
+            report = f"{name} ({place}) returned {len(rewards)} rewards for {len(outcomes)} outcomes of a group."
+            raise EpisodeFailed(f"group rewards {UNUSABLE}", place, report)
         return rewards
 
 
@@ -358,18 +369,19 @@ async def _in_worker(
         raise EpisodeFailed("group rewards were cancelled by their own code")
     error = task.exception() or task.result()
     if isinstance(error, JudgeFailed):
-        raise EpisodeFailed(f"group rewards: {error.reason}", report=error.report) from error
+        reason = f"group rewards: {error.reason}"
+        raise EpisodeFailed(reason, report=error.report, infrastructure=error.infrastructure) from error
     if isinstance(error, BaseException):
-        raise EpisodeFailed(_how("group rewards", error), *describe(error)) from error
+        raise EpisodeFailed(_how("group rewards", error), *describe(error), is_infrastructure(error)) from error
     try:
-        return as_outcomes(task.result())
-    except Exception as error:
-        report = f"{type(error).__name__}: {error}\nIt has to return a list with one reward per episode."
-        raise EpisodeFailed("group rewards cannot be used", report=report) from error
+        return returned_by(function, task.result(), as_outcomes)
+    except UnusableReward as error:
+        report = f"{error}\nIt has to return a list with one reward per outcome."
+        raise EpisodeFailed(f"group rewards {UNUSABLE}", error.place, report) from error
 
 
 def _group_rewards_failed(sequences: Sequence[Episode], why: EpisodeFailed, index: int) -> EpisodeFailed:
     """The failure of an episode whose group rewards failed."""
-    failed = EpisodeFailed(why.reason, why.place, why.report)
+    failed = EpisodeFailed(why.reason, why.place, why.report, why.infrastructure)
     failed.tokens, failed.index = sum(sequence.num_trainable for sequence in sequences), index
     return failed

@@ -76,8 +76,12 @@ class WorkerStats:
     """Number of scored episodes that a full context ended."""
     turn_limits: int = 0
     """Number of scored episodes that ``max_turns`` ended."""
+    without_turn: int = 0
+    """Number of episodes that ended before the policy's turn; ``episodes`` does not include them."""
     failed: dict[str, int] = field(default_factory=dict)
     """Number of failed episodes, by reason."""
+    infrastructure: int = 0
+    """Number of failed episodes for which a service is to blame (``errors.is_infrastructure``)."""
     tokens: int = 0
     """Tokens sampled for scored episodes."""
     failed_tokens: int = 0
@@ -129,12 +133,15 @@ class Statistics:
             self._stats.groups_playing -= 1
 
     def add_episodes(self, results: Sequence[Sequence[Episode] | EpisodeFailed]) -> None:
-        """Count the episodes of a group."""
+        """Count the episodes of a group, by their sequences with a turn."""
         stats = self._stats
         for result in results:
             if isinstance(result, EpisodeFailed):
                 stats.failed[result.reason] = stats.failed.get(result.reason, 0) + 1
                 stats.failed_tokens += result.tokens
+                stats.infrastructure += result.infrastructure
+            elif not result:
+                stats.without_turn += 1
             else:
                 stats.episodes += 1
                 stats.tokens += sum(sequence.num_trainable for sequence in result)

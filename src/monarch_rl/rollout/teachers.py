@@ -2,7 +2,7 @@
 
     start = run.frozen("start", s.model)
     large = run.frozen("large", "Qwen/Qwen3-8B")
-    await run.start(task, ..., stages=[reference(start), teacher(large)])
+    await run.start(..., stages=[reference(start), teacher(large)])
 
 Each sampled token gets its log-prob under the model, at the temperature of the rollouts. The cost is reported by the
 metrics ``stage/<name>/seconds``, ``stage/<name>/waited_s`` and ``frozen/<name>/device_s``.

@@ -51,13 +51,6 @@ def exception_message(error: BaseException) -> str:
     return shortened(last.partition(": ")[2], REPORT_CHARACTERS)
 
 
-def raised_in_package(error: BaseException) -> bool:
-    """Whether this package raised the error, not code that it called; its message is then enough without a
-    traceback."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith(_PACKAGE)
-
-
 def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
     """The last file and line outside libraries at which a coroutine waits, and its stack; empty if it does not wait."""
     frames = []

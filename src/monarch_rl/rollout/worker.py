@@ -11,6 +11,7 @@ from typing import Any
 from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Group, Ticket
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.shard import TrainedEpisode
@@ -38,6 +39,13 @@ from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.tasks.task import Task
 
 GREEDY = EvaluationPlan()
+NO_TURN = Failure(
+    "episodes ended before the policy's turn",
+    report="Nothing was sampled, so there is nothing to train. Unless the task may end before the policy's first turn, "
+    "as a game against an opponent may, its episode has to await policy.reply(...) at least once.",
+    what="a group",
+)
+"""Why a group is dropped in which too few episodes had a turn."""
 COLLECT_AFTER = 50_000
 """New objects after which a worker looks for garbage. In the main job, episodes in progress hold 5,000 to 20,000
 objects: with Python's default of 700, collections visited them thousands of times and hardly found any garbage."""
@@ -332,22 +340,32 @@ class RolloutWorker(AsksFrozenModels):
         else:
             seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
             task, item = self._task.owner_of(item)
-            share, group = ticket.bound.share(size), ticket.group_id
-            results = await all_or_none(
-                [self._run_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]
+            share, group_id = ticket.bound.share(size), ticket.group_id
+            rollouts = await all_or_none(
+                [self._run_episode(task, item, cursor, self._sampling(seed), group_id, share) for seed in seeds]
             )
+            # An episode without a turn of the policy says nothing about its choices. So it is not compared either: the
+            # mean over the episodes in which the policy did choose is the better baseline.
+            results = [of for of in rollouts if isinstance(of, EpisodeFailed) or of[0].turns]
             compared = await self._group_rewards.added(task, item, cursor, results)
             results = [await self._submitter.reported(e) if isinstance(e, EpisodeFailed) else e for e in compared]
+            results += [[]] * (size - len(results))
         self._statistics.add_episodes(results)
         failures = [result for result in results if isinstance(result, EpisodeFailed)]
-        succeeded = [result for result in results if not isinstance(result, EpisodeFailed)]
+        succeeded = [result for result in results if not isinstance(result, EpisodeFailed) and result]
         for number, sequences in enumerate(succeeded):
             for sequence in sequences:
                 sequence.rollout = number
         episodes = [sequence for sequences in succeeded for sequence in sequences]
         if len(succeeded) >= min(2, size):
-            return item, Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=task.name)
-        reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
+            group = Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt)
+            group.task, group.success_reward = task.name, task.success_reward
+            return item, group
+        reasons = Counter(failure.reason for failure in failures)
+        reasons[NO_TURN.reason] = size - len(failures) - len(succeeded)
+        reason = reasons.most_common(1)[0][0]
+        if reason == NO_TURN.reason:
+            await self._submitter.note(NO_TURN)
         await self._submitter.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
         return item, None
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 import tyro
 
 from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.moved import MOVED_FLAGS
-from monarch_rl.settings.ranges import NamedSettings, from_plain, to_plain
+from monarch_rl.settings.other_projects import hint
+from monarch_rl.settings.ranges import NamedSettings, from_plain, problems_in, to_plain, unchecked
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -38,8 +39,8 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
     default: Any = settings()
     if _saved:
         default = _read_saved(settings, default, *_saved.pop())
-    for arg in args:
-        _refuse_moved(arg, default)
+    if strangers := list(filter(None, (_stranger(arg, default) for arg in args))):
+        _refuse(strangers)
     hints = get_type_hints(settings)
     for field in dataclasses.fields(cast(Any, settings)):
         family = hints[field.name]
@@ -51,16 +52,36 @@ def cli(settings: type[S], *, description: str | None = None, args: Sequence[str
             # Not by replace(), which checks: other arguments may remove a contradiction with the defaults.
             default = copy.copy(default)
             object.__setattr__(default, field.name, family.defaults_of(name))
-    return tyro.cli(settings, args=args, default=default, description=description)
+    try:
+        with unchecked():  # tyro would stop at the first class that refuses its values
+            parsed = tyro.cli(settings, args=args, default=default, description=description)
+    except Exception:  # of a recipe's own checks, which may rely on values that the package checks first
+        return tyro.cli(settings, args=args, default=default, description=description)
+    if problems := problems_in(parsed):
+        _refuse(problems)
+    return parsed
 
 
-def _refuse_moved(arg: str, default: Any) -> None:
-    """Exit with the replacement of a flag that 0.2 has removed, unless these settings have a flag of that name."""
-    flag = arg.removeprefix("--").partition("=")[0].replace("_", "-")
+def _stranger(arg: str, default: Any) -> str | None:
+    """What to give in place of a flag that 0.2 has removed, or of another project's setting; None for other arguments,
+    and if these settings have a flag of that name."""
+    given = arg.partition("=")[0]
+    flag = given.removeprefix("--").replace("_", "-")
     flag = re.sub(r"(^|\.)no-(?=[^.]+$)", r"\1", flag)  # `--checkpoint.no-keep-best`
-    if arg.startswith("--") and flag in MOVED_FLAGS and not _has_flag(default, flag):
-        print(f"error: {arg.partition('=')[0]} was removed in monarch_rl 0.2: {MOVED_FLAGS[flag]}", file=sys.stderr)
-        sys.exit(2)
+    if _has_flag(default, flag):
+        return None
+    if given.startswith("--") and flag in MOVED_FLAGS:
+        return f"{given} was removed in monarch_rl 0.2: {MOVED_FLAGS[flag]}"
+    like_verl = "=" in arg and "." in flag  # `trainer.save_freq=10`
+    found = hint(flag.lstrip("+")) if given.startswith("--") or like_verl else None
+    return found and f"{given}: {found}"
+
+
+def _refuse(problems: Sequence[str]) -> NoReturn:
+    """Exit with all of these problems."""
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _has_flag(default: Any, flag: str) -> bool:

@@ -15,7 +15,9 @@ import json
 import math
 import numbers
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -35,7 +37,7 @@ from typing import (
 
 import tyro
 
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import SettingsError, raise_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class _Field(NamedTuple):
 
 
 class CheckedSettings:
-    """Base class of settings dataclasses. A derived class with a ``__post_init__`` must call this one's first.
+    """Base class of settings dataclasses. A derived class yields what is wrong with a combination of its values in
+    :meth:`contradictions`; one with a ``__post_init__`` must call this one's first.
 
     Checks that every value has its field's type, including values passed in Python; that every float is finite; that
     numbers lie in the :class:`Range` of their field, if it has one; and that strings are among those of their
@@ -110,14 +113,25 @@ class CheckedSettings:
             cls._flags = flags
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the setting's flag, the value, and the allowed values."""
+        """Raises ValueError with the flag of each wrong setting, the value, and the allowed values."""
+        if not _UNCHECKED.get():
+            raise_together([SettingsError(problem) for problem in self.wrong_values() or self.contradictions()])
+
+    def wrong_values(self) -> list[str]:
+        """What is wrong with each value by itself, as messages."""
+        found = []
         for name, (hint, allowed, words, _) in _fields(type(self)).items():
             value = getattr(self, name)
             parts = value if isinstance(value, tuple) else (value,)
             problems = (_problem(part, allowed, words) for part in parts)
             problem = next(filter(None, problems), None) or _wrong_type(value, hint, allowed)
             if problem:
-                raise SettingsError(f"{self.flag(name)} {problem}")
+                found.append(f"{self.flag(name)} {problem}")
+        return found
+
+    def contradictions(self) -> Iterable[str]:
+        """What is wrong with values that are allowed by themselves, as messages."""
+        return ()
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -137,13 +151,14 @@ class NamedSettings(CheckedSettings):
 
     name: Any
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.name != type(self).own_name():
-            raise SettingsError(
+    def wrong_values(self) -> list[str]:
+        found = super().wrong_values()
+        if not found and self.name != type(self).own_name():
+            found.append(
                 f"{self.flag('name')} {self.name}: these are the parameters of {self.own_name()}. In Python, use "
                 f"{self._family().of_name(self.name).__name__}; parse a command line with monarch_rl.cli()"
             )
+        return found
 
     @classmethod
     def own_name(cls) -> str:
@@ -209,6 +224,34 @@ def _fields(settings: type[CheckedSettings]) -> dict[str, _Field]:
             for name, allowed in limits(settings).items()
         }
     return settings._fields
+
+
+_UNCHECKED: ContextVar[bool] = ContextVar("monarch_rl_unchecked", default=False)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Within the block, settings are created without checks: :func:`problems_in` finds all problems afterwards."""
+    token = _UNCHECKED.set(True)
+    try:
+        yield
+    finally:
+        _UNCHECKED.reset(token)
+
+
+def problems_in(value: Any) -> list[str]:
+    """What is wrong with settings, and with the settings in them, as messages. Contradictions are looked for only where
+    all values are allowed."""
+    if isinstance(value, tuple):
+        return [problem for part in value for problem in problems_in(part)]
+    if not dataclasses.is_dataclass(value):
+        return []
+    settings: Any = value
+    found = [problem for field in dataclasses.fields(value) for problem in problems_in(getattr(value, field.name))]
+    if isinstance(settings, CheckedSettings):
+        found = [*settings.wrong_values(), *found]
+        found += () if found else settings.contradictions()
+    return found
 
 
 C = TypeVar("C", bound=CheckedSettings)

@@ -313,7 +313,8 @@ class SimulatedWorker(RolloutWorker):
             episode_deadline_s=FOREVER_S,
             slot_deadline_s=FOREVER_S,
         )
-        task = Task(items := _Items(plan.seed, costs.equal_rewards), _play, {"held_out": items}, name="simulated")
+        items = _Items(plan.seed, costs.equal_rewards)
+        task = Task(items, _play, {"held_out": items}, name="simulated", success_reward=1.0)
         super().__init__(settings, ByValue(task), "", name, stages=ByValue(_stages(plan, costs)))
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)

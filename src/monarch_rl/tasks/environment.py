@@ -58,6 +58,7 @@ class Environment(Task):
         system: system message; "" for none.
         most_steps: maximum actions of an episode. If the environment has a limit of its own, the smaller one applies.
         no_action_reward: added to the reward if a reply has no action.
+        success_reward: as in :class:`~monarch_rl.tasks.task.Task`.
         held_out: number of held-out seeds.
         name: name for metrics.
     """
@@ -71,6 +72,7 @@ class Environment(Task):
         system: str = "",
         most_steps: int = MOST_STEPS,
         no_action_reward: float = 0.0,
+        success_reward: float | None = None,
         held_out: int = 0,
         name: str = "environment",
     ) -> None:
@@ -79,7 +81,7 @@ class Environment(Task):
         episode = _EnvironmentEpisode(make, action, show, system, most_steps, no_action_reward)
         seeds = Seeds()
         sets: dict[str, Sequence[int]] = {"held_out": seeds.held_out(held_out)} if held_out else {}
-        super().__init__(seeds.training, episode.run, sets, name)
+        super().__init__(seeds.training, episode.run, sets, name, success_reward=success_reward, probe=False)
 
 
 class _EnvironmentEpisode:

@@ -42,6 +42,8 @@ class MathReward:
     Raises ValueError if math-verify is not installed.
     """
 
+    success_reward = 1.0
+
     def __init__(self, column: str = "answer") -> None:
         self._column = column
         if importlib.util.find_spec("math_verify") is None:

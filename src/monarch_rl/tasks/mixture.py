@@ -59,6 +59,7 @@ class Mixture(Task):
     ) -> None:
         schedule = Schedule(tuple(weights.values()), _block(weights, groups_per_step), seed)
         tasks = _Tasks(tuple(weights), schedule)
+        marks = [task.success_reward for task in weights if task.success_reward is not None]
         super().__init__(
             tasks.item,
             tasks.run,
@@ -67,6 +68,9 @@ class Mixture(Task):
             warm_up=tasks.warm_up,
             check=tasks.check,
             part_of=tasks.part_of,
+            # Each item has that of its own task; this one is for items that could not be made.
+            success_reward=max(marks) if len(marks) == len(weights) else None,
+            tasks=tuple(weights),
         )
 
 

@@ -7,7 +7,10 @@ OpenEnv's package is needed only on the server; it cannot be installed alongside
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+from monarch_rl.errors import InfrastructureFailed
 
 MESSAGE_BYTES = 16 << 20
 """Maximum bytes of an observation."""
@@ -23,10 +26,11 @@ class OpenEnv:
 
     Args:
         url: URL of the server, ``http://...`` or ``https://...``.
+        deadline_s: deadline in seconds of an answer.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = f"{url.rstrip('/')}/ws"
+    def __init__(self, url: str, deadline_s: float = 120.0) -> None:
+        self._url, self._deadline_s = f"{url.rstrip('/')}/ws", deadline_s
         self._session: Any = None
         self._socket: Any = None
 
@@ -34,19 +38,27 @@ class OpenEnv:
         """Open the session and start an episode.
 
         Raises:
-            OSError: there is no such server.
+            InfrastructureFailed: there is no such server, or it did not answer.
             RuntimeError: the server refused; the message says why.
         """
         import aiohttp
 
         if self._socket is None:
             self._session = aiohttp.ClientSession()
-            # waits: EpisodeRunner has a deadline for it
-            self._socket = await self._session.ws_connect(self._url, max_msg_size=MESSAGE_BYTES)
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    self._socket = await self._session.ws_connect(self._url, max_msg_size=MESSAGE_BYTES)
+            except (aiohttp.ClientError, OSError) as error:
+                raise InfrastructureFailed(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
         return (await self._ask("reset", {"seed": seed}))["observation"], {}
 
     async def step(self, action: dict[str, Any], /) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Execute an action. Raises RuntimeError if the server refuses the action; the message says why."""
+        """Execute an action.
+
+        Raises:
+            InfrastructureFailed: the server ended the session, or did not answer.
+            RuntimeError: the server refused the action; the message says why.
+        """
         answer = await self._ask("step", action)
         return answer["observation"], float(answer.get("reward") or 0.0), bool(answer.get("done")), False, {}
 
@@ -58,10 +70,17 @@ class OpenEnv:
             self._session = self._socket = None
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        await self._socket.send_json({"type": kind, "data": data})  # waits: EpisodeRunner has a deadline for it
-        message = await self._socket.receive()  # waits: EpisodeRunner has a deadline for it
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._socket.send_json({"type": kind, "data": data})
+                message = await self._socket.receive()
+        except TimeoutError as error:
+            raise InfrastructureFailed(f"{self._url} did not answer {kind} within {self._deadline_s:g} s") from error
+        except OSError as error:
+            raise InfrastructureFailed(f"{self._url} did not answer {kind}: {error}") from error
         if not isinstance(message.data, str):
-            raise RuntimeError(f"{self._url} ended the session ({message.data or message.extra or message.type.name})")
+            why = message.data or message.extra or message.type.name
+            raise InfrastructureFailed(f"{self._url} ended the session ({why})")
         answer = message.json()
         if answer["type"] == "error":
             raise RuntimeError(f"{self._url} refused {kind}: {answer['data'].get('message', answer['data'])}")

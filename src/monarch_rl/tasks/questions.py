@@ -18,7 +18,7 @@ import numpy as np
 
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row, as_rows, compact, read_all
-from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function
+from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function, returned_by
 from monarch_rl.tasks.template import DoesNotFit, check_template, fill, text_of
 from monarch_rl.values import lone_surrogate, plain
 
@@ -51,6 +51,9 @@ class Questions(Task):
         name: name for metrics.
         seed: seed of the order and of the choice of held-out rows.
         full_context_reward: reward of an episode that a full context ends.
+        success_reward: reward from which on an answer counts as right, for accuracy and pass@k; None if there is no
+            such mark (:class:`~monarch_rl.tasks.task.Task`). By default the reward function's attribute
+            ``success_reward``, which :class:`~monarch_rl.tasks.mathematics.MathReward` has, else None.
         group_rewards: rewards that compare the answers of a group (:class:`~monarch_rl.tasks.task.Task`).
     """
 
@@ -65,6 +68,7 @@ class Questions(Task):
         name: str = "questions",
         seed: int = 0,
         full_context_reward: float = 0.0,
+        success_reward: float | None = None,
         group_rewards: GroupRewards | None = None,
     ) -> None:
         episode, rows = _QuestionEpisode(reward, template, system), as_rows(rows)
@@ -90,6 +94,7 @@ class Questions(Task):
             warm_up=getattr(reward, "warm_up", None),
             check=functools.partial(split.check, getattr(reward, "check_row", None)),
             group_rewards=group_rewards,
+            success_reward=getattr(reward, "success_reward", None) if success_reward is None else success_reward,
         )
 
 
@@ -106,7 +111,8 @@ class _QuestionEpisode:
             policy.read({"role": "system", "content": self._system})
         reply = await policy.reply(prompt_of(self._template, row, self._system))
         if self._in_worker:
-            return as_outcome(await self._reward(row, reply.text))  # waits: EpisodeRunner has a deadline for it
+            rewarded = await self._reward(row, reply.text)  # waits: EpisodeRunner has a deadline for it
+            return returned_by(self._reward, rewarded, as_outcome)
         return await policy.in_scorer(self._reward, row, reply.text)
 
 

@@ -83,6 +83,7 @@ class ReasoningGym(Task):
             full_context_reward=full_context_reward,
             warm_up=functools.partial(load_data_set, settings, "train"),
             check=train.check,
+            success_reward=1.0,
         )
 
 

@@ -16,9 +16,12 @@ import inspect
 import json
 import math
 import re
+import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from monarch_rl.errors import UnusableReward
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +34,9 @@ MOST_INFO_BYTES = 64 << 10
 journal."""
 LARGEST_REWARD = 3.4028234663852886e38
 """Largest finite float32, the type in which rewards are trained."""
-TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(_low|_high)?|(oldest|newest)_version")
+TAKEN_NAMES = re.compile(
+    r"mean|accuracy(_low|_high)?|reward|failed|left_out|without_turn|pass_at_\d+(_low|_high)?|(oldest|newest)_version"
+)
 """Names of metrics next to those of the parts of a reward, as in docs/metrics.md."""
 
 
@@ -299,17 +304,29 @@ class Task:
     for held-out items, whose episodes are not compared."""
     part_of: Callable[[Any], tuple[Task, Any]] | None = None
     """For mixtures: returns the task that an item belongs to, and the item as that task defines it."""
+    success_reward: float | None = None
+    """An episode with at least this reward is a success, which accuracy, pass@k and ``reward/all_right_share`` count.
+    None: there is no such mark, as for log-probs or lengths. These metrics are then missing, and the mean reward
+    decides which version is the best."""
+    tasks: tuple[Task, ...] = ()
+    """For mixtures: the tasks."""
+    probe: bool = True
+    """Whether one item may be run before the run, without the model, to find mistakes (``--probe``)."""
 
     def __post_init__(self) -> None:
+        if self.success_reward is not None and not math.isfinite(self.success_reward):
+            raise ValueError(f"success_reward must be a finite number or None, got {self.success_reward}")
         if not math.isfinite(self.full_context_reward):
             raise ValueError(f"full_context_reward must be a finite number, got {self.full_context_reward}")
         if not is_coroutine_function(self.episode):
             wrong = f"the episode {self.episode!r:.80} of task {self.name} is not a coroutine function"
             raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
 
-    def with_episode(self, episode: EpisodeCode) -> Task:
-        """The same task with another episode."""
-        part_of = None if self.part_of is None else functools.partial(_with_episode, self.part_of, episode)
+    def with_episode(self, episode: EpisodeCode, success_reward: float | None = None) -> Task:
+        """The same task with another episode, and the :attr:`success_reward` of the rewards that this one returns."""
+        part_of = None
+        if self.part_of is not None:
+            part_of = functools.partial(_with_episode, self.part_of, episode, success_reward)
         return Task(
             self.items,
             episode,
@@ -320,6 +337,9 @@ class Task:
             self.check,
             self.group_rewards,
             part_of,
+            success_reward,
+            tuple(task.with_episode(episode, success_reward) for task in self.tasks),
+            self.probe,
         )
 
     def owner_of(self, item: Any) -> tuple[Task, Any]:
@@ -336,9 +356,11 @@ class Task:
         return self.held_out[name or next(iter(self.held_out))]
 
 
-def _with_episode(part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, item: Any) -> tuple[Task, Any]:
+def _with_episode(
+    part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, success_reward: float | None, item: Any
+) -> tuple[Task, Any]:
     task, own_item = part_of(item)
-    return task.with_episode(episode), own_item
+    return task.with_episode(episode, success_reward), own_item
 
 
 def as_outcome(value: Reward) -> Outcome:
@@ -377,6 +399,32 @@ def as_outcome(value: Reward) -> Outcome:
     return outcome
 
 
+T = TypeVar("T")
+
+
+def returned_by(function: Any, value: Any, convert: Callable[[Any], T]) -> T:
+    """``convert(value)``, for the return value of a function of the task's author.
+
+    Raises:
+        UnusableReward: it is not a reward; names the function, its file and line.
+    """
+    try:
+        return convert(value)
+    except Exception as error:  # a value may raise anything when it is converted
+        name, place = definition(function)
+        raise UnusableReward(f"{name} ({place}) returned {reprlib.repr(value)}: {error}", place) from error
+
+
+def definition(function: Any) -> tuple[str, str]:
+    """A function's name, and its file and line."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    called = inspect.unwrap(function if hasattr(function, "__code__") else getattr(function, "__call__", function))  # noqa: B004
+    code = getattr(called, "__code__", None)  # built-in functions have none
+    return name, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
 def _is_finite(value: float) -> bool:
     return abs(value) <= LARGEST_REWARD  # also False for NaN
 
@@ -397,6 +445,8 @@ def _number(value: Any) -> float:
     if inspect.iscoroutine(value):
         value.close()
         raise TypeError("the reward is a coroutine: await it, or write the function that returns it as `async def`")
+    if isinstance(value, tuple | list | Awaitable):
+        raise TypeError(f"the reward is a {type(value).__name__}: return a number, named parts, or an Outcome")
     return float(value)
 
 

@@ -72,7 +72,17 @@ class TextArena(Task):
         episode = _GameEpisode(game, opponent, players or (1 if opponent is None else 2), system, most_moves)
         seeds = Seeds()
         sets: dict[str, Sequence[int]] = {"held_out": seeds.held_out(held_out)} if held_out else {}
-        super().__init__(seeds.training, episode.run, sets, name or game, warm_up=episode.warm_up, check=episode.check)
+        super().__init__(
+            seeds.training,
+            episode.run,
+            sets,
+            name or game,
+            warm_up=episode.warm_up,
+            check=episode.check,
+            # A game that is won has 1. In self-play one seat wins what another loses.
+            success_reward=1.0 if opponent is not None or players <= 1 else None,
+            probe=False,
+        )
 
 
 class _GameEpisode:

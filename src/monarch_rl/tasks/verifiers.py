@@ -10,18 +10,20 @@ installed with the locked dependencies; later ones need a newer openai than SGLa
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
 import json
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from monarch_rl.errors import ContextFull
+from monarch_rl.errors import ContextFull, is_infrastructure
 from monarch_rl.tasks.orders import ShuffledOrder
-from monarch_rl.tasks.task import Outcome, Policy, Reply, Task
+from monarch_rl.tasks.task import Outcome, Policy, Reply, Task, is_coroutine_function
 from monarch_rl.tasks.template import text_of
 
 SAMPLED = 16
@@ -38,7 +40,8 @@ class Verifiers(Task):
 
     Training uses the rows of the environment's data set, in a different order per epoch; evaluations use its
     ``eval_dataset``. Reward functions, tools and ``env_response`` run in the worker, on its event loop, so functions
-    that wait must be coroutine functions. verifiers counts a reward function that raises as 0, and logs it. If there is
+    that wait must be coroutine functions. verifiers counts a reward function that raises as 0, and logs it; but if a
+    service is to blame (:func:`~monarch_rl.errors.is_infrastructure`), such as a judge, the episode fails. If there is
     no room for another turn, the environment ends as with an overlong prompt, and is scored. verifiers refuses a rubric
     that compares the rollouts of a group, when it scores one of them.
 
@@ -47,12 +50,29 @@ class Verifiers(Task):
         held_out: number of rows of the ``eval_dataset`` that evaluations run.
         name: name for metrics.
         seed: seed of the order.
+        success_reward: as in :class:`~monarch_rl.tasks.task.Task`.
     """
 
-    def __init__(self, make: Callable[[], Any], *, held_out: int = 0, name: str = "verifiers", seed: int = 0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        held_out: int = 0,
+        name: str = "verifiers",
+        seed: int = 0,
+        success_reward: float | None = None,
+    ) -> None:
         episode = _EnvironmentEpisode(make, seed, held_out)
         sets = {"held_out": _HeldOut(episode, held_out)} if held_out else {}
-        super().__init__(episode.item, episode.run, sets, name, check=episode.check)
+        super().__init__(
+            episode.item,
+            episode.run,
+            sets,
+            name,
+            check=episode.check,
+            success_reward=success_reward,
+            probe=False,
+        )
 
 
 class _EnvironmentEpisode:
@@ -70,7 +90,9 @@ class _EnvironmentEpisode:
         """Created on first use. Raises ValueError if that fails."""
         if self._made is None:
             with MAKING:
-                self._made = self._made or _without_handlers(self._make)
+                if self._made is None:
+                    self._made = _without_handlers(self._make)
+                    note_infrastructure(self._made.rubric)
         return self._made
 
     @functools.cached_property
@@ -119,9 +141,52 @@ class _EnvironmentEpisode:
         for reply, step in zip(turns.replies, state["trajectory"], strict=False):
             if step["reward"] is not None:
                 reply.reward = float(step["reward"])
-        await environment.rubric.score_rollout(state)  # waits: EpisodeRunner has a deadline for it
+        errors = list[Exception]()
+        noting = _ERRORS.set(errors)
+        try:
+            await environment.rubric.score_rollout(state)  # waits: EpisodeRunner has a deadline for it
+        finally:
+            _ERRORS.reset(noting)
+        if errors:
+            raise errors[0]
         info = {"stop": str(state["stop_condition"]), "truncated": bool(state["is_truncated"])}
         return Outcome(float(state["reward"]), {name: float(value) for name, value in state["metrics"].items()}, info)
+
+
+_ERRORS: contextvars.ContextVar[list[Exception]] = contextvars.ContextVar("errors of reward functions")
+"""Errors for which a service is to blame, of the episode that is being scored."""
+
+
+def note_infrastructure(rubric: Any) -> None:
+    """Have the reward functions of a rubric, or of a group of rubrics, note in ``_ERRORS`` that a service is to blame
+    for their error: verifiers would count it as a reward of 0."""
+    for part in getattr(rubric, "rubrics", ()):
+        note_infrastructure(part)
+    if functions := getattr(rubric, "funcs", ()):
+        rubric.funcs = [_noting(function) for function in functions]
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if is_infrastructure(error) and (errors := _ERRORS.get(None)) is not None:
+                errors.append(error)
+            raise
+
+    @functools.wraps(function)
+    def called(*args: Any, **columns: Any) -> Any:
+        with noted():
+            return function(*args, **columns)
+
+    @functools.wraps(function)
+    async def awaited(*args: Any, **columns: Any) -> Any:
+        with noted():
+            return await function(*args, **columns)  # waits: EpisodeRunner has a deadline for it
+
+    return awaited if is_coroutine_function(function) else called
 
 
 def _without_handlers(make: Callable[[], Any]) -> Any:

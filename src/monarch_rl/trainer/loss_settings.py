@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
@@ -116,45 +117,44 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             return self.corrections
         return () if isinstance(objective, PolicyObjective) and objective.has_importance_ratio else (TIS(),)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_corrections()
+    def contradictions(self) -> Iterator[str]:
+        yield from self._check_corrections()
         if self.overlong_buffer > self.overlong_limit:
-            raise SettingsError(
+            yield (
                 f"trainer.loss.overlong_buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
                 f"{self.overlong_limit}: give the limit, such as rollout.max-new-tokens, or lower the buffer"
             )
         if self.advantage in ("distillation", "sequence_distillation") and self.overlong_limit:
-            raise SettingsError(
+            yield (
                 f"trainer.loss.overlong-limit {self.overlong_limit} lowers the rewards of long answers, and the "
                 f"advantage {self.advantage} reads no rewards. Leave it out"
             )
         if self.advantage == "max_rl" and self.overlong_limit:
-            raise SettingsError(
+            yield (
                 f"trainer.loss.advantage max_rl needs rewards of at least 0, and trainer.loss.overlong-limit "
                 f"{self.overlong_limit} lowers the rewards of long answers: leave one of them out"
             )
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
-            raise SettingsError(
+            yield (
                 "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
                 "Give trainer.loss.kl-in reward, or kl-estimate k2 or k3"
             )
-        self._check_for_unread_values()
+        yield from self._check_for_unread_values()
 
-    def _check_corrections(self) -> None:
+    def _check_corrections(self) -> Iterator[str]:
         names = [correction.name for correction in self.corrections or ()]
         if self.positives_only and "opsm" in names:
-            raise SettingsError(
+            yield (
                 "trainer.loss.corrections opsm drops sequences of negative advantage, and trainer.loss.positives-only "
                 "trains on none: leave one of them out"
             )
         weights = [correction for correction in self.corrections or () if correction.has_importance_ratio]
         if len(set(names)) < len(names) or len(weights) > 1:
-            raise SettingsError(
+            yield (
                 f"trainer.loss.corrections {' '.join(names)}: give each at most once, and at most one of tis and icepop"
             )
 
-    def _check_for_unread_values(self) -> None:
+    def _check_for_unread_values(self) -> Iterator[str]:
         """Refuse values that have no effect."""
         for names, is_read, reason in (
             (("kl_in", "kl_estimate"), self.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
@@ -163,7 +163,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         ):
             for name in names:
                 if not is_read and getattr(self, name) != LossSettings.__dataclass_fields__[name].default:
-                    raise SettingsError(f"{self.flag(name)}: no effect, because {reason}. Leave it out")
+                    yield f"{self.flag(name)}: no effect, because {reason}. Leave it out"
 
 
 def check_objective(objective: Objective, loss: LossSettings) -> None:
@@ -293,13 +293,12 @@ class CriticSettings(CheckedSettings, flags="trainer.critic"):
         """Whether there is a critic."""
         return self.lr > 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.enabled:
             return
         for field in fields(self):
             if getattr(self, field.name) != field.default:
-                raise SettingsError(
+                yield (
                     f"{self.flag(field.name)} {getattr(self, field.name)}: there is no critic. Give trainer.critic.lr, "
                     "such as 1e-5, or leave it out"
                 )

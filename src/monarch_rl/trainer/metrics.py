@@ -27,9 +27,6 @@ from monarch_rl.trainer.objective import (
     Sums,
 )
 
-FULL_REWARD, NO_REWARD = 1.0, 0.0
-"""An answer counts as right from the first reward upwards, and as wrong from the second one downwards."""
-
 
 def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[str, float]:
     """Metrics of a batch, by their names in ``observe/registry.py``; equal on all ranks.
@@ -41,27 +38,37 @@ def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[
     """
     lags, computed = shard.lag_counts, np.concatenate(advantages)
     trained = computed[np.isfinite(computed)]
-    rewards, lengths = np.concatenate(shard.rewards), np.concatenate(shard.lengths)
+    # In float64: in float32 equal rewards may have a standard deviation above 0, and the sum of large ones overflows.
+    rewards, lengths = np.concatenate(shard.rewards, dtype=np.float64), np.concatenate(shard.lengths)
     values: dict[str, float] = {}
     if lags.sum():
         values["lag/mean"] = float((lags * range(len(lags))).sum() / lags.sum())
         values["lag/max"] = float(max(lag for lag, count in enumerate(lags) if count))
     if len(trained):
-        values["advantage/std"] = float(np.std(trained))
+        values["advantage/std"] = float(np.std(trained, dtype=np.float64))
     return (
         values
         | {
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
             "reward/equal_groups_share": float(np.mean([np.ptp(of_group) == 0 for of_group in shard.rewards])),
-            "reward/all_right_share": float(np.mean([np.all(of_group >= FULL_REWARD) for of_group in shard.rewards])),
-            "reward/all_wrong_share": float(np.mean([np.all(of_group <= NO_REWARD) for of_group in shard.rewards])),
             "length/mean": float(np.mean(lengths)),
             "length/max": float(np.max(lengths)),
             "length/cut_share": float(np.mean(np.concatenate(shard.cut))),
         }
-        | (_task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
+        | (_success_metrics(shard) | _task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
     )
+
+
+def _success_metrics(shard: PackedShard) -> dict[str, float]:
+    """Shares of groups in which all episodes are a success, or none is, over the groups of tasks that define it."""
+    marked = [(of, mark) for of, mark in zip(shard.rewards, shard.success_rewards, strict=False) if mark is not None]
+    if not marked:
+        return {}
+    return {
+        "reward/all_right_share": float(np.mean([np.all(of_group >= mark) for of_group, mark in marked])),
+        "reward/all_wrong_share": float(np.mean([np.all(of_group < mark) for of_group, mark in marked])),
+    }
 
 
 def _replay_metrics(shard: PackedShard) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -138,26 +138,23 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         """Shares that a batch is divided into: tensor-parallel ranks compute the same share."""
         return self.ranks // self.tp
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
         if self.ranks % self.tp:
-            raise SettingsError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
+            yield f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}"
         if self.tp > 1 and self.compile:
-            raise SettingsError(
+            yield (
                 f"trainer.compile cannot be combined with trainer.tp {self.tp}: every length of rows would be compiled "
                 "separately. Leave one of them out"
             )
         if self.tp > 1 and self.lora.rank:
-            raise SettingsError(f"trainer.lora is not supported with trainer.tp {self.tp}: leave trainer.tp at 1")
+            yield f"trainer.lora is not supported with trainer.tp {self.tp}: leave trainer.tp at 1"
         if self.tp > 1 and self.critic.enabled:
-            raise SettingsError(
+            yield (
                 f"trainer.critic.lr: the critic's head has a single row, which cannot be divided among trainer.tp "
                 f"{self.tp} ranks: leave trainer.tp at 1"
             )
         if self.ranks % self.expert_parallel:
-            raise SettingsError(
-                f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
-            )
+            yield f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
 
 
 def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:

@@ -53,11 +53,12 @@ def address_of(server: str, preload: str) -> str:
 
 
 def fork(
-    preload: str, module: str, title: str = "", fds: Sequence[int] = (), answer_s: float = ANSWER_S
+    preload: str, module: str, title: str = "", fds: Sequence[int] = (), answer_s: float = ANSWER_S, server: str = ""
 ) -> tuple[int, int]:
     """Fork a process that has the modules of ``preload``, and is killed when this process or the server ends.
 
-    It inherits this process's environment, working directory, process group and standard files.
+    It inherits this process's environment (the server's, if ``server`` is given), working directory, process group and
+    standard files.
 
     Args:
         preload: name of a set of modules that the server has imported.
@@ -65,6 +66,8 @@ def fork(
         title: process title that ``ps`` shows, after ``monarch_rl::``.
         fds: descriptors to pass to the process.
         answer_s: seconds for the server to answer. A process that it has not begun to fork by then is never forked.
+        server: name of the server; "" is the one of this process's environment. The controller is no process of a
+            host, and has another environment.
 
     Returns:
         The pid, and a descriptor that becomes readable once the process has ended: :func:`exit_code` reads it.
@@ -73,10 +76,11 @@ def fork(
         NoForkServer: there is no server, it refused, or it is busy, for instance with its imports.
         TimeoutError: the server began to fork the process and did not finish.
     """
-    where = address(preload)
+    where = address_of(server, preload) if server else address(preload)
     if where is None:
         raise NoForkServer("this host has no fork server")
-    request = (module, title, os.getpid(), dict(os.environ), os.getcwd(), os.getpgrp())
+    environment = None if server else dict(os.environ)
+    request = (module, title, os.getpid(), environment, os.getcwd(), os.getpgrp())
     try:
         owner, text = os.pidfd_open(os.getpid()), in_memory(pickle.dumps(request))
     except OSError as error:  # some sandboxes forbid it

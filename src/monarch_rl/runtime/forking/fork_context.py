@@ -22,16 +22,20 @@ class ForkContext(context.SpawnContext):
 
     They end when the process that started them ends. Unlike spawned processes they do not import its main module again,
     which is Monarch's. Without a fork server, processes are spawned.
+
+    Args:
+        server: name of the fork server, for the controller: without it, NoForkServer is raised. "" is the one in this
+            process's environment.
     """
 
-    def __init__(self, preload: str, title: str = "") -> None:
+    def __init__(self, preload: str, title: str = "", server: str = "") -> None:
         super().__init__()
-        self._preload, self._title = preload, title
+        self._preload, self._title, self._server = preload, title, server
 
     @property
     def Process(self) -> Any:  # type: ignore[override]  # a class in the base class
         """Creates a process; takes the arguments of ``multiprocessing.Process``."""
-        return functools.partial(ForkedProcess, preload=self._preload, title=self._title)
+        return functools.partial(ForkedProcess, preload=self._preload, title=self._title, server=self._server)
 
 
 class ForkedProcess(context.SpawnProcess):
@@ -40,9 +44,9 @@ class ForkedProcess(context.SpawnProcess):
     ``ps`` shows it as ``monarch_rl::{title}``.
     """
 
-    def __init__(self, *args: Any, preload: str, title: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, preload: str, title: str, server: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.preload, self.title = preload, title
+        self.preload, self.title, self.server = preload, title, server
 
     def run(self) -> None:
         show_title(self.title)  # for a spawned process; a forked one has it already
@@ -53,6 +57,8 @@ class ForkedProcess(context.SpawnProcess):
         try:
             return _ForkPopen(process)
         except NoForkServer as reason:
+            if process.server:  # spawning would import the controller's main module, which is the recipe, again
+                raise
             logger.debug("%s is spawned: %s", process.name, reason)
             return _SpawnPopen(process)
 
@@ -89,7 +95,7 @@ class _ForkPopen(popen_forkserver.Popen):
             tracker = resource_tracker.getfd()
             assert tracker is not None  # it was just started
             fds = [data, owner, tracker, *self._fds]
-            self.pid, self.sentinel = fork(process.preload, __name__, process.title, fds)
+            self.pid, self.sentinel = fork(process.preload, __name__, process.title, fds, server=process.server)
         finally:
             os.close(data)
             os.close(owner)

@@ -117,7 +117,8 @@ class Request:
     title: str
     owner: int
     """pid"""
-    environment: dict[str, str]
+    environment: dict[str, str] | None
+    """None is the server's."""
     folder: str
     group: int
     """Process group to join."""
@@ -204,7 +205,7 @@ class Stage:
         with open(text, "rb") as file:
             texts: tuple[Any, ...] = pickle.load(file)
         request = Request(*(*texts, tuple(standard), tuple(fds[FIXED_FDS:])))
-        differing = differing_when_loaded(os.environ, request.environment)
+        differing = differing_when_loaded(os.environ, request.environment or os.environ)
         if differing:
             logger.warning("%s is started without the fork server: %s differ", request.module, ", ".join(differing))
             _report(status, REFUSED)
@@ -386,8 +387,9 @@ def become(request: Request) -> NoReturn:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.environment)
+    if request.environment is not None:
+        os.environ.clear()
+        os.environ.update(request.environment)
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
