@@ -49,13 +49,15 @@ raise KeyError("the traceback at the exit")
 
 
 class Program:
-    """The program with its standard output and error at descriptor ``console``, which this process closes."""
+    """The program with its standard output and error at descriptor ``console``, which this process closes; or as
+    redirections in ``shell`` say."""
 
     def __init__(
-        self, folder: Path, console: int, how: str = "", lines: int = LINES, stderr: int | None = None
+        self, folder: Path, console: int, how: str = "", lines: int = LINES, stderr: int | None = None, shell: str = ""
     ) -> None:
         self.folder = folder
-        command = [sys.executable, "-c", PROGRAM, str(folder), how, str(lines)]
+        program = [sys.executable, "-c", PROGRAM, str(folder), how, str(lines)]
+        command = ["sh", "-c", f'exec "$@" {shell}', "sh", *program]
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             command, stdout=console, stderr=console if stderr is None else stderr
         )
@@ -182,6 +184,16 @@ def test_a_pipe_that_nobody_reads_does_not_block_the_program(tmp_path: Path) -> 
     assert text.startswith("printed before the folder\nline 0 ")
     (left_out,) = re.findall(r"([\d,]+) bytes were left out", text)
     assert len(text) + int(left_out.replace(",", "")) > LINES * 1000
+
+
+def test_closed_standard_streams_cost_only_what_is_closed(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    program = Program(tmp_path, writer, lines=FEW, shell="<&- 2>&-")
+    assert program.wait() == 1
+    program.check_log(FEW)
+    assert "KeyError" in program.log()
+    text = read_all(reader)
+    assert "line of a child" in text and "error of a child" not in text
 
 
 TABLE = """

@@ -97,7 +97,18 @@ def test_rewards_that_are_not_read_are_not_reported() -> None:
 def test_a_gradient_of_zero_is_reported_whatever_the_rewards() -> None:
     message = report(DIFFERENT | {"trainer/grad_norm": 0.0})
     assert "gradient" in message and "trainer/clipped" in message and "equal rewards" not in message
-    assert "gradient" in report({"trainer/grad_norm": 0.0}), "a supervised step has no rewards"
+    assert "rewards differ" in message
+    distillation = LearningSignal(16)
+    distillation.reads_rewards = False
+    for message in (report({"trainer/grad_norm": 0.0}), report(DIFFERENT | {"trainer/grad_norm": 0.0}, distillation)):
+        assert "gradient" in message and "rewards differ" not in message
+
+
+def test_rewards_without_a_right_and_a_wrong_one_are_reported_by_their_value() -> None:
+    values = metrics([[0.5] * 4] * 16)
+    del values["reward/all_right_share"], values["reward/all_wrong_share"]
+    message = report(values)
+    assert "0.5" in message and "nothing is learned" in message
 
 
 def test_groups_that_were_dropped_for_equal_rewards_are_counted_in_the_report() -> None:

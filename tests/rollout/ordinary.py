@@ -9,6 +9,7 @@ import contextvars
 import copy
 import enum
 import functools
+import inspect
 import json
 import logging
 import multiprocessing
@@ -118,6 +119,35 @@ def pool(method: str) -> float:
         return sum(item.value for item in processes.map(wrapped, [1.0, 2.0]))
 
 
+FACTOR: float | None = None
+
+
+def set_factor(value: float) -> None:
+    global FACTOR
+    FACTOR = value
+
+
+def scaled(value: float) -> float:
+    assert FACTOR is not None
+    return FACTOR * value
+
+
+REWARDS: dict[str, Callable[[float], float]] = {}
+
+
+def registered(function: Callable[[float], float]) -> Callable[[float], float]:
+    def doubled(value: float) -> float:
+        return 2 * function(value)
+
+    REWARDS[function.__name__] = doubled
+    return doubled
+
+
+@registered
+def grade(value: float) -> float:
+    return value + 1
+
+
 def interrupt(number: int, frame: object) -> None:
     raise TimeoutError("late")
 
@@ -142,6 +172,22 @@ def pool_by_fork() -> float:
 
 def pool_by_spawn() -> float:
     return pool("spawn")
+
+
+def pools_with_initializer() -> float:
+    found = 0.0
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1, set_factor, (3.0,)) as processes:
+            found += processes.apply(scaled, (2.0,))
+    return found
+
+
+def registry() -> float:
+    return REWARDS["grade"](1.0)
+
+
+def decorated_global() -> float:
+    return grade(1.0)
 
 
 def executor_of_processes() -> float:
@@ -214,6 +260,14 @@ def variables() -> float:
     return CACHE["sum"]
 
 
+def sources() -> float:
+    # So that it looks at all modules, also at those that it knows by another file: torch's import does.
+    inspect.modulesbyfile.clear()  # type: ignore[attr-defined]
+    inspect._filesbymodname["__main__"] = ""  # type: ignore[attr-defined]
+    inspect.getframeinfo(sys._getframe())
+    return len(inspect.getsource(square))
+
+
 def type_hints() -> float:
     hints = typing.get_type_hints(tool)
     return len(hints) + float(typing.get_type_hints(Typed)["direction"] == hints["direction"])
@@ -266,8 +320,12 @@ def pickles_an_object_of_a_module_next_to_the_recipe() -> float:
     return float(pickle.loads(pickle.dumps(beside.Mark(2.0))).value)
 
 
+def named_in_text(value: float) -> float:
+    return value
+
+
 def evaluates_text() -> float:
-    return float(eval("cached(1.0)"))
+    return float(eval("named_in_text(1.0)"))
 
 
 def leaves_an_alarm() -> float:
@@ -303,9 +361,14 @@ async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
 
+async def runs_its_own_event_loop() -> float:
+    return asyncio.get_event_loop().run_until_complete(plain(1.0))
+
+
 WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
-    *(event_loops, alarm, pickling, type_hints, variables, files, output),
+    *(pools_with_initializer, registry, decorated_global),
+    *(event_loops, alarm, pickling, sources, type_hints, variables, files, output),
     *(episode_with_processes, episode_with_programs, episode_with_variables),
 ]
 OTHERS: list[Callable[[], Any]] = [
@@ -318,7 +381,7 @@ OTHERS: list[Callable[[], Any]] = [
         is_not_interrupted,
     ),
     *(leaves_an_alarm, is_not_interrupted),
-    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops),
+    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops, runs_its_own_event_loop),
 ]
 
 if __name__ == "__main__":

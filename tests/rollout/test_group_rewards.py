@@ -13,7 +13,7 @@ import pytest
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.errors import JudgeFailed
+from monarch_rl.errors import JudgeFailed, LoopBlocked
 from monarch_rl.rollout.episode_clock import episode_clock_stopped
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.scoring import Scorer
@@ -92,6 +92,10 @@ async def endless(item: str, outcomes: Sequence[Outcome]) -> Any:
     await asyncio.Event().wait()
 
 
+async def blocking(item: Any, outcomes: Any) -> Any:
+    raise LoopBlocked  # as the worker's guard does in a loop without an `await`
+
+
 async def leaving(item: str, outcomes: Sequence[Outcome]) -> Any:
     raise SystemExit
 
@@ -147,6 +151,7 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
         (raising, "group rewards raised KeyError", 'raise KeyError("dog")'),
         (endless, "group rewards took over 0.2 s", "--rollout.episode-deadline-s"),
         (leaving, "group rewards raised SystemExit", "raise SystemExit"),
+        (blocking, "group rewards blocked the worker", "asyncio.to_thread"),
         (words, "group rewards returned an unusable value", "'good' is text"),
         (at_length, "group rewards cannot be used", "65,548 bytes"),
         (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),

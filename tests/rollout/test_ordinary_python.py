@@ -110,6 +110,7 @@ def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str)
         ("evaluates_text", ["NameError", "eval", "name it in the function"]),
         ("handles_signals", ["main thread", "policy.in_scorer"]),
         ("nests_event_loops", ["await", "asyncio.to_thread"]),
+        ("runs_its_own_event_loop", ["await", "asyncio.to_thread"]),
     ],
 )
 def test_what_does_not_work_fails_only_its_episode_and_says_what_to_do(

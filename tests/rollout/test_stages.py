@@ -13,6 +13,7 @@ import pytest
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.serialization import deserialize_group, serialize_group
+from monarch_rl.errors import LoopBlocked
 from monarch_rl.rollout.stages import DropGroup, Stage, StageFailed, Stages, columns_filled
 from monarch_rl.simulate.clock import run_virtual
 from tests.buffer.helpers import group
@@ -110,6 +111,10 @@ async def leave(item: Any, group: Group) -> None:
     raise SystemExit(3)
 
 
+async def block(item: Any, group: Group) -> None:
+    raise LoopBlocked  # as the worker's guard does in a loop without an `await`
+
+
 async def cancel_itself(item: Any, group: Group) -> None:
     raise asyncio.CancelledError
 
@@ -171,6 +176,7 @@ FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = 
     (typo, (), "raised AttributeError", "'episode'"),
     (hang, (), "took over 0.2 s", "await asyncio.sleep(600)"),
     (leave, (), "raised SystemExit", "raise SystemExit(3)"),
+    (block, (), "blocked the worker", "asyncio.to_thread"),
     (cancel_itself, (), "raised CancelledError", "Group 7"),
     (no_coroutine, (), "raised IndexError", "group.episodes[99]"),
     (lambda item, group: 1, (), "raised TypeError", "not a coroutine function"),

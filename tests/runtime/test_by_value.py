@@ -61,6 +61,47 @@ if __name__ == "__main__":
 """
 
 
+POOLED = """
+import multiprocessing
+FACTOR = None
+
+def set_factor():
+    global FACTOR
+    FACTOR = 3.0
+
+def scaled(value):
+    return FACTOR * value
+
+def reward():
+    with multiprocessing.Pool(1, set_factor) as pool:
+        return pool.apply(scaled, (2.0,))
+"""
+TOOL = """
+import asyncio, runpy, sys
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.runtime.by_value import run_recipe_code
+
+async def main():
+    scorer = Scorer(1, 300.0)
+    try:
+        print((await scorer.score(reward)).reward)
+    finally:
+        await asyncio.to_thread(scorer.close)
+
+if __name__ == "__main__":
+    reward = runpy.run_path(sys.argv[1], run_name="__main__")["reward"]
+    run_recipe_code(reward.__globals__)
+    asyncio.run(main())
+"""
+
+
+def test_functions_of_a_recipe_that_a_tool_has_run_share_their_global_variables_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(POOLED)
+    (tmp_path / "tool.py").write_text(TOOL)
+    done = run([sys.executable, str(tmp_path / "tool.py"), str(tmp_path / "recipe.py")], seconds=600)
+    assert done.stdout.split() == ["6.0"], done.stderr
+
+
 def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(tmp_path: Path) -> None:
     """Also to scoring processes; each step has its own working directory."""
     folder, elsewhere, there = tmp_path / "recipe", tmp_path / "elsewhere", tmp_path / "there"
@@ -77,6 +118,39 @@ def test_a_recipe_and_its_modules_are_sent_to_processes_that_cannot_import_them(
         done = run([sys.executable, script, sent], cwd=cwd)
         assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["21", "3", "21.0"]
+
+
+PACKAGED = """
+import sys
+from pathlib import Path
+from monarch_rl.runtime.by_value import ByValue, register_modules
+
+def reward():
+    from .helper import one
+    return one()
+
+if __name__ == "__main__":
+    register_modules()
+    Path(sys.argv[1]).write_bytes(ByValue(reward).data)
+"""
+LOADER = """
+import sys
+from pathlib import Path
+from monarch_rl.runtime.by_value import ByValue, run_recipe_code
+run_recipe_code()
+print(ByValue.of_bytes(Path(sys.argv[1]).read_bytes()).load()())
+"""
+
+
+def test_functions_of_a_recipe_in_a_package_import_its_modules_elsewhere(tmp_path: Path) -> None:
+    """The workers of a run have the recipe's search path (``runtime/cluster.py``)."""
+    (package := tmp_path / "package").mkdir()
+    (package / "recipe.py").write_text(PACKAGED)
+    (package / "helper.py").write_text("def one():\n    return 1.0\n")
+    for program in (["-m", "package.recipe"], ["-c", LOADER]):
+        done = run([sys.executable, *program, str(tmp_path / "sent")], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1.0"]
 
 
 def test_an_unpicklable_value_is_named() -> None:

@@ -91,6 +91,7 @@ def test_a_full_device_is_reported_with_the_flags_that_are_not_set_yet(folder: P
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("ncclUnhandledCudaError: ... Last error:\nFailed to CUDA calloc async 608 bytes"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
         (ValueError("the objective ran out of memory slots"), False),

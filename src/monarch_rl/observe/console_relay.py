@@ -45,7 +45,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Relay:
     """The controller's view of the relay, which starts with it.
 
-    A stream that was closed before the program started is left as it is: another file may have its descriptor.
+    A stream that Python does not have is left as it is: another file has its descriptor.
     """
 
     def __init__(self) -> None:

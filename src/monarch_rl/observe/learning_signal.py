@@ -35,10 +35,13 @@ class LearningSignal:
         if self._spell != SPELL_STEPS:
             return ""
         if not equal:
+            although = ""
+            if self.reads_rewards and values.get("reward/equal_groups_share", 1) < 1:
+                although = ", although rewards differ"
             return (
-                f"the gradient has been 0 for {SPELL_STEPS} steps: nothing is learned, although rewards differ. The "
-                "advantages are 0 (advantage/std), or all tokens are clipped or masked (trainer/clipped, "
-                "trainer/masked_nonfinite), or the objective returns a constant"
+                f"the gradient has been 0 for {SPELL_STEPS} steps: nothing is learned{although}. The advantages are 0 "
+                "(advantage/std), or all tokens are clipped or masked (trainer/clipped, trainer/masked_nonfinite), or "
+                "the objective returns a constant"
             )
         effect = "nothing is learned"
         if gradient > 0:

@@ -75,10 +75,10 @@ def load_recipe(path: Path, flags: Sequence[str], saved: Mapping[str, Any] | Non
         capturing(lambda *arguments: launched.append(arguments)),
     ):
         names = runpy.run_path(str(path), run_name="__main__")
-    run_recipe_code(names)
     if not launched:
         raise SettingsError(f"{path} launches no run: a recipe ends with launch(train, settings, task)")
     train, settings, task = launched[0]
+    run_recipe_code(getattr(train, "__globals__", names))  # `names` is a copy of these
     try:
         asyncio.run(_to_its_start(train, settings, None if task is None else task(settings)))
     except _Started as started:

@@ -97,7 +97,7 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.restart import raised_by_actor
-from monarch_rl.runtime.signals import Interrupts
+from monarch_rl.runtime.signals import Interrupts, note_hangups
 from monarch_rl.tasks.rows import Row, as_rows
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -872,6 +872,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     leave_heap()
     supervisor.follow_supervisor()
     relay = relay_output()
+    note_hangups()  # here, because a model may be downloaded for minutes before the hosts start
     try:
         given, settings = settings, keep_sizes(with_recorded_model(settings))
         refusals, made = Refusals(), None

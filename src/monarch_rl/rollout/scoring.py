@@ -114,7 +114,7 @@ class Scorer:
 
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
         """Run ``function(*args)`` in the pool. The function is pickled by value, with the state it holds at the time of
-        the call; the global variables of a function that holds no other state are those of its first call.
+        the call; its global variables have the values with which they first arrived in the process.
 
         Raises:
             ScoringFailed: the function raised, exceeded the deadline, or its process died twice.

@@ -23,7 +23,7 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, UNUSABLE, Failure, shortened
 from monarch_rl.episode.serialization import BEHAVIOUR, column_names
-from monarch_rl.errors import EpisodeError, JudgeFailed, ScoringFailed, UnusableReward, is_infrastructure
+from monarch_rl.errors import EpisodeError, JudgeFailed, LoopBlocked, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.episode_clock import RUNNING_EPISODE, EpisodeClock, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import value_or_exit
@@ -186,10 +186,14 @@ async def _run(stage: Stage, item: Any, group: Group) -> None:
     if isinstance(error, JudgeFailed):
         raise _failed(f"{what}: {error.reason}", group, report=error.report) from error
     if error is not None:
-        raise _failed(f"{what} raised {type(error).__name__}", group, *describe(error)) from error
+        raise _failed(_how(what, error), group, *describe(error)) from error
     problem = _problem(stage, group, before)
     if problem:
         raise _failed(f"{what} left a group that cannot be trained", group, report=problem)
+
+
+def _how(what: str, error: BaseException) -> str:
+    return f"{what} blocked the worker" if isinstance(error, LoopBlocked) else f"{what} raised {type(error).__name__}"
 
 
 async def _run_function(stage: Stage, item: Any, group: Group) -> BaseException | None:
@@ -368,8 +372,7 @@ async def _in_worker(
         reason = f"group rewards: {error.reason}"
         raise EpisodeFailed(reason, report=error.report, infrastructure=error.infrastructure) from error
     if isinstance(error, BaseException):
-        reason = f"group rewards raised {type(error).__name__}"
-        raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
+        raise EpisodeFailed(_how("group rewards", error), *describe(error), is_infrastructure(error)) from error
     try:
         return returned_by(function, task.result(), as_outcomes)
     except UnusableReward as error:

@@ -17,12 +17,11 @@ REPORT_CHARACTERS = 6000
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _CALLERS = tuple(_PACKAGE + path for path in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_AWAIT = "An episode is a coroutine: await instead, or use asyncio.to_thread."
 _WAYS_OUT = (
     ("signal only works in main thread", "Only scores run in the main thread of a process: use policy.in_scorer."),
-    (
-        "cannot be called from a running event loop",
-        "An episode is a coroutine: await instead, or use asyncio.to_thread.",
-    ),
+    ("cannot be called from a running event loop", _AWAIT),
+    ("event loop is already running", _AWAIT),
     ("it's not the same object as", "Import that module within the function: its objects were sent here by value."),
     ("EOF when reading a line", "Nobody can answer: the processes of a run have no standard input."),
 )

@@ -5,6 +5,8 @@ import sys
 
 from monarch_rl.runtime import process
 
+process.open_standard_streams()  # Monarch opens files when it is imported
+
 _POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 
 MONARCH_CAME_FIRST = _POLL not in os.environ and "monarch._rust_bindings" in sys.modules

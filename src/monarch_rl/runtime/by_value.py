@@ -115,7 +115,7 @@ def from_bytes(data: bytes) -> Any:
     with suppress(EOFError):  # plain pickle, which has no names
         names = unpickler.load()
         if _main is not None:
-            vars(_main).update(names)
+            vars(_main).update((name, names[name]) for name in names.keys() - vars(_main).keys())
     return value
 
 
@@ -159,7 +159,7 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.names: dict[str, Any] = {}
-        """Functions and classes of the recipe's file that were pickled by value."""
+        """Global functions and classes of the recipe's file that were pickled by value."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _OF_ONE_PROCESS):
@@ -169,15 +169,64 @@ class _Pickler(cloudpickle.Pickler):
             reduced = _cached, (obj.__wrapped__, *obj.cache_parameters().values())
         if reduced is NotImplemented:
             return reduced
-        if isinstance(obj, FunctionType):  # so that the schema of a tool can be made from its type hints
-            reduced[2][1]["__globals__"].update(_annotated_with(obj, obj.__globals__))
+        if isinstance(obj, FunctionType):
+            make, (code, start, *others), state, *_ = reduced
+            # So that the schema of a tool can be made from its type hints.
+            state[1]["__globals__"].update(_annotated_with(obj, obj.__globals__))
+            if _is_of_recipe(obj.__globals__):
+                reduced = make, (code, _Globals(start), *others), state, None, None, _set_state
         if getattr(obj, "__module__", "") == "__main__":
-            # The first of a name: decorators replace functions and classes by ones that hold the original.
-            self.names.setdefault(getattr(obj, "__qualname__", ""), obj)
+            variables = vars(sys.modules["__main__"])
+            if variables.get(name := getattr(obj, "__qualname__", "")) is obj:  # not one that a decorator has replaced
+                self.names[name] = obj
             if isinstance(obj, type):
-                for name, value in _annotated_with(obj, vars(sys.modules["__main__"])).items():
-                    self.names.setdefault(name, value)
+                self.names.update(_annotated_with(obj, variables))
         return reduced
+
+
+class _Globals:
+    """Stands in a pickle for the global variables of a module of the recipe."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        self._start = start
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _globals, (self._start,)
+
+
+_namespaces: dict[str, dict[str, Any]] = {}
+"""Global variables of the recipe's modules in this process, by name, if it is not the recipe's own process."""
+
+
+def _is_of_recipe(variables: dict[str, Any]) -> bool:
+    """Whether these are the global variables of the recipe's file or of a module next to it, and not a copy, such as
+    those that ``exec`` is given."""
+    name = variables.get("__name__", "")
+    if variables is _namespaces.get(name):
+        return True
+    own = name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
+    return own and name in sys.modules and variables is vars(sys.modules[name])
+
+
+def _globals(start: dict[str, Any]) -> dict[str, Any]:
+    """The variables for functions that arrive: one dictionary per module, as in a script.
+
+    Args:
+        start: those that cloudpickle gives a new function, such as ``__name__``, the module's.
+    """
+    if _main is None:
+        return start
+    variables = _namespaces.setdefault(start["__name__"], start)
+    variables.update((name, value) for name, value in start.items() if variables.get(name) is None)
+    return variables
+
+
+def _set_state(function: FunctionType, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Do as cloudpickle does, but let global variables that exist keep their values: functions that arrived earlier may
+    have set them, such as a pool's initialiser."""
+    arrived = state[1]["__globals__"]
+    state[1]["__globals__"] = {name: arrived[name] for name in arrived.keys() - function.__globals__.keys()}
+    cloudpickle.cloudpickle._function_setstate(function, state)
 
 
 def _annotated_with(obj: Any, namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,23 +313,33 @@ def _culprit(value: Any, seen: set[int]) -> str | None:
 
 # -- processes that run a recipe's code without being its main program ------------------------------------------------
 
+
+class _Main(ModuleType):
+    @property
+    def __file__(self) -> str:  # type: ignore[override]
+        """Missing, although the variables have it: multiprocessing would run the recipe's file in each new process."""
+        raise AttributeError("__file__")
+
+
 _main: ModuleType | None = None
 """Takes the place of ``__main__`` in this process; None in the recipe's own."""
 _program: ModuleType | None = None
 """The program of this process, whose functions still run."""
 
 
-def run_recipe_code(names: Mapping[str, Any] | None = None) -> None:
+def run_recipe_code(names: dict[str, Any] | None = None) -> None:
     """Let the recipe's code find itself in this process as in a script: its functions and classes can be pickled, and
     used in processes that it starts by ``multiprocessing``, in whatever way those are started.
 
     Args:
-        names: global variables of the recipe; None: they are those of functions that arrive by value.
+        names: global variables of the recipe's functions, if this process has run its file; None: they are those of
+            functions that arrive by value.
     """
     global _main, _program
     if _main is None:
-        _main, _program = ModuleType("__main__"), sys.modules["__main__"]
+        _main, _program = _Main("__main__"), sys.modules["__main__"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = _main
+        _namespaces["__main__"] = vars(_main) if names is None else names
         setattr(ForkingPickler, "reducer_override", _override)  # noqa: B010  a method for mypy
     vars(_main).update({name: value for name, value in (names or {}).items() if not name.startswith("__")})
 

@@ -26,6 +26,19 @@ _owner: int | None = None
 """pid of the process for which the fork server forked this one."""
 
 
+def open_standard_streams() -> None:
+    """Open ``/dev/null`` in place of standard streams that were closed before the program started (``>&-``): otherwise
+    other files get their descriptors."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            stream = open(number, "w" if number else "r")  # noqa: SIM115  as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def set_owner(owner: int) -> None:
     """Record that this process was forked by the fork server, which ends it when process ``owner`` ends."""
     global _owner

@@ -59,7 +59,7 @@ class Interrupts:
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
     """Within the block, the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
-    exits at once, unless it is the same signal within :data:`SAME_S`. SIGHUP is only logged.
+    exits at once, unless it is the same signal within :data:`SAME_S`. SIGHUP is only logged (:func:`note_hangups`).
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
@@ -94,8 +94,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
         loop.call_soon_threadsafe(state.take_over or _interrupt)
 
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in HANDLED}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup, or the supervisor, ignores it already
-        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _note_hangup)
+    note_hangups()
     state.armed = True
     try:
         yield state
@@ -120,6 +119,13 @@ def _watchdog(number: int, state: Interrupts) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
+
+
+def note_hangups() -> None:
+    """From now on SIGHUP is only logged, unless this process ignores it already, as under nohup and the supervisor."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _note_hangup)
 
 
 def _note_hangup(number: int, frame: FrameType | None) -> None:

@@ -17,7 +17,10 @@ LOGITS_BYTES = 24
 """Most bytes per token of a chunk and entry of the vocabulary (``trainer.logprob_chunk``)."""
 NEGLIGIBLE = 64 << 20
 """Bytes of logits below which a smaller chunk does not help."""
-_WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory", "alloc_failed")
+_WORDS = (
+    *("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory"),
+    *("alloc_failed", "memoryallocation", "cuda calloc"),  # cuBLAS and cuDNN, CUDA, NCCL
+)
 """In errors of torch and its libraries that have no type of their own."""
 
 
