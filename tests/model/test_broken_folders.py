@@ -246,7 +246,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         tensors(lambda found: found.update({K_PROJ.replace("weight", "bias"): torch.zeros(64)})),
         [WEIGHTS, K_PROJ.replace("weight", "bias"), "does not have"],
     ),
-    "more layers in the file": (config(num_hidden_layers=1), [WEIGHTS, "model.layers.1.", "does not have"]),
+    "more layers in the file": (
+        config(num_hidden_layers=1, layer_types=None),
+        [WEIGHTS, "model.layers.1.", "does not have"],
+    ),
     "integers": (
         tensors(lambda found: found.update({K_PROJ: torch.zeros(64, 64, dtype=torch.int8)})),
         [WEIGHTS, K_PROJ, "saved as I8"],
@@ -315,6 +318,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "model_type of another family": (config(model_type="llama"), ["model_type 'llama'", "Qwen3ForCausalLM"]),
     "two dtypes": (config(dtype="float32", torch_dtype="bfloat16"), ["dtype 'float32'", "torch_dtype 'bfloat16'"]),
     "two bases of rotary embeddings": (config(rope_theta=5e5), ["rope_theta 500000.0", "rope_parameters.rope_theta"]),
+    "two bases of two rotary embeddings": (
+        config(rope_scaling={"rope_type": "default", "rope_theta": 5e5}),
+        ["rope_scaling", "rope_parameters", "contradict"],
+    ),
+    "types of more layers": (config(layer_types=["full_attention"] * 3), ["3 layer_types", "2 num_hidden_layers"]),
+    "no types of layers": (config(layer_types=[]), ["0 layer_types"]),
+    "padding without an embedding": (config(pad_token_id=98), ["config.json has pad_token_id 98"]),
+    "attention to later tokens": (config(is_causal=False), ["is_causal False"]),
+    "config of a model for images": (config(text_config={"hidden_size": 64}), ["text_config"]),
     "two rotary embeddings": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         ["rope_scaling", "rope_parameters", "contradict"],
@@ -482,7 +494,11 @@ def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, A
         ("llama", {"dtype": "nonsense"}, "dtype 'nonsense'"),
         ("llama", {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
         ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types [['full_attention']]"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types sliding_attention",
+        ),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be false"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias is true"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -570,6 +586,8 @@ def test_a_head_that_is_not_tied_may_differ_and_equal_statements_may_be_repeated
     config(tie_word_embeddings=False, torch_dtype="torch.float32", rope_scaling=rope, rope_theta=rope["rope_theta"])(
         folder
     )
+    check_model(folder)
+    config(rope_scaling={"type": "default"})(folder)  # as for transformers 4
     check_model(folder)
 
 
