@@ -18,12 +18,14 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_context,
     check_served,
     engine_limits,
 )
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.config import ModelConfig, find_config, parse_config, read_config
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -290,6 +292,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         edited("tokenizer_config.json", additional_special_tokens=[{"content": "<tool>"}]),
         ["tokenizer_config.json", "'<tool>'", "no embedding"],
     ),
+    "end token of earlier versions that the tokenizer lacks": (
+        written("special_tokens_map.json", '{"eos_token": {"content": "<|im_end|>"}}'),
+        ["special_tokens_map.json", "'<|im_end|>'", "no embedding"],
+    ),
+    "added token of earlier versions": (
+        written("added_tokens.json", '{"<tool>": 5}'),
+        ["added_tokens.json", "'<tool>'", "no embedding"],
+    ),
+    "special tokens are truncated": (written("special_tokens_map.json", "{"), ["special_tokens_map.json is not JSON"]),
     "added token at an id that is taken": (
         edited("tokenizer_config.json", added_tokens_decoder={"5": {"content": "<five>", "special": True}}),
         ["tokenizer_config.json", "'<five>'", "no embedding"],
@@ -608,6 +619,30 @@ def test_special_tokens_may_have_spare_embeddings(good: Path, tmp_path: Path) ->
     edited("tokenizer_config.json", pad_token="<|more|>")(folder)
     with pytest.raises(ValueError, match="no embedding"):
         check_model(folder)
+
+
+def test_what_transformers_makes_of_a_tokenizer_must_load_and_have_embeddings(good: Path, tmp_path: Path) -> None:
+    """A class of another family adds its own special tokens, whatever the files name."""
+    folder = tmp_path / "class"
+    shutil.copytree(good, folder)
+    assert ChatTemplate(str(folder)).stop_token_ids == (1,)
+    edited("tokenizer_config.json", tokenizer_class="LlamaTokenizer")(folder)
+    with pytest.raises(SettingsError, match=r"class: as a LlamaTokenizer, .* 100 tokens, .* 98 embeddings"):
+        ChatTemplate(str(folder))
+    edited("tokenizer_config.json", tokenizer_class=None)(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xe9")
+    with pytest.raises(SettingsError, match=r"class: transformers cannot load the tokenizer \(UnicodeDecodeError"):
+        ChatTemplate(str(folder))
+
+
+def test_prompts_are_counted_whole(good: Path, tmp_path: Path) -> None:
+    """A tokenizer that was saved with truncation or padding has them in its file."""
+    folder = tmp_path / "cut"
+    shutil.copytree(good, folder)
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    edited("tokenizer.json", truncation=cut, padding={**pad, "pad_to_multiple_of": None})(folder)
+    assert FolderTokenizer(read_config(folder)).count(["abcdefgh", "a"]) == [8, 1]
 
 
 def test_a_qwen3_moe_may_have_null_as_decoder_sparse_step(families: dict[str, Path], tmp_path: Path) -> None:
