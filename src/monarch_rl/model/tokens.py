@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,40 +130,68 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
 
 # -- the files of a chat template --------------------------------------------------------------------------------------
 
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, DEFAULT = "chat_template.jinja", "default"
 
 
 def check_templates(folder: Path) -> None:
-    """Raise ValueError if a folder has a chat template only where transformers does not look for one."""
-    stated = _object(folder / SETTINGS).get("chat_template")
-    named = {path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")}
-    if (folder / TEMPLATE).is_file() or "default" in named or (stated and not named):
+    """Raise ValueError if a folder's chat templates cannot be read, or transformers takes none of them by default."""
+    stated, named = _stated_templates(folder), [path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")]
+    found = default_templates(folder)
+    if any(path.name != SETTINGS for path in found) or (found and not named):
         return
     elsewhere = [
         folder / "chat_template.json",
         *folder.glob(f"*/{TEMPLATE}"),
         *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"),
+        *([folder / SETTINGS] if stated else []),
     ]
-    if found := next((path for path in elsewhere if path.is_file()), None):
-        also = " and ignores the one in tokenizer_config.json" if stated else ""
+    if misplaced := next((path for path in elsewhere if path.is_file()), None):
+        also = f" and ignores the one in {SETTINGS}" if found else ""
         raise SettingsError(
-            f"{found}: transformers does not take a conversation's default chat template from here{also}: copy the "
+            f"{misplaced}: transformers does not take a conversation's default chat template from here{also}: copy the "
             f"template to {folder / TEMPLATE}"
         )
 
 
+def default_templates(folder: Path) -> dict[Path, str]:
+    """The default chat templates of a folder by file, in transformers' order, of which it takes the first. Raises
+    ValueError if one cannot be read."""
+    found = {path: _text(path) for path in (folder / CHAT_TEMPLATES / "default.jinja", folder / TEMPLATE)}
+    stated = {folder / SETTINGS: _stated_templates(folder).get(DEFAULT)}
+    return {path: text for path, text in (found | stated).items() if text is not None}
+
+
+def _text(path: Path) -> str | None:
+    """The text of a chat template's file; None if there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read as UTF-8 text ({error}): copy or download it again") from error
+
+
+def _stated_templates(folder: Path) -> dict[str, str]:
+    """The chat templates in ``tokenizer_config.json``, by name."""
+    stated: Any = _object(folder / SETTINGS).get("chat_template") or {}
+    with suppress(TypeError, LookupError):
+        stated = {entry["name"]: entry["template"] for entry in stated} if isinstance(stated, list) else stated
+    stated = {DEFAULT: stated} if isinstance(stated, str) else stated
+    if isinstance(stated, dict) and all(isinstance(text, str) for text in stated.values()):
+        return stated
+    raise SettingsError(
+        f"{folder / SETTINGS} has chat_template {str(stated)[:60]!r}, which must be text, or a list of objects with "
+        "name and template: copy or download it again"
+    )
+
+
 def template_warning(folder: Path) -> str:
-    """A warning about two different default chat templates of a folder; "" if there is no more than one."""
-    stated = _object(folder / SETTINGS).get("chat_template")
-    if not stated or not (folder / TEMPLATE).is_file():
-        return ""
-    if isinstance(stated, list):
-        stated = next((entry["template"] for entry in stated if entry.get("name") == "default"), "")
-    if str(stated).strip() == (folder / TEMPLATE).read_text().strip():
+    """A warning about different default chat templates of a folder; "" if there is no more than one."""
+    (taken, text), *others = [*default_templates(folder).items()] or [(folder, "")]
+    differing = [path.relative_to(folder) for path, other in others if other.strip() != text.strip()]
+    if not differing:
         return ""
     return (
-        f"{folder / TEMPLATE} and tokenizer_config.json have different chat templates: the former is used, as by "
-        "transformers; versions before 4.53 use the latter"
+        f"{taken} and {' and '.join(map(str, differing))} have different chat templates: the former is used, as by "
+        "transformers; versions before 4.53 use the one in tokenizer_config.json"
     )
 
 
