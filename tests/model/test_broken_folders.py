@@ -208,6 +208,7 @@ YARN: dict[str, Any] = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22ea\nsize 12345\n"
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 UNORDERED = {"factor": 2.0, "original_max_position_embeddings": 16, "high_freq_factor": 1.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
@@ -236,6 +237,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "truncated within the header": (truncated_within_the_header, [WEIGHTS, "header"]),
     "empty": (written(WEIGHTS, ""), [WEIGHTS, "is not a safetensors file"]),
     "no safetensors": (written(WEIGHTS, "a" * 99), [WEIGHTS, "is not a safetensors file"]),
+    "weights are elsewhere": (written(WEIGHTS, LFS_POINTER), [WEIGHTS, "git lfs pull"]),
+    "tokenizer is elsewhere": (written("tokenizer.json", LFS_POINTER), ["tokenizer.json", "git lfs pull"]),
+    "template is elsewhere": (
+        lambda folder: (folder / "chat_template.jinja").symlink_to("../../blobs/1"),
+        ["chat_template.jinja cannot be read"],
+    ),
     "shard missing": (a_shard_is_missing, ["model-00002-of-00002.safetensors", "index.json lists", "other tensors"]),
     "shard missing, no index": (a_shard_is_missing_without_an_index, ["lacks model.", "a file is missing"]),
     "twice": (both_whole_and_sharded, [WEIGHTS, "model-0000", "move the others away"]),
@@ -630,8 +637,8 @@ def test_what_transformers_makes_of_a_tokenizer_must_load_and_have_embeddings(go
     with pytest.raises(SettingsError, match=r"class: as a LlamaTokenizer, .* 100 tokens, .* 98 embeddings"):
         ChatTemplate(str(folder))
     edited("tokenizer_config.json", tokenizer_class=None)(folder)
-    (folder / "chat_template.jinja").write_bytes(b"\xe9")
-    with pytest.raises(SettingsError, match=r"class: transformers cannot load the tokenizer \(UnicodeDecodeError"):
+    written("tokenizer.json", "{")(folder)
+    with pytest.raises(SettingsError, match=r"class: transformers cannot load the tokenizer \(JSONDecodeError"):
         ChatTemplate(str(folder))
 
 
