@@ -84,6 +84,13 @@ def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
     assert source_in(run).checkpoint is not None, "the saved model has the weights of the checkpoint"
 
 
+def test_a_run_is_exported_without_its_settings_and_past_what_is_no_checkpoint(tmp_path: Path) -> None:
+    run = finished_step(settings_of(tmp_path))
+    (run / "settings.json").unlink(missing_ok=True)
+    (run / "checkpoints" / "step-000007").write_text("a folder once")
+    assert source_in(run).checkpoint == (run / "checkpoints" / "step-000003").resolve()
+
+
 READ = "import sys; print(open(sys.argv[1]).read())"
 
 

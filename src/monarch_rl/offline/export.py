@@ -66,7 +66,7 @@ def source_of(place: str, trained: bool = False) -> Iterator[Source]:
     """
     folder = Path(place)
     with ScratchFolder() as scratch, ExitStack() as files:
-        if (folder / SETTINGS).is_file():
+        if (folder / SETTINGS).is_file() or (folder / CHECKPOINTS).is_dir():
             yield _of_run(folder, trained, scratch.path, files)
         elif (folder / MANIFEST).is_file():
             yield _of_named(folder, scratch.path, files)
@@ -87,7 +87,7 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
         except BrokenCheckpoint as error:
             broken[checkpoint] = error
             if checkpoint.exists():
-                logger.error("%s: using an earlier checkpoint", error)
+                logger.error("%s: using what was saved before", error)
     if model.is_dir() and not (trained and broken):
         return Source(model)
     if broken:
@@ -123,7 +123,7 @@ def _made(checkpoint: Path) -> float:
     # Not by the manifest, which is written again after an evaluation.
     try:
         return (checkpoint / GROUPS).stat().st_mtime
-    except FileNotFoundError as error:
+    except OSError as error:
         raise BrokenCheckpoint(f"{checkpoint / GROUPS} cannot be read ({error})") from error
 
 
