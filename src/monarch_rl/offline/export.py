@@ -150,16 +150,28 @@ def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, a
         adapter: write only the LoRA adapter, for peft.
 
     Raises:
-        ValueError: ``adapter`` is set, but the run has no LoRA; or the model's folder would not be exported as it is.
+        ValueError: ``adapter`` is set, but the run has no LoRA; or the model's folder would not be exported as it is;
+            or ``folder`` exists and holds anything but an earlier export.
         SideFailed: it could not be written; the error is on stderr.
     """
     if adapter and not source.lora.rank:
         raise SettingsError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
+    _check_target(folder.resolve(), source)
     check_folder(read_config(source.model))
     nbytes = sum(path.stat().st_size for path in source.model.glob("*.safetensors"))
     with held_port() as port:
         arguments = (source, folder.resolve(), dtype, file_bytes, adapter, port)
         run_ranks(_export, arguments, 1, START_S + 2 * disk_limit_s(4 * nbytes), f"a process to write {folder}")
+
+
+def _check_target(folder: Path, source: Source) -> None:
+    """Refuse to replace what is no earlier export."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
+        raise SettingsError(f"{folder} exists and is no model folder, so it is not replaced: name a new folder")
+    if source.checkpoint is not None and folder == source.model.resolve():
+        raise SettingsError(f"{folder} is the model that the run began with, so it is not replaced: name a new folder")
 
 
 def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int, adapter: bool, port: int) -> None:
