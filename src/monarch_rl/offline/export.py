@@ -135,7 +135,14 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
         manifest = verify(checkpoint, links)
         files.enter_context(opened.pop_all())
     lora = from_plain(LoraSettings, manifest.settings["trainer"]["lora"])
-    model = resolve_model(manifest.settings["model"], tokenizer=False)
+    name = manifest.settings["model"]
+    try:
+        model = resolve_model(name, tokenizer=False)
+    except SettingsError as error:
+        raise SettingsError(
+            f"{checkpoint} needs the model that its run began with, {name}: put it back there, or link it; if that is "
+            f"a relative path, of version 0.1, run this where the run was started. {error}"
+        ) from error
     return Source(model.folder, checkpoint, lora, links, manifest.version)
 
 
