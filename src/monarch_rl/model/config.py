@@ -41,8 +41,10 @@ FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_slidin
 SGLANG_ONLY = (
     *("dual_chunk_attention_config", "final_logit_softcapping", "bias"),
     *("index_topk", "num_hash_layers", "swiglu_limit"),
+    *("mrope_section", "use_fope"),
 )
-"""Keys by which SGLang's classes of the supported families compute something else, and transformers' do not."""
+"""Keys, of rotary embeddings, too, by which SGLang's classes of the supported families compute something else, and
+transformers' do not."""
 NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys in which configs of models for images or audio hold that of the language model."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -435,7 +437,7 @@ def check_features(config: ModelConfig) -> None:
     architecture, raw = config.architecture, config.raw
     _check_projections(architecture, raw)
     _check_window(config)
-    _check_sglang_only(raw)
+    _check_sglang_only(config)
     kind = raw.get("model_type", architecture.model_type)
     if kind != architecture.model_type:
         raise SettingsError(
@@ -452,8 +454,11 @@ def check_features(config: ModelConfig) -> None:
             f"{nested[0]} is not supported: transformers and SGLang take the keys in it for the model's own. Remove it "
             "from config.json, or take a model for text alone"
         )
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        raise SettingsError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
+    if any(raw.get(key) is not None for key in ("quantization_config", "compression_config")):
+        raise SettingsError(
+            "quantised weights are not supported: convert the folder to bfloat16 or float32 first, and remove "
+            "quantization_config and compression_config"
+        )
     if raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") and not architecture.shared_experts):
         raise SettingsError(f"shared experts are not supported: {architecture.name} has none")
     if config.sparse_layers and raw.get("output_router_logits"):
@@ -497,13 +502,14 @@ def _check_window(config: ModelConfig) -> None:
         )
 
 
-def _check_sglang_only(raw: Json) -> None:
-    found = [key for key in SGLANG_ONLY if raw.get(key)]
-    if not raw.get("rope_is_neox_style", True):
+def _check_sglang_only(config: ModelConfig) -> None:
+    values = {**config.rope_parameters, **config.raw}
+    found = [key for key in SGLANG_ONLY if values.get(key)]
+    if not values.get("rope_is_neox_style", True):
         found.append("rope_is_neox_style")
     if found:
         raise SettingsError(
-            f"{found[0]} {raw[found[0]]!r:.80} is not supported: SGLang would follow it, but the trainer, like "
+            f"{found[0]} {values[found[0]]!r:.80} is not supported: SGLang would follow it, but the trainer, like "
             "transformers, would not. Remove it from config.json"
         )
 
