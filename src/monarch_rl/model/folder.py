@@ -147,9 +147,12 @@ def _download(name: str) -> Path:
 def name_and_revision(folder: Path) -> tuple[str, str | None]:
     """The Hub name and commit of a folder in the Hub's cache; for any other, its absolute path and None."""
     folder = folder.expanduser().resolve()
-    repository = folder.parents[1].name if len(folder.parents) > 1 else ""
-    if folder.parent.name == "snapshots" and repository.startswith("models--"):  # models--ORG--NAME/snapshots/COMMIT
-        return repository.removeprefix("models--").replace("--", "/"), folder.name
+    repository = folder.parents[1] if len(folder.parents) > 1 else folder
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):  # models--ORG--NAME/snapshots/...
+        from huggingface_hub import constants
+
+        if repository.parent == Path(constants.HF_HUB_CACHE).resolve():  # from another cache it would not be found
+            return repository.name.removeprefix("models--").replace("--", "/"), folder.name
     return str(folder), None
 
 
