@@ -135,16 +135,12 @@ TEMPLATE, DEFAULT = "chat_template.jinja", "default"
 
 def check_templates(folder: Path) -> None:
     """Raise ValueError if a folder's chat templates cannot be read, or transformers takes none of them by default."""
-    stated, named = _stated_templates(folder), [path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")]
-    found = default_templates(folder)
+    found, named = _default_templates(folder), list((folder / CHAT_TEMPLATES).glob("*.jinja"))
     if any(path.name != SETTINGS for path in found) or (found and not named):
         return
-    elsewhere = [
-        folder / "chat_template.json",
-        *folder.glob(f"*/{TEMPLATE}"),
-        *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"),
-        *([folder / SETTINGS] if stated else []),
-    ]
+    elsewhere = [folder / "chat_template.json", *folder.glob(f"*/{TEMPLATE}"), *named]
+    if _stated_templates(folder):
+        elsewhere.append(folder / SETTINGS)
     if misplaced := next((path for path in elsewhere if path.is_file()), None):
         also = f" and ignores the one in {SETTINGS}" if found else ""
         raise SettingsError(
@@ -153,7 +149,7 @@ def check_templates(folder: Path) -> None:
         )
 
 
-def default_templates(folder: Path) -> dict[Path, str]:
+def _default_templates(folder: Path) -> dict[Path, str]:
     """The default chat templates of a folder by file, in transformers' order, of which it takes the first. Raises
     ValueError if one cannot be read."""
     found = {path: _text(path) for path in (folder / CHAT_TEMPLATES / "default.jinja", folder / TEMPLATE)}
@@ -185,7 +181,7 @@ def _stated_templates(folder: Path) -> dict[str, str]:
 
 def template_warning(folder: Path) -> str:
     """A warning about different default chat templates of a folder; "" if there is no more than one."""
-    (taken, text), *others = [*default_templates(folder).items()] or [(folder, "")]
+    (taken, text), *others = [*_default_templates(folder).items()] or [(folder, "")]
     differing = [path.relative_to(folder) for path, other in others if other.strip() != text.strip()]
     if not differing:
         return ""
