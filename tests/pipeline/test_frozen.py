@@ -7,7 +7,7 @@ import errno
 import json
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,7 +473,7 @@ def test_an_engine_that_starts_during_loads_ends_with_the_newest_folder(tmp_path
 def test_a_frozen_model_loads_the_policys_weights_every_few_versions(tmp_path: Path, folder: Path) -> None:
     """A resumed run takes a snapshot immediately. Folders that no engine serves any more are removed."""
 
-    async def saved(target: str) -> None:
+    async def saved(target: str, end_tokens: Sequence[int]) -> None:
         shutil.copytree(folder, target, dirs_exist_ok=True)
 
     async def test(stage: Stage) -> None:
@@ -515,7 +515,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_previous_one_in_use(
         12: SupervisionError("trainer rank 1 is gone"),
     }
 
-    async def saved(target: str) -> None:
+    async def saved(target: str, end_tokens: Sequence[int]) -> None:
         path = Path(target)
         partial = partial_folder(path)
         shutil.copytree(folder, partial)
