@@ -6,8 +6,8 @@
     python tools/export.py RUN out --adapter                                     only the LoRA adapter, for peft
 
 For a run, its newest complete checkpoint is exported, or the model that it has saved if that has later steps. LoRA is
-merged into the weights, unless --adapter is given. The folder is created once it is complete; an existing folder of
-that name is replaced. Needs memory for the model in float32.
+merged into the weights, unless --adapter is given. The folder is created once it is complete; an existing model
+folder of that name is replaced. Needs memory for the model in float32.
 """
 
 from __future__ import annotations

@@ -90,15 +90,18 @@ def show_opened(episodes: list[OpenedEpisode], model: Path, console: Console) ->
 def sizes(journal: Path) -> str:
     """The size of a journal, compared with only token IDs (int32) and log-probs (float32)."""
     tokens = trained = written = 0
+    damage: list[str] = []
     folders = sorted(journal.glob("rank*"))
     for folder in folders:
         reader = JournalReader(journal, int(folder.name.removeprefix("rank")))
         written += reader.nbytes
+        damage += reader.damage
         for version in reader.versions:
             for episode in chain(*reader.batch(version).deserialize()):
                 tokens, trained = tokens + episode.num_tokens, trained + episode.num_trainable
     if not tokens:
-        raise ValueError(f"{journal} contains no batch: run with --journal.mib above 0")
+        reason = "; ".join(damage) or "run with --journal.mib above 0"
+        raise ValueError(f"{journal} contains no batch: {reason}")
     alone = 4 * tokens + 4 * trained
     return (
         f"{tokens:,} tokens, {trained:,} of them trained, of {len(folders)} ranks: {written / tokens:.2f} bytes each, "

@@ -335,6 +335,17 @@ def test_an_undamaged_journal_of_several_generations_is_read_in_full(resumed: Pa
     assert len(files_of(resumed / "rank0")) >= 5
 
 
+def test_copies_and_other_programs_files_are_no_part_of_a_journal(tmp_path: Path, resumed: Path) -> None:
+    copy, files = copied(resumed, str(tmp_path))
+    for name in (f"{files[0].stem} (1).journal", "._000000.journal"):  # of a file manager, and of macOS
+        shutil.copy(files[0], copy / "rank0" / name)
+    assert check_read(copy).versions == list(range(10))
+    writer = JournalWriter(copy, 0, 10**6, {"generation": 3})
+    append(writer, shards(10, 1)[0])
+    writer.close()
+    assert not writer.lost and JournalReader(copy, 0).versions == list(range(11))
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_bit_never_gives_a_wrong_batch_and_its_file_and_record_are_named(

@@ -18,12 +18,14 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_context,
     check_served,
     engine_limits,
 )
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.config import ModelConfig, find_config, parse_config, read_config
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -206,6 +208,7 @@ YARN: dict[str, Any] = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22ea\nsize 12345\n"
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 UNORDERED = {"factor": 2.0, "original_max_position_embeddings": 16, "high_freq_factor": 1.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
@@ -234,6 +237,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "truncated within the header": (truncated_within_the_header, [WEIGHTS, "header"]),
     "empty": (written(WEIGHTS, ""), [WEIGHTS, "is not a safetensors file"]),
     "no safetensors": (written(WEIGHTS, "a" * 99), [WEIGHTS, "is not a safetensors file"]),
+    "weights are elsewhere": (written(WEIGHTS, LFS_POINTER), [WEIGHTS, "git lfs pull"]),
+    "tokenizer is elsewhere": (written("tokenizer.json", LFS_POINTER), ["tokenizer.json", "git lfs pull"]),
+    "template is elsewhere": (
+        lambda folder: (folder / "chat_template.jinja").symlink_to("../../blobs/1"),
+        ["chat_template.jinja cannot be read"],
+    ),
     "shard missing": (a_shard_is_missing, ["model-00002-of-00002.safetensors", "index.json lists", "other tensors"]),
     "shard missing, no index": (a_shard_is_missing_without_an_index, ["lacks model.", "a file is missing"]),
     "twice": (both_whole_and_sharded, [WEIGHTS, "model-0000", "move the others away"]),
@@ -246,7 +255,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         tensors(lambda found: found.update({K_PROJ.replace("weight", "bias"): torch.zeros(64)})),
         [WEIGHTS, K_PROJ.replace("weight", "bias"), "does not have"],
     ),
-    "more layers in the file": (config(num_hidden_layers=1), [WEIGHTS, "model.layers.1.", "does not have"]),
+    "more layers in the file": (
+        config(num_hidden_layers=1, layer_types=None),
+        [WEIGHTS, "model.layers.1.", "does not have"],
+    ),
     "integers": (
         tensors(lambda found: found.update({K_PROJ: torch.zeros(64, 64, dtype=torch.int8)})),
         [WEIGHTS, K_PROJ, "saved as I8"],
@@ -287,6 +299,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         edited("tokenizer_config.json", additional_special_tokens=[{"content": "<tool>"}]),
         ["tokenizer_config.json", "'<tool>'", "no embedding"],
     ),
+    "end token of earlier versions that the tokenizer lacks": (
+        written("special_tokens_map.json", '{"eos_token": {"content": "<|im_end|>"}}'),
+        ["special_tokens_map.json", "'<|im_end|>'", "no embedding"],
+    ),
+    "added token of earlier versions": (
+        written("added_tokens.json", '{"<tool>": 5}'),
+        ["added_tokens.json", "'<tool>'", "no embedding"],
+    ),
+    "special tokens are truncated": (written("special_tokens_map.json", "{"), ["special_tokens_map.json is not JSON"]),
     "added token at an id that is taken": (
         edited("tokenizer_config.json", added_tokens_decoder={"5": {"content": "<five>", "special": True}}),
         ["tokenizer_config.json", "'<five>'", "no embedding"],
@@ -308,6 +329,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["mtp.norm.weight"],
     ),
     "quantised, compressed": (config(compression_config={"format": "float-quantized"}), ["quantised"]),
+    "quantised, without a method": (config(quantization_config={}), ["quantised"]),
     "quantised by ModelOpt": (written("hf_quant_config.json", "{}"), ["hf_quant_config.json", "quantised"]),
     "adapter in the folder": (written("adapter_config.json", "{}"), ["adapter_config.json", "adapter"]),
     "only an adapter": (only_an_adapter, ["is an adapter"]),
@@ -315,6 +337,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "model_type of another family": (config(model_type="llama"), ["model_type 'llama'", "Qwen3ForCausalLM"]),
     "two dtypes": (config(dtype="float32", torch_dtype="bfloat16"), ["dtype 'float32'", "torch_dtype 'bfloat16'"]),
     "two bases of rotary embeddings": (config(rope_theta=5e5), ["rope_theta 500000.0", "rope_parameters.rope_theta"]),
+    "two bases of two rotary embeddings": (
+        config(rope_scaling={"rope_type": "default", "rope_theta": 5e5}),
+        ["rope_scaling", "rope_parameters", "contradict"],
+    ),
+    "types of more layers": (config(layer_types=["full_attention"] * 3), ["3 layer_types", "2 num_hidden_layers"]),
+    "no types of layers": (config(layer_types=[]), ["0 layer_types"]),
+    "padding without an embedding": (config(pad_token_id=98), ["config.json has pad_token_id 98"]),
+    "attention to later tokens": (config(is_causal=False), ["is_causal False"]),
+    "config of a model for images": (config(text_config={"hidden_size": 64}), ["text_config"]),
     "two rotary embeddings": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         ["rope_scaling", "rope_parameters", "contradict"],
@@ -482,13 +513,22 @@ def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, A
         ("llama", {"dtype": "nonsense"}, "dtype 'nonsense'"),
         ("llama", {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
         ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types [['full_attention']]"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types sliding_attention",
+        ),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be false"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias is true"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ("llama", {"bias": True}, "bias True"),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+            "mrope_section [1, 1, 2]",
+        ),
         ("llama", {"rope_is_neox_style": False}, "rope_is_neox_style False"),
         ("deepseek_v3", {"index_topk": 2048}, "index_topk 2048"),
         ("mistral", {"attention_bias": True}, "attention_bias is true"),
@@ -571,6 +611,8 @@ def test_a_head_that_is_not_tied_may_differ_and_equal_statements_may_be_repeated
         folder
     )
     check_model(folder)
+    config(rope_scaling={"type": "default"})(folder)  # as for transformers 4
+    check_model(folder)
 
 
 def test_special_tokens_may_have_spare_embeddings(good: Path, tmp_path: Path) -> None:
@@ -590,6 +632,30 @@ def test_special_tokens_may_have_spare_embeddings(good: Path, tmp_path: Path) ->
     edited("tokenizer_config.json", pad_token="<|more|>")(folder)
     with pytest.raises(ValueError, match="no embedding"):
         check_model(folder)
+
+
+def test_what_transformers_makes_of_a_tokenizer_must_load_and_have_embeddings(good: Path, tmp_path: Path) -> None:
+    """A class of another family adds its own special tokens, whatever the files name."""
+    folder = tmp_path / "class"
+    shutil.copytree(good, folder)
+    assert ChatTemplate(str(folder)).stop_token_ids == (1,)
+    edited("tokenizer_config.json", tokenizer_class="LlamaTokenizer")(folder)
+    with pytest.raises(SettingsError, match=r"class: as a LlamaTokenizer, .* 100 tokens, .* 98 embeddings"):
+        ChatTemplate(str(folder))
+    edited("tokenizer_config.json", tokenizer_class=None)(folder)
+    written("tokenizer.json", "{")(folder)
+    with pytest.raises(SettingsError, match=r"class: transformers cannot load the tokenizer \(JSONDecodeError"):
+        ChatTemplate(str(folder))
+
+
+def test_prompts_are_counted_whole(good: Path, tmp_path: Path) -> None:
+    """A tokenizer that was saved with truncation or padding has them in its file."""
+    folder = tmp_path / "cut"
+    shutil.copytree(good, folder)
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    edited("tokenizer.json", truncation=cut, padding={**pad, "pad_to_multiple_of": None})(folder)
+    assert FolderTokenizer(read_config(folder)).count(["abcdefgh", "a"]) == [8, 1]
 
 
 def test_a_qwen3_moe_may_have_null_as_decoder_sparse_step(families: dict[str, Path], tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.errors import ChatError
+from monarch_rl.errors import ChatError, SettingsError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, Messages, ToolCall, assistant, system, tool, user
-from monarch_rl.model.tokens import template_warning
+from monarch_rl.model.tokens import check_templates, template_warning
 from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 
 
@@ -374,3 +374,28 @@ def test_two_different_templates_are_warned_about(tmp_path: Path) -> None:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": form}))
             assert ("chat_template.jinja" in template_warning(tmp_path)) == warned
     assert ChatTemplate(str(tmp_path)).shape().closing.startswith("<|end|>")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("?" + TAGGED)
+    assert template_warning(tmp_path).startswith(f"{tmp_path / 'additional_chat_templates' / 'default.jinja'} and ")
+    assert ChatTemplate(str(tmp_path)).tokenizer.chat_template.startswith("?"), "transformers takes it"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("tokenizer_config.json", [{"name": "tool_use", "template": TAGGED}], "default chat template"),
+        ("tokenizer_config.json", [TAGGED], "must be text, or a list"),
+        ("tokenizer_config.json", 5, "must be text, or a list"),
+        ("chat_template.jinja", "é".encode("latin1"), "UTF-8"),
+    ],
+)
+def test_templates_that_cannot_be_read_are_named(tmp_path: Path, file: str, content: Any, problem: str) -> None:
+    write_model(tmp_path, "")
+    if isinstance(content, bytes):
+        (tmp_path / file).write_bytes(content)
+    else:
+        settings = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps(settings | {"chat_template": content}))
+    with pytest.raises(SettingsError, match=problem) as refused:
+        check_templates(tmp_path)
+    assert str(refused.value).startswith(str(tmp_path / file))

@@ -56,6 +56,15 @@ def test_a_hub_name_is_recorded_with_its_commit(hub: Path, name: str, commit: st
     assert find_folder(full_name(str(folder))) == folder
 
 
+def test_a_folder_in_another_cache_is_recorded_by_its_path(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied by hand, or downloaded with another HF_HOME: by its name it would not be found."""
+    folder = hub / "snapshots" / COMMITS["v1"]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
+    assert name_and_revision(folder) == (str(folder), None) and find_folder(full_name(str(folder))) == folder
+
+
 def test_a_name_that_is_no_folder_is_full(hub: Path) -> None:
     assert full_name("org/tiny.model") == "org/tiny.model"
 

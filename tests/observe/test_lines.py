@@ -211,6 +211,7 @@ def test_a_damaged_line_is_named_and_all_others_are_read(
     assert found == rows[:place] + rows[place + 1 :]
     offset = sum(len(line) + 1 for line in lines[:place])
     assert len(damage) == 1 and damage[0].startswith(f"{path}: line {place + 1}, at byte {offset}, is damaged (")
+    assert "utf-16" not in damage[0] and "utf-32" not in damage[0]
 
 
 @pytest.mark.parametrize("content", [b'{"a": 1', b"[1]", b"\xff\xfe{", b"[" * 10**5, b""])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.offline.export import export, source_of
+from monarch_rl.offline.export import Source, export, source_of
 from tests.model.test_broken_folders import changed, tensors, written
 from tests.recipe.running import random_model
 
@@ -44,3 +44,14 @@ def test_a_folder_is_exported_only_as_what_transformers_would_load(good: Path, t
     written("adapter_config.json", "{}")(tmp_path / "adapted")
     with source_of(str(tmp_path / "adapted")) as source, pytest.raises(SettingsError, match=r"adapter_config\.json"):
         export(source, tmp_path / "out")
+
+
+def test_only_an_earlier_export_is_replaced(good: Path, tmp_path: Path) -> None:
+    """An export to the run's own folder, or to one with models in it, would remove all of that."""
+    (tmp_path / "models" / "other").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for place in ("models", "file"):
+        with pytest.raises(SettingsError, match=rf"{place} exists and is no model folder"):
+            export(Source(good), tmp_path / place)
+    with pytest.raises(SettingsError, match="the model that the run began with"):
+        export(Source(good, checkpoint=tmp_path), good)

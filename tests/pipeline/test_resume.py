@@ -194,8 +194,9 @@ def test_a_resume_repeats_the_flags_in_another_directory(tmp_path: Path, monkeyp
         assert resume.with_recorded_model(settings).model == model
         monkeypatch.delenv(supervisor.RESUMES)
         assert resume.with_recorded_model(settings).model == given
-    (run / "settings.json").write_text("{")
-    assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
+    for damaged in ("{", "null"):
+        (run / "settings.json").write_text(damaged)
+        assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
 
 
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:

@@ -282,8 +282,9 @@ def test_a_relative_model_folder_is_recorded_by_its_absolute_path(
     assert prepare(settings, CPUS) == (settings, config)
 
 
-def test_recipes_get_a_models_folder_and_records_its_hub_name(tmp_path: Path) -> None:
+def test_recipes_get_a_models_folder_and_records_its_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads the former in a recipe's task, and takes no name with a revision."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = random_model(tmp_path / "models--org--tiny" / "snapshots" / "1234")
     settings, _ = prepare(RunSettings(model=str(folder), output=tmp_path), CPUS)
     assert settings.model == str(folder) and to_record(settings)["model"] == "org/tiny@1234"

@@ -167,7 +167,12 @@ def test_a_column_that_is_not_text_is_refused_in_a_template(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}\n[1]\n", "line 2 is not a JSON object"), ("{}\n{", "line 2 is not JSON"), (None, "cannot be read")],
+    [
+        ("{}\n[1]\n", "line 2 is not a JSON object"),
+        ("{}\n{", "line 2 is not JSON in UTF-8, from byte 3 "),
+        ("{}\n" + "[" * 10**5, "line 2 "),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "rows.jsonl"

@@ -15,6 +15,7 @@ import pytest
 from monarch_rl.algorithms.objectives import CISPO, GSPO, IcePop, SequenceMask
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import Measurement
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.offline import export
 from monarch_rl.offline.export import Source, source_of
@@ -82,6 +83,20 @@ def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
             assert (model, version) == (expected, 0) and not exported
     (run / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
     assert source_in(run).checkpoint is not None, "the saved model has the weights of the checkpoint"
+
+
+def test_a_run_is_exported_without_its_settings_and_past_what_is_no_checkpoint(tmp_path: Path) -> None:
+    run = finished_step(settings_of(tmp_path))
+    (run / "settings.json").unlink(missing_ok=True)
+    (run / "checkpoints" / "step-000007").write_text("a folder once")
+    assert source_in(run).checkpoint == (run / "checkpoints" / "step-000003").resolve()
+
+
+def test_a_model_that_has_been_moved_is_named_with_the_checkpoint_that_needs_it(tmp_path: Path) -> None:
+    run = finished_step(settings_of(tmp_path))
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(SettingsError, match=f"step-000003 needs the model .* {tmp_path / 'base'}: put it back"):
+        source_in(run)
 
 
 READ = "import sys; print(open(sys.argv[1]).read())"

@@ -128,6 +128,9 @@ def test_an_unreadable_plan_names_the_version_that_wrote_it(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(ValueError, match="plan-0.json.*--journal.mib"):
         read_plan(tmp_path)
+    (tmp_path / "rank0").mkdir()
+    with pytest.raises(ValueError, match="plan-0.json is missing"):  # there is a journal
+        read_plan(tmp_path)
     (tmp_path / "plan-0.pickle").touch()
     with pytest.raises(ValueError, match="plan-0.pickle.*0.1"):
         read_plan(tmp_path)

@@ -127,6 +127,7 @@ def test_an_adapter_names_its_base_by_hub_name_and_commit_or_absolute_path(
 ) -> None:
     """As peft reads them, from any directory."""
     (tmp_path / base).mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     save_lora(tmp_path / "adapter", iter({"a": torch.zeros(1)}.items()), LoraSettings(rank=1), Path(base), write=True)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

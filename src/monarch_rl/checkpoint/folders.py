@@ -243,7 +243,7 @@ def held(folder: Path, links: Path) -> Iterator[None]:
         for name in (MANIFEST, *(file.path for file in read_manifest(folder).files)):
             try:
                 file = files.enter_context((folder / name).open("rb"))
-            except (FileNotFoundError, PermissionError) as error:
+            except OSError as error:
                 raise BrokenCheckpoint(f"{folder / name} cannot be read ({error})") from error
             (links / name).parent.mkdir(parents=True, exist_ok=True)
             (links / name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")

@@ -221,8 +221,8 @@ class JournalWriter:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The journal files in one rank's folder, oldest first."""
-    return sorted(folder.glob("*.journal"))
+    """The journal files in one rank's folder, oldest first, without copies and other programs' files."""
+    return sorted(path for path in folder.glob("*.journal") if path.stem.isdecimal())
 
 
 class JournalReader:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.errors import ChatError
+from monarch_rl.errors import ChatError, SettingsError
 from monarch_rl.model.chat_shape import (
     TURN_SENTINEL,
     CallForm,
@@ -22,6 +22,7 @@ from monarch_rl.model.chat_shape import (
     find_shape,
     user_row,
 )
+from monarch_rl.model.config import find_config
 from monarch_rl.model.control_text import ControlText, split_at, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
@@ -34,6 +35,28 @@ OPENINGS_CACHED = 16
 """Rendered openings in the cache. The episodes of a group share one and need it at about the same time."""
 FALLBACK_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Template for a model without one: concatenates the contents."""
+
+
+def _load_tokenizer(folder: str) -> Any:
+    """The tokenizer that transformers makes of a model's folder. Raises SettingsError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of any kind: the files hold something that it does not expect
+        reason = " ".join(str(error).split())
+        raise SettingsError(
+            f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {reason:.300}). Copy or "
+            "download its files again, or save them with the transformers of this environment"
+        ) from error
+    config = find_config(folder)
+    if config is not None and config.supported and config.vocab_size < len(tokenizer):
+        added = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+        raise SettingsError(
+            f"{folder}: as a {type(tokenizer).__name__}, the tokenizer has {len(tokenizer)} tokens, up to {added!r}, "
+            f"but the model has {config.vocab_size} embeddings. Correct tokenizer_class in tokenizer_config.json"
+        )
+    return tokenizer
 
 
 class ChatTemplate:
@@ -49,8 +72,8 @@ class ChatTemplate:
             not as text.
 
     Raises:
-        OSError: the folder has no tokenizer.
-        ValueError: the folder has a chat template only where transformers does not look for one.
+        ValueError: transformers cannot load the tokenizer, or adds tokens to it for which the model has no embedding,
+            or the folder has a chat template only where transformers does not look for one.
         ChatError: the template does not read an option, or loses messages.
     """
 
@@ -61,10 +84,8 @@ class ChatTemplate:
         tool_parser: str = "",
         allow_control_tokens: bool = False,
     ) -> None:
-        from transformers import AutoTokenizer
-
         check_templates(Path(folder))
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = _load_tokenizer(folder)
         self.options = dict(options or {})
         self.tool_parser, self._allow_control_tokens = tool_parser, allow_control_tokens
         self._openings: dict[str, list[int]] = {}

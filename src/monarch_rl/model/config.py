@@ -41,8 +41,12 @@ FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_slidin
 SGLANG_ONLY = (
     *("dual_chunk_attention_config", "final_logit_softcapping", "bias"),
     *("index_topk", "num_hash_layers", "swiglu_limit"),
+    *("mrope_section", "use_fope"),
 )
-"""Keys by which SGLang's classes of the supported families compute something else, and transformers' do not."""
+"""Keys, of rotary embeddings, too, by which SGLang's classes of the supported families compute something else, and
+transformers' do not."""
+NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Keys in which configs of models for images or audio hold that of the language model."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes in which weights may be saved."""
 REWARD_MODELS = {
@@ -308,6 +312,10 @@ def _check_keys(architecture: Architecture, values: Json) -> None:
         listed = values.get(key) or []
         if not isinstance(listed, list) or not all(type(value) is kind for value in listed):
             raise SettingsError(f"has {key} {values[key]!r}, which must be a list of {items} or null")
+    types, layers = values.get("layer_types"), values["num_hidden_layers"]
+    if types is not None and len(types or ()) != layers:
+        raise SettingsError(f"has {len(types or ())} layer_types for {layers} num_hidden_layers: correct one of them")
+    _check_padding(values)
     if architecture.latent_attention:
         _check_dense_layers(values)
     _check_divisions(architecture, values)
@@ -330,6 +338,15 @@ def _check_flags(architecture: Architecture, values: Json) -> None:
             raise SettingsError(f"has {key} {value!r}, which must be one of {', '.join(DTYPES)}, or null")
 
 
+def _check_padding(values: Json) -> None:
+    """Raise ValueError for a padding token without an embedding, with which transformers does not build the model."""
+    value, vocabulary = values.get("pad_token_id"), values["vocab_size"]
+    if value is not None and (type(value) is not int or not -vocabulary <= value < vocabulary):
+        raise SettingsError(
+            f"has pad_token_id {value!r}, which is not one of the model's {vocabulary} ids: give one of them, or null"
+        )
+
+
 def _check_agreement(values: Json) -> None:
     """Raise ValueError for two keys of one meaning with different values: transformers, SGLang and their versions
     differ in which one they read."""
@@ -338,8 +355,9 @@ def _check_agreement(values: Json) -> None:
     stated = [
         ("dtype", dtypes[0], "torch_dtype", dtypes[1]),
         ("num_experts", values.get("num_experts"), "num_local_experts", values.get("num_local_experts")),
-        ("rope_scaling", scaling, "rope_parameters", rope),
     ]
+    if scaling and rope and _whole_rope(scaling, values) != _whole_rope(rope, values):
+        stated.append(("rope_scaling", scaling, "rope_parameters", rope))
     for name, of in (("rope_scaling", scaling or {}), ("rope_parameters", rope or {})):
         keys = ("rope_theta", ORIGINAL_LENGTH)
         stated += [(key, values.get(key), f"{name}.{key}", of.get(key)) for key in keys]
@@ -349,6 +367,13 @@ def _check_agreement(values: Json) -> None:
                 f"has {key} {value!r:.80} and {other} {its_value!r:.80}, which contradict each other: remove the wrong "
                 "one"
             )
+
+
+def _whole_rope(rope: Json, values: Json) -> Json:
+    """Rotary embeddings as transformers completes them, in the spelling of transformers 5."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    own = {key: value for key, value in rope.items() if key != "type"}
+    return {"rope_theta": values.get("rope_theta"), **own, "rope_type": kind}
 
 
 def _check_dense_layers(values: Json) -> None:
@@ -412,15 +437,28 @@ def check_features(config: ModelConfig) -> None:
     architecture, raw = config.architecture, config.raw
     _check_projections(architecture, raw)
     _check_window(config)
-    _check_sglang_only(raw)
+    _check_sglang_only(config)
     kind = raw.get("model_type", architecture.model_type)
     if kind != architecture.model_type:
         raise SettingsError(
             f"model_type {kind!r} contradicts architectures {architecture.name}: transformers follows the former, "
             f"SGLang the latter. Set model_type to {architecture.model_type}, if that is what the weights are"
         )
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        raise SettingsError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
+    if not raw.get("is_causal", True):
+        raise SettingsError(
+            f"is_causal {raw['is_causal']} is not supported: transformers would attend to later tokens, trainer and "
+            "SGLang would not. Take a model that generates text"
+        )
+    if nested := [key for key in NESTED if key in raw]:
+        raise SettingsError(
+            f"{nested[0]} is not supported: transformers and SGLang take the keys in it for the model's own. Remove it "
+            "from config.json, or take a model for text alone"
+        )
+    if any(raw.get(key) is not None for key in ("quantization_config", "compression_config")):
+        raise SettingsError(
+            "quantised weights are not supported: convert the folder to bfloat16 or float32 first, and remove "
+            "quantization_config and compression_config"
+        )
     if raw.get("shared_expert_intermediate_size") or (raw.get("n_shared_experts") and not architecture.shared_experts):
         raise SettingsError(f"shared experts are not supported: {architecture.name} has none")
     if config.sparse_layers and raw.get("output_router_logits"):
@@ -464,13 +502,14 @@ def _check_window(config: ModelConfig) -> None:
         )
 
 
-def _check_sglang_only(raw: Json) -> None:
-    found = [key for key in SGLANG_ONLY if raw.get(key)]
-    if not raw.get("rope_is_neox_style", True):
+def _check_sglang_only(config: ModelConfig) -> None:
+    values = {**config.rope_parameters, **config.raw}
+    found = [key for key in SGLANG_ONLY if values.get(key)]
+    if not values.get("rope_is_neox_style", True):
         found.append("rope_is_neox_style")
     if found:
         raise SettingsError(
-            f"{found[0]} {raw[found[0]]!r:.80} is not supported: SGLang would follow it, but the trainer, like "
+            f"{found[0]} {values[found[0]]!r:.80} is not supported: SGLang would follow it, but the trainer, like "
             "transformers, would not. Remove it from config.json"
         )
 

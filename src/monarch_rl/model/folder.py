@@ -23,6 +23,8 @@ WEIGHTS = (
     *NOTES,
 )
 """Endings of files with weights, of which only safetensors are read, with a trainer's state, or with notes on them."""
+LFS = b"version https://git-lfs"
+"""Beginning of a file that stands for one of Git LFS, in a clone without it."""
 MISTRALS_OWN = "consolidated"
 """Prefix of files in a Mistral folder that hold the weights a second time, under other than the Hugging Face tensor
 names. They are not read."""
@@ -48,7 +50,7 @@ def resolve_model(name: str, tokenizer: bool = True) -> ModelConfig:
             f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start (transformers 5 "
             f"leaves them out). Add the values of {architecture.label}'s own config: {json.dumps(lacking)}"
         )
-    _check_weights_exist(name, folder)
+    _check_files(name, folder)
     if tokenizer and not has_tokenizer(folder):
         raise SettingsError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return config
@@ -72,11 +74,20 @@ def resolve_frozen(name: str) -> ModelConfig:
     config = read_frozen(folder)
     if not config.reward_labels:
         return resolve_model(str(folder))
-    _check_weights_exist(name, folder)
+    _check_files(name, folder)
     return config
 
 
-def _check_weights_exist(name: str, folder: Path) -> None:
+def _check_files(name: str, folder: Path) -> None:
+    """Raise ValueError if the folder has no weights, or files that its download has left out."""
+    for path in (*folder.glob("*.safetensors"), *(folder / file for file in copied_files(folder))):
+        try:
+            with path.open("rb") as file:
+                pointer = file.read(len(LFS)) == LFS
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be read ({error.strerror}): copy or download it again") from error
+        if pointer:
+            raise SettingsError(f"{path} only names a file of Git LFS: fetch it by `git lfs pull`")
     if not any(folder.glob("*.safetensors")):
         raise SettingsError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
 
@@ -136,9 +147,12 @@ def _download(name: str) -> Path:
 def name_and_revision(folder: Path) -> tuple[str, str | None]:
     """The Hub name and commit of a folder in the Hub's cache; for any other, its absolute path and None."""
     folder = folder.expanduser().resolve()
-    repository = folder.parents[1].name if len(folder.parents) > 1 else ""
-    if folder.parent.name == "snapshots" and repository.startswith("models--"):  # models--ORG--NAME/snapshots/COMMIT
-        return repository.removeprefix("models--").replace("--", "/"), folder.name
+    repository = folder.parents[1] if len(folder.parents) > 1 else folder
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):  # models--ORG--NAME/snapshots/...
+        from huggingface_hub import constants
+
+        if repository.parent == Path(constants.HF_HUB_CACHE).resolve():  # from another cache it would not be found
+            return repository.name.removeprefix("models--").replace("--", "/"), folder.name
     return str(folder), None
 
 
@@ -175,7 +189,7 @@ def copied_files(folder: Path) -> Iterator[Path]:
     weights and hidden ones, and the named chat templates. What other sub-folders hold (``original/``, ``onnx/``) is a
     copy of the old weights in another form, or of another program."""
     for path in sorted((*folder.iterdir(), *(folder / CHAT_TEMPLATES).glob("*.jinja"))):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+        if not path.is_dir() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
             yield path.relative_to(folder)
 
 

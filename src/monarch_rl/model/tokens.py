@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from monarch_rl.errors import SettingsError
 from monarch_rl.model.config import ModelConfig, read_object
 from monarch_rl.model.folder import CHAT_TEMPLATES
 
+SETTINGS, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+"""A tokenizer's settings, and files in which versions of transformers before 5 wrote parts of them."""
 UNKNOWN_LENGTH = 1024
 """Assumed upper bound on the characters of a token, if the vocabulary is unknown."""
 
@@ -25,12 +28,12 @@ class FolderTokenizer:
     def __init__(self, config: ModelConfig) -> None:
         folder, vocabulary = config.folder, config.vocab_size
         self._tokenizer = _load(folder / "tokenizer.json")
-        settings = _object(folder / "tokenizer_config.json")
+        settings = _object(folder / SETTINGS)
         added = settings.get("added_tokens_decoder") or {}
         if not isinstance(added, dict):
             raise SettingsError(
-                f"{folder / 'tokenizer_config.json'} has added_tokens_decoder {str(added)[:60]!r}, which must be an "
-                "object: copy or download it again"
+                f"{folder / SETTINGS} has added_tokens_decoder {str(added)[:60]!r}, which must be an object: copy or "
+                "download it again"
             )
         tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal() and len(key) < 20}
         own = {} if self._tokenizer is None else self._tokenizer.get_vocab(with_added_tokens=True)
@@ -46,11 +49,15 @@ class FolderTokenizer:
                 "added to it without embeddings"
             )
         check_templates(folder)
-        lacking = [token for token in _named_tokens(settings, added) if token not in own]
+        named = _named_tokens(settings, added)
+        if "added_tokens_decoder" not in settings:  # otherwise transformers does not read these files
+            named |= _named_tokens(_object(folder / SPECIAL), {}, SPECIAL)
+            named |= dict.fromkeys(_object(folder / ADDED), ADDED)
+        lacking = [token for token in named if token not in own]
         if own and lacking and max(own.values()) + len(lacking) >= vocabulary:
             raise SettingsError(
-                f"{folder / 'tokenizer_config.json'} names {lacking[0]!r}, which tokenizer.json lacks: transformers "
-                "would give it the next id, for which the model has no embedding. Name a token of tokenizer.json"
+                f"{folder / named[lacking[0]]} names {lacking[0]!r}, which tokenizer.json lacks: transformers would "
+                "give it the next id, for which the model has no embedding. Name a token of tokenizer.json"
             )
         for file in END_FILES:
             _check_end_tokens(folder / file, vocabulary)
@@ -84,6 +91,9 @@ def _load(path: Path) -> Any:
         raise SettingsError(f"{path} is not a tokenizer ({error}): copy or download it again") from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise SettingsError(f"{path} has no tokens: copy or download it again")
+    # A file that was saved during training with them may state both; transformers turns them off for each call.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
@@ -91,14 +101,14 @@ def _object(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _named_tokens(settings: dict[str, Any], added: dict[str, Any]) -> list[str]:
-    """The tokens that ``tokenizer_config.json`` names, each once."""
+def _named_tokens(settings: dict[str, Any], added: dict[str, Any], file: str = SETTINGS) -> dict[str, str]:
+    """The tokens that a file with a tokenizer's settings names, and the file."""
     named = [*added.values(), *(value for key, value in settings.items() if key.endswith("_token"))]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(key)
         named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     texts = [value.get("content") if isinstance(value, dict) else value for value in named]
-    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+    return {text: file for text in texts if isinstance(text, str)}
 
 
 GENERATION = "generation_config.json"
@@ -120,40 +130,64 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
 
 # -- the files of a chat template --------------------------------------------------------------------------------------
 
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, DEFAULT = "chat_template.jinja", "default"
 
 
 def check_templates(folder: Path) -> None:
-    """Raise ValueError if a folder has a chat template only where transformers does not look for one."""
-    stated = _object(folder / "tokenizer_config.json").get("chat_template")
-    named = {path.stem for path in (folder / CHAT_TEMPLATES).glob("*.jinja")}
-    if (folder / TEMPLATE).is_file() or "default" in named or (stated and not named):
+    """Raise ValueError if a folder's chat templates cannot be read, or transformers takes none of them by default."""
+    found, named = _default_templates(folder), list((folder / CHAT_TEMPLATES).glob("*.jinja"))
+    if any(path.name != SETTINGS for path in found) or (found and not named):
         return
-    elsewhere = [
-        folder / "chat_template.json",
-        *folder.glob(f"*/{TEMPLATE}"),
-        *folder.glob(f"{CHAT_TEMPLATES}/*.jinja"),
-    ]
-    if found := next((path for path in elsewhere if path.is_file()), None):
-        also = " and ignores the one in tokenizer_config.json" if stated else ""
+    elsewhere = [folder / "chat_template.json", *folder.glob(f"*/{TEMPLATE}"), *named]
+    if _stated_templates(folder):
+        elsewhere.append(folder / SETTINGS)
+    if misplaced := next((path for path in elsewhere if path.is_file()), None):
+        also = f" and ignores the one in {SETTINGS}" if found else ""
         raise SettingsError(
-            f"{found}: transformers does not take a conversation's default chat template from here{also}: copy the "
+            f"{misplaced}: transformers does not take a conversation's default chat template from here{also}: copy the "
             f"template to {folder / TEMPLATE}"
         )
 
 
+def _default_templates(folder: Path) -> dict[Path, str]:
+    """The default chat templates of a folder by file, in transformers' order, of which it takes the first. Raises
+    ValueError if one cannot be read."""
+    found = {path: _text(path) for path in (folder / CHAT_TEMPLATES / "default.jinja", folder / TEMPLATE)}
+    stated = {folder / SETTINGS: _stated_templates(folder).get(DEFAULT)}
+    return {path: text for path, text in (found | stated).items() if text is not None}
+
+
+def _text(path: Path) -> str | None:
+    """The text of a chat template's file; None if there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read as UTF-8 text ({error}): copy or download it again") from error
+
+
+def _stated_templates(folder: Path) -> dict[str, str]:
+    """The chat templates in ``tokenizer_config.json``, by name."""
+    stated: Any = _object(folder / SETTINGS).get("chat_template") or {}
+    with suppress(TypeError, LookupError):
+        stated = {entry["name"]: entry["template"] for entry in stated} if isinstance(stated, list) else stated
+    stated = {DEFAULT: stated} if isinstance(stated, str) else stated
+    if isinstance(stated, dict) and all(isinstance(text, str) for text in stated.values()):
+        return stated
+    raise SettingsError(
+        f"{folder / SETTINGS} has chat_template {str(stated)[:60]!r}, which must be text, or a list of objects with "
+        "name and template: copy or download it again"
+    )
+
+
 def template_warning(folder: Path) -> str:
-    """A warning about two different default chat templates of a folder; "" if there is no more than one."""
-    stated = _object(folder / "tokenizer_config.json").get("chat_template")
-    if not stated or not (folder / TEMPLATE).is_file():
-        return ""
-    if isinstance(stated, list):
-        stated = next((entry["template"] for entry in stated if entry.get("name") == "default"), "")
-    if str(stated).strip() == (folder / TEMPLATE).read_text().strip():
+    """A warning about different default chat templates of a folder; "" if there is no more than one."""
+    (taken, text), *others = [*_default_templates(folder).items()] or [(folder, "")]
+    differing = [path.relative_to(folder) for path, other in others if other.strip() != text.strip()]
+    if not differing:
         return ""
     return (
-        f"{folder / TEMPLATE} and tokenizer_config.json have different chat templates: the former is used, as by "
-        "transformers; versions before 4.53 use the latter"
+        f"{taken} and {' and '.join(map(str, differing))} have different chat templates: the former is used, as by "
+        "transformers; versions before 4.53 use the one in tokenizer_config.json"
     )
 
 

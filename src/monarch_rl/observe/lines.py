@@ -124,7 +124,7 @@ def read_object(path: Path) -> dict[str, Any]:
         SettingsError: it cannot be read; names the file, and the place of the damage.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes().decode())
     except OSError as error:
         raise SettingsError(f"{path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     rows, damage, offset = list[dict[str, Any]](), list[str](), 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())  # of bytes, it would take zeros for a sign of UTF-16 or UTF-32
             if not isinstance(row, dict):
                 raise ValueError(f"{str(row)[:40]!r} is no JSON object")
             rows.append(row)

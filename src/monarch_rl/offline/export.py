@@ -66,7 +66,7 @@ def source_of(place: str, trained: bool = False) -> Iterator[Source]:
     """
     folder = Path(place)
     with ScratchFolder() as scratch, ExitStack() as files:
-        if (folder / SETTINGS).is_file():
+        if (folder / SETTINGS).is_file() or (folder / CHECKPOINTS).is_dir():
             yield _of_run(folder, trained, scratch.path, files)
         elif (folder / MANIFEST).is_file():
             yield _of_named(folder, scratch.path, files)
@@ -87,7 +87,7 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
         except BrokenCheckpoint as error:
             broken[checkpoint] = error
             if checkpoint.exists():
-                logger.error("%s: using an earlier checkpoint", error)
+                logger.error("%s: using what was saved before", error)
     if model.is_dir() and not (trained and broken):
         return Source(model)
     if broken:
@@ -123,7 +123,7 @@ def _made(checkpoint: Path) -> float:
     # Not by the manifest, which is written again after an evaluation.
     try:
         return (checkpoint / GROUPS).stat().st_mtime
-    except FileNotFoundError as error:
+    except OSError as error:
         raise BrokenCheckpoint(f"{checkpoint / GROUPS} cannot be read ({error})") from error
 
 
@@ -135,7 +135,14 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
         manifest = verify(checkpoint, links)
         files.enter_context(opened.pop_all())
     lora = from_plain(LoraSettings, manifest.settings["trainer"]["lora"])
-    model = resolve_model(manifest.settings["model"], tokenizer=False)
+    name = manifest.settings["model"]
+    try:
+        model = resolve_model(name, tokenizer=False)
+    except SettingsError as error:
+        raise SettingsError(
+            f"{checkpoint} needs the model that its run began with, {name}: put it back there, or link it; if that is "
+            f"a relative path, of version 0.1, run this where the run was started. {error}"
+        ) from error
     return Source(model.folder, checkpoint, lora, links, manifest.version)
 
 
@@ -150,16 +157,28 @@ def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, a
         adapter: write only the LoRA adapter, for peft.
 
     Raises:
-        ValueError: ``adapter`` is set, but the run has no LoRA; or the model's folder would not be exported as it is.
+        ValueError: ``adapter`` is set, but the run has no LoRA; or the model's folder would not be exported as it is;
+            or ``folder`` exists and holds anything but an earlier export.
         SideFailed: it could not be written; the error is on stderr.
     """
     if adapter and not source.lora.rank:
         raise SettingsError("there is no adapter to export: the run trained all weights (trainer.lora.rank 0)")
+    _check_target(folder.resolve(), source)
     check_folder(read_config(source.model))
     nbytes = sum(path.stat().st_size for path in source.model.glob("*.safetensors"))
     with held_port() as port:
         arguments = (source, folder.resolve(), dtype, file_bytes, adapter, port)
         run_ranks(_export, arguments, 1, START_S + 2 * disk_limit_s(4 * nbytes), f"a process to write {folder}")
+
+
+def _check_target(folder: Path, source: Source) -> None:
+    """Refuse to replace what is no earlier export."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
+        raise SettingsError(f"{folder} exists and is no model folder, so it is not replaced: name a new folder")
+    if source.checkpoint is not None and folder == source.model.resolve():
+        raise SettingsError(f"{folder} is the model that the run began with, so it is not replaced: name a new folder")
 
 
 def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int, adapter: bool, port: int) -> None:

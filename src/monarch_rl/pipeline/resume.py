@@ -34,7 +34,7 @@ from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.folder import abbreviates, is_named
-from monarch_rl.observe.lines import LineFile, read_rows, truncate
+from monarch_rl.observe.lines import LineFile, read_object, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
@@ -123,8 +123,8 @@ def with_recorded_model(settings: S) -> S:
     flags, maybe in another directory, or after the Hub's branch has moved. ``auto`` looks for the run later."""
     run = os.environ.get(supervisor.RESUMES, settings.resume)
     try:
-        recorded = str(json.loads((Path(run or "") / SETTINGS).read_text())["model"])
-    except (OSError, ValueError, LookupError):  # resolve_resume() reports what is wrong with the run
+        recorded = str(read_object(Path(run or "") / SETTINGS)["model"])
+    except (SettingsError, KeyError):  # resolve_resume() reports what is wrong with the run
         return settings
     return replace(settings, model=recorded) if run and abbreviates(settings.model, recorded) else settings
 

@@ -397,6 +397,11 @@ class Run:
             self.folder,
             survivors=self._survivors.actors if self._survivors else None,
         )
+        if not actors.end_tokens:
+            print(
+                f"warning: no file in {model.folder} names an end token: answers end only at rollout.max-new-tokens or "
+                "a stop string, and supervised ones have no end"
+            )
         await self.begin(actors, task)
         if self._survivors is not None:
             self._survivors.note_returned()

@@ -197,14 +197,18 @@ def _rows_digest(rows: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[dict[str, Any]] = []
+    rows, end = list[dict[str, Any]](), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            start, end = end, end + len(line)
             if line.strip():
                 try:
                     row = json.loads(line.decode("utf-8-sig"))
-                except ValueError as error:
-                    raise ValueError(f"line {number} is not JSON in UTF-8 ({error})") from error
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"line {number} is not JSON in UTF-8, from byte {start} of the file on ({error}). Repair or "
+                        "remove it"
+                    ) from error
                 if not isinstance(row, dict):
                     raise ValueError(f"line {number} is not a JSON object: {line.decode().strip()[:60]}")
                 if _ESCAPED_SURROGATE.search(line):

@@ -98,6 +98,11 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
             raise SettingsError(
                 f"{old} was written by monarch_rl 0.1, and only that version reads it: replay the run with it"
             )
+        if any(folder.glob("rank*")):
+            raise SettingsError(
+                f"{path} is missing: without it, no step that its ranks trained can be replayed. Copy the run's folder "
+                "again"
+            )
         raise SettingsError(
             f"{path} does not exist: to write a journal, start the run with --journal.mib 1024, and enough disk space"
         )
