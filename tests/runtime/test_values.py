@@ -117,7 +117,7 @@ ITSELF.append(ITSELF)
         (b"abc", "bytes"),
         (np.bytes_(b"abc"), "bytes"),
         ({"a"}, "set"),
-        (object(), "object"),
+        pytest.param(object(), "object", id="object"),
         (Path("a"), "Path"),
         (ValueError("a"), "ValueError"),
         (Weather, "ModelMetaclass"),

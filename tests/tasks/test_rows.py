@@ -141,7 +141,7 @@ def test_a_format_specification_is_pythons(value: Any, form: str, text: str) -> 
     "value",
     [
         *(None, float("nan"), np.float32("nan"), Decimal("nan"), pd.NA, pd.NaT, np.datetime64("NaT")),
-        *("", "  \n", float("inf"), [1], {"a": 1}, b"a", np.array([1]), object(), int, "half \ud83d"),
+        *("", "  \n", float("inf"), [1], {"a": 1}, b"a", np.array([1]), NotImplemented, int, "half \ud83d"),
         *(datetime.datetime(2026, 5, 1), pd.Timestamp("2026-05-01"), np.datetime64("2026-05-01", "ns")),
         datetime.timedelta(1),
     ],
