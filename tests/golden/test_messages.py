@@ -22,6 +22,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.model.folder import find_folder
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.memory import check_gpu_memory
+from monarch_rl.pipeline.run_folder import recipe_name
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.rollout.settings import RolloutSettings, check_rollout
 from monarch_rl.runtime import wait_registry
@@ -100,6 +101,7 @@ def stalled() -> str:
 def without_the_run(text: str, folder: Path) -> str:
     """The text without values that differ from run to run, in lines of a readable width."""
     text = text.replace(str(folder), "FOLDER").replace(f"process {os.getpid()}", "process PID")
+    text = text.replace(f"FOLDER/{recipe_name()}-", "FOLDER/recipe-")
     text = re.sub(r"since \d\d:\d\d:\d\d", "since HH:MM:SS", text)
     text = re.sub(r"reached \(.*?\)\. Give", "reached (REASON). Give", text)  # the message of huggingface_hub
     lines = (textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())

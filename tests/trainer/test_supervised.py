@@ -110,7 +110,10 @@ def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], message: str
             + [{"prompt": "1+1?", "answer": None}, {"prompt": None, "answer": ""}],
             "2 of 5 .* row 4: answer is null; row 5: prompt is null",
         ),
-        ([{"prompt": [{"role": "user", "content": None}], "answer": "2"}], "message 1 of prompt"),
+        (
+            [{"prompt": [{"role": "user", "content": None}], "answer": "2"}],
+            r"row 1: prompt .*message 0 \(user\): .* None",
+        ),
         ([{"prompt": "1+1?", "answer": "half \ud83d"}], "row 1: column answer .*Unicode"),
     ],
 )
