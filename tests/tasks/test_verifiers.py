@@ -204,7 +204,7 @@ def test_a_changed_conversation_is_refused_and_reported(template: ChatTemplate) 
 def test_invalid_settings_of_verifiers_are_refused() -> None:
     from datasets import Dataset
 
-    assert Verifiers(one_turn).check()[0].startswith("Be brief.6 * ")
+    assert Verifiers(one_turn).check()[0].startswith("Be brief.\n6 * ")
     with pytest.raises(ValueError, match="no eval_dataset"):
         Verifiers(one_turn, held_out=2).check()
     task = Verifiers(lambda: one_turn(eval_dataset=Dataset.from_list(ROWS[:2])), held_out=2)
