@@ -19,7 +19,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from monarch_rl.errors import UnusableReward
@@ -322,20 +322,14 @@ class Task:
         part_of = None
         if self.part_of is not None:
             part_of = functools.partial(_with_episode, self.part_of, episode, success_reward)
-        return Task(
-            self.items,
-            episode,
-            self.held_out,
-            self.name,
-            self.full_context_reward,
-            self.warm_up,
-            self.check,
-            self.group_rewards,
-            part_of,
-            success_reward,
-            tuple(task.with_episode(episode, success_reward) for task in self.tasks),
-            self.probe,
-        )
+        changed = {
+            "episode": episode,
+            "part_of": part_of,
+            "success_reward": success_reward,
+            "tasks": tuple(task.with_episode(episode, success_reward) for task in self.tasks),
+        }
+        # Not `replace`, because a mixture has another constructor.
+        return Task(**{each.name: getattr(self, each.name) for each in fields(Task)} | changed)
 
     def owner_of(self, item: Any) -> tuple[Task, Any]:
         """The task that an item belongs to, which is this one unless it is a mixture, and the item as that task defines
