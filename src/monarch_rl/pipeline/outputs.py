@@ -6,7 +6,7 @@ A run without a folder (a simulation, most tests) has :class:`NoOutputs`, with t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,7 +29,12 @@ from monarch_rl.trainer.actor import Trainer
 
 @contextmanager
 def open_outputs(
-    folder: Path | None, actors: Actors, s: RunSettings, version: int, seconds: float
+    folder: Path | None,
+    actors: Actors,
+    s: RunSettings,
+    version: int,
+    seconds: float,
+    warm_up_steps: Callable[[], int],
 ) -> Iterator[RunOutputs | NoOutputs]:
     """The outputs of a run, whose files are closed after the block.
 
@@ -37,6 +42,7 @@ def open_outputs(
         folder: the run's folder; None writes and prints nothing.
         version: version that the run starts or resumes from.
         seconds: duration of the run so far.
+        warm_up_steps: returns the supervised steps so far: the version minus these is the step on the console.
     """
     if folder is None:
         yield NoOutputs()
@@ -51,16 +57,17 @@ def open_outputs(
     )
     console = console_of(existing_relay(), s.steps)
     with Metrics(folder, version, seconds) as metrics, closing(rollout_log), console:
-        yield RunOutputs(metrics, rollout_log, console)
+        yield RunOutputs(metrics, rollout_log, console, warm_up_steps)
 
 
 class RunOutputs:
     """The open files of a run's folder, and the console."""
 
-    def __init__(self, metrics: Metrics, rollouts: RolloutLog, console: Console) -> None:
+    def __init__(
+        self, metrics: Metrics, rollouts: RolloutLog, console: Console, warm_up_steps: Callable[[], int]
+    ) -> None:
         self._metrics, self._rollouts, self._console = metrics, rollouts, console
-        self.warm_up_steps = 0
-        """Supervised steps so far: the version minus these is the step on the console."""
+        self._warm_up_steps = warm_up_steps
 
     def note(self, text: str) -> None:
         """Print a line on the console."""
@@ -92,7 +99,7 @@ class RunOutputs:
         if "held_out/accuracy" in values:
             shown.pop("held_out/reward", None)  # one number per evaluation
         self._console.remember(shown)
-        step = version - self.warm_up_steps
+        step = version - self._warm_up_steps()
         when = f"after step {step}" if step else "after the warm-up" if version else "before training"
         self._console.note(f"{' on '.join(filter(None, (when, held_out)))}, {result}")
         return values
@@ -121,7 +128,6 @@ class NoOutputs:
     """The outputs of a run without a folder: nothing is written or printed."""
 
     seconds = 0.0
-    warm_up_steps = 0
 
     def note(self, text: str) -> None:
         pass

@@ -266,6 +266,16 @@ class Run:
         return self._begun
 
     @property
+    def _steps_trained(self) -> int:
+        """Number of the last step of the run; supervised steps precede step 1."""
+        return self.version - self.warm_up_steps
+
+    @property
+    def _warm_up_counts_as_steps(self) -> bool:
+        """Whether an earlier version began the run, in which supervised steps were steps of the run."""
+        return self.resumed is not None and self.resumed.manifest.warm_up_steps is None
+
+    @property
     def _spawning_cluster(self) -> Cluster:
         if isinstance(self._cluster, LocalProcess):
             raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
@@ -426,8 +436,9 @@ class Run:
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
-        outputs = self._lifetimes.enter_context(open_outputs(self.folder, actors, s, restored, seconds))
-        outputs.warm_up_steps = self.warm_up_steps
+        outputs = self._lifetimes.enter_context(
+            open_outputs(self.folder, actors, s, restored, seconds, lambda: self.warm_up_steps)
+        )
         self._lifetimes.callback(self._best.close)
         if resumed is not None:
             observer.restore(resumed.manifest.counters)
@@ -501,8 +512,8 @@ class Run:
         async def log(step: int, trained: list[dict[str, float]], counts: Counts) -> None:
             self.version = step
             # A supervised step precedes all batches. Those of an earlier version count as steps of the run.
-            if not counts.trained and resumed.manifest.warm_up_steps is not None:
-                self.warm_up_steps = outputs.warm_up_steps = step
+            if not counts.trained and not self._warm_up_counts_as_steps:
+                self.warm_up_steps = step
             outputs.write(step, observer.without_rollouts(trained, counts), await outputs.sample_rollouts())
 
         s, most = self.settings, self.warm_up_steps + self.settings.steps
@@ -535,7 +546,7 @@ class Run:
         self._phase = Phase.ROLLING_OUT
         await self._rollouts.enter_async_context(self._components.recovery.rolling_out())
         await self._components.observer.begin()
-        for step in range(self.version - self.warm_up_steps + 1, count + 1):
+        for step in range(self._steps_trained + 1, count + 1):
             yield step
             state = self._last_controller_state if step == count else self._controller_state
             await self._checkpoints.after_step(self.version, state, last=step == count)
@@ -558,7 +569,7 @@ class Run:
         """Await the update that produces the next version; returns metrics by trainer rank."""
         self._updating = asyncio.ensure_future(work)
         self._updating.add_done_callback(_retrieve)
-        step = f"step {self.version - self.warm_up_steps + 1}"
+        step = f"step {self._steps_trained + 1}"
         if self._phase is Phase.SET_UP:
             step = f"warm-up {self.warm_up_steps + 1}"
         async with self._components.progress.step(step):
@@ -570,7 +581,6 @@ class Run:
         self.version += 1
         if self._phase is Phase.SET_UP:
             self.warm_up_steps += 1
-            self._components.outputs.warm_up_steps = self.warm_up_steps
         self._unlogged, self._updating = metrics, None
 
     async def publish(self) -> None:
@@ -596,7 +606,7 @@ class Run:
         values |= self._checkpoints.metrics() | outputs.metrics()
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
-        outputs.show(self.version - self.warm_up_steps, values)
+        outputs.show(self._steps_trained, values)
         if warning := self._learning_signal.note(values):
             outputs.note(f"warning: {warning}")
         return values
@@ -649,8 +659,8 @@ class Run:
 
     def _warms_up(self, steps: int) -> bool:
         """Whether supervised steps are left to train. Raises ValueError if they can no longer be trained."""
-        begun = self.version > self.warm_up_steps
-        if begun and self.resumed is not None and self.resumed.manifest.warm_up_steps is None:
+        begun = self._steps_trained > 0
+        if begun and self._warm_up_counts_as_steps:
             if self.version >= steps:  # they are the first steps of this run, and go on counting as such
                 return False
             raise SettingsError(
@@ -769,13 +779,8 @@ class Run:
             positions=positions,
             counters=components.observer.counters(),
             best=self._best.best,
-            warm_up_steps=self._recorded_warm_up(),
+            warm_up_steps=None if self._warm_up_counts_as_steps and not self.warm_up_steps else self.warm_up_steps,
         )
-
-    def _recorded_warm_up(self) -> int | None:
-        """The supervised steps for a checkpoint. A run of an earlier version keeps counting them as steps."""
-        old = self.resumed is not None and self.resumed.manifest.warm_up_steps is None
-        return None if old and not self.warm_up_steps else self.warm_up_steps
 
     def _last_controller_state(self) -> ControllerState:
         # A longer limit, because no step waits for it.
