@@ -21,6 +21,7 @@ from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
 from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.tasks.task import definition
 from monarch_rl.values import plain
 
 logger = logging.getLogger("monarch_rl")
@@ -132,8 +133,7 @@ async def _answer(
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except Exception as error:  # ValueError; the value's own methods may raise anything
         reason = f"it returned no JSON value: {_encodable(exception_message(error))}"
-        code = getattr(functions[call.name], "__code__", None)
-        place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        _, place = definition(functions[call.name])
         failed(Failure(f"tool {call.name} returned no JSON value", place, f"{place}: {error}".removeprefix(": ")))
         return replace(call.answer(f"The tool {call.name} failed: {reason}"), failed=reason)
     return call.answer(shortened(text, characters))
