@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from signal import alarm as set_alarm
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,18 @@ async def handles_signals() -> float:
     return 1.0
 
 
+async def sets_an_alarm() -> float:
+    set_alarm(0)  # which sets none
+    set_alarm(1)
+    return 1.0
+
+
+async def sets_a_timer() -> float:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0.01, 1.0)
+    return 1.0
+
+
 async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
@@ -381,7 +394,8 @@ OTHERS: list[Callable[[], Any]] = [
         is_not_interrupted,
     ),
     *(leaves_an_alarm, is_not_interrupted),
-    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops, runs_its_own_event_loop),
+    *(leads_a_group, tidies, episode_asks, handles_signals, sets_an_alarm, sets_a_timer),
+    *(nests_event_loops, runs_its_own_event_loop),
 ]
 
 if __name__ == "__main__":
