@@ -34,6 +34,7 @@ from monarch_rl.algorithms.objectives import CISPO, GSPO, Distillation, Objectiv
 from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.shard import PackedShard
+from monarch_rl.errors import SettingsError
 from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
@@ -466,6 +467,9 @@ def test_an_unfilled_column_is_refused_before_anything_is_spawned() -> None:
     with pytest.raises(ValueError, match=ready):
         check_columns(functions, {"value": "critic"})
     check_columns(functions, {"teacher": "teacher"})
+    with pytest.raises(SettingsError) as refused:  # all at once
+        check_columns(sent(needs("value")(grpo), partial(distilled)), {})
+    assert len(refused.value.problems) == 2
     by_column = needs("value")(lambda group: PerToken(group.columns["value"]))
     assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
     with pytest.raises(ValueError, match="advantage <lambda> .*'value'"):

@@ -373,14 +373,24 @@ class Run:
         if launched is not None:
             check_same_task(task, launched)
         trainer = settings.trainer
-        check_unread_objective(settings.objective, settings.default_objective, objective)
-        functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
-        check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
-        check_that_columns_are_read(functions, columns_for_training(stages))
-        warnings = loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
-        warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
-        if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
-            warnings.append(warning)
+        refusals, warnings = Refusals(), list[str]()
+        functions: TrainingFunctions | None = None
+        with refusals:
+            check_unread_objective(settings.objective, settings.default_objective, objective)
+        with refusals:
+            functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
+        if functions is not None:
+            warnings += loss_warnings(objective, trainer.loss, trainer.updates_per_batch)
+            warnings += lr_warnings(trainer, trained_model(model, trainer.lora).sizes.elements)
+            with refusals:
+                check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
+            with refusals:
+                check_that_columns_are_read(functions, columns_for_training(stages))
+            with refusals:
+                if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
+                    warnings.append(warning)
+        refusals.raise_all()
+        assert functions is not None
         if warning := template_warning(model.folder):
             warnings.append(warning)
         for warning in warnings:

@@ -12,7 +12,7 @@ from monarch_rl.algorithms.functions import named, needed_columns, place_of
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.algorithms.objectives import Distillation, Objective, PPOClip
 from monarch_rl.episode.serialization import BEHAVIOUR
-from monarch_rl.errors import SettingsError
+from monarch_rl.errors import SettingsError, raise_together
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 from monarch_rl.trainer.objective import (
@@ -247,6 +247,7 @@ def check_columns(
         )
     if critic:
         _check_critic(kinds, filled)
+    problems = []
     for kind, function in kinds.items():
         available = {*filled, *(FILLED_BY_TRAINER if kind == "objective" else FILLED_BY_ENGINE)}
         available |= {VALUE} if critic else set()
@@ -257,10 +258,13 @@ def check_columns(
                 flag = "--trainer.reference, or " if name == REFERENCE and kind == "objective" else ""
                 flag = "the trainer a critic (recipes/ppo.py, with trainer.critic.lr), or " if name == VALUE else flag
                 stage = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
-                raise SettingsError(
-                    f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
-                    f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
+                problems.append(
+                    SettingsError(
+                        f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
+                        f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
+                    )
                 )
+    raise_together(problems)
 
 
 def without_rewards(functions: TrainingFunctions) -> str:
