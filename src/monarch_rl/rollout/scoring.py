@@ -44,7 +44,8 @@ from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
-from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, definition, returned_by
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
+from monarch_rl.user_code import definition
 
 T = TypeVar("T")
 ScoreFunction = Callable[..., Any]
