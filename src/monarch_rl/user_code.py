@@ -32,7 +32,8 @@ def definition(function: object) -> tuple[str, str]:
     function is not written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    # The line says in which function it was defined.
+    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
     code: CodeType | None = getattr(inspect.unwrap(called(function)), "__code__", None)
     return name, "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
