@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 from reporting import run_benchmark, short
 
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.episode.serialization import deserialize_group
@@ -97,7 +98,7 @@ class ScriptedBuffer:
         self._given += len(given)
         if not given:
             await self._ended.wait()  # waits: for the groups in flight
-        return [Ticket(number, number) for number in given]
+        return [Ticket(number, number, AdmissionSteps(1)) for number in given]
 
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
         self.put_groups += groups

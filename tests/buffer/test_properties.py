@@ -40,6 +40,7 @@ from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.groups import ATTEMPTS
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, PLAYED_AGAIN, REJECTED, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.serialization import SerializedGroup, serialize_group
@@ -124,6 +125,8 @@ class Books:
     """By group, the version made from its last batch."""
     passed: list[int] = field(default_factory=list)
     """Not admitted, although later ones were trained."""
+    steps: dict[int, AdmissionSteps] = field(default_factory=dict)
+    """By group, the steps up to its block."""
     sampled_by: dict[int, list[int]] = field(default_factory=dict)
     """By group, the version that sampled each token, by its name in ``AnyOrder.lineage``."""
 
@@ -251,6 +254,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(worker=st.integers(0, WORKERS - 1))
     def admit(self, worker: int) -> None:
         b, free = self.books, self.free()
+        batches = sum(bool(group_ids) for group_ids, _ in self.journal)
+        step = batches + bool(b.taken) + len(self.queue()) // self.k
         ticket = self.core.admit()
         assert (ticket is not None) == bool(b.idle or free is None or free > 0)
         if ticket is None:
@@ -258,10 +263,15 @@ class AnyOrder(RuleBasedStateMachine):
         if b.idle:
             assert ticket.group_id == min(b.idle) and ticket.attempt == b.idle.pop(ticket.group_id)
         else:
-            group_id = b.passed.pop(0) if b.passed else len(b.published_at)
+            new = not b.passed
+            group_id = len(b.published_at) if new else b.passed.pop(0)
+            if new and group_id % self.k == 0:
+                assert ticket.steps.step(group_id // self.k) == step
+            b.steps[group_id] = ticket.steps.until(group_id // self.k)
             assert (ticket.group_id, ticket.attempt) == (group_id, self.generation * ATTEMPTS)
             b.published_at[ticket.group_id] = self.core.published_version
             b.queue.append(ticket.group_id)
+        assert ticket.steps.until(ticket.group_id // self.k) == b.steps[ticket.group_id], "or its item would change"
         b.playing[ticket.group_id] = Attempt(worker, ticket.attempt)
 
     @precondition(lambda self: self.books.playing)

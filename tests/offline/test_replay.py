@@ -31,7 +31,8 @@ def plan_of(functions: TrainingFunctions | None = None, loss: LossSettings | Non
 
 def test_a_replay_resumes_from_the_functions_state() -> None:
     """Also where another objective replaces the run's."""
-    functions = TrainingFunctions.of(SeatBaselines(), PPOClip(), LossSettings())
+    # A decay of its own: a process has one object per pickle, so the default's state would reach other tests.
+    functions = TrainingFunctions.of(SeatBaselines(decay=0.9), PPOClip(), LossSettings())
     run, groups = functions.load(), [GroupView.of([1.0, 3.0])]
     advantages_of(groups, run.advantage)
     saved = run.state_dict()

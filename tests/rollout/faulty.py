@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Completion, Sampling
@@ -73,7 +74,7 @@ class Buffer:
             await self.ended.wait()
             return []
         self.admitted += 1
-        return [Ticket(self.admitted - 1, self.admitted - 1)]
+        return [Ticket(self.admitted - 1, self.admitted - 1, AdmissionSteps(1))]
 
     async def submit_if_room(self, *groups: bytes) -> list[bool]:
         self.submitted += len(groups)

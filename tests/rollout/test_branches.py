@@ -369,7 +369,7 @@ def test_a_seat_or_branch_beyond_the_share_is_refused_with_a_message(template: C
     seats=st.integers(1, 3),
     forks=st.integers(0, 4),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_the_sequences_of_an_episode_stay_within_its_share(
     template: ChatTemplate, most: int, sequences: int, seed: int, seats: int, forks: int
 ) -> None:
@@ -405,7 +405,7 @@ def test_the_sequences_of_an_episode_stay_within_its_share(
 
 
 @given(most=st.integers(20, 150), long=st.integers(1, 3), seed=st.integers(0, 999), seats=st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_prompt_that_did_not_fit_takes_no_room_from_others(
     template: ChatTemplate, most: int, long: int, seed: int, seats: bool
 ) -> None:
@@ -651,7 +651,7 @@ class Course:
     routes=st.booleans(),
     share=st.builds(GroupBound, st.none() | st.integers(1, 8), st.none() | st.integers(10, 200)),
 )
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_tree_is_trained_as_the_engine_saw_it_with_each_token_once(
     template: ChatTemplate, rng: random.Random, seats: int, routes: bool, share: GroupBound
 ) -> None:

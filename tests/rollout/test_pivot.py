@@ -26,7 +26,7 @@ def template(model: str) -> ChatTemplate:
 
 
 @given(turns=st.integers(1, 7), decisive=st.integers(0, 6), seed=st.integers(0, 10**6), room=st.integers(1, 40))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_the_decisive_turn_is_found_and_shared_tokens_are_sampled_once(
     template: ChatTemplate, turns: int, decisive: int, seed: int, room: int
 ) -> None:
@@ -65,7 +65,7 @@ def test_the_decisive_turn_is_found_and_shared_tokens_are_sampled_once(
 
 
 @given(decisive=st.integers(0, 5), turns=st.integers(1, 3), seed=st.integers(0, 10**6))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_the_decisive_token_is_found(template: ChatTemplate, decisive: int, turns: int, seed: int) -> None:
     """The parity of one token of the last turn decides; turns have six tokens."""
     found: list[Resampled] = []

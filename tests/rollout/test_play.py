@@ -370,7 +370,7 @@ TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
     limit=st.none() | st.integers(10, 100),
     rng=st.randoms(use_true_random=False),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_the_trainer_gets_the_engines_prompts_and_samples_bit_for_bit(
     template: ChatTemplate,
     name: str,
@@ -876,7 +876,7 @@ def test_invalid_sampling_of_a_turn_is_refused(template: ChatTemplate, wrong: di
     sampled=st.text(st.sampled_from("ab<>"), min_size=1, max_size=12),
     stop=st.lists(st.text(st.sampled_from("ab<>"), min_size=1, max_size=3), min_size=1, max_size=2),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it(
     template: ChatTemplate, sampled: str, stop: list[str]
 ) -> None:

@@ -16,9 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.tasks.mixture import BLOCK, Mixture, Schedule, apportioned
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Policy, Task
+from tests.buffer.helpers import packed
 
 WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda weights: sum(weights) > 0)
 
@@ -37,31 +41,41 @@ def named(name: str, **more: Any) -> Task:
 
 @given(weights=WEIGHTS, block=st.integers(1, 70), seed=st.integers(0, 3), blocks=st.integers(1, 40))
 def test_shares_follow_the_weights(weights: list[float], block: int, seed: int, blocks: int) -> None:
-    schedule, total = Schedule(tuple(weights), block, seed), sum(weights)
+    schedule, steps, total = Schedule(tuple(weights), block, seed), AdmissionSteps(block), sum(weights)
     counts = Counter[int]()
     for number in range(blocks):
-        counts.update(schedule.place(cursor)[0] for cursor in range(number * block, (number + 1) * block))
+        counts.update(schedule.place(cursor, steps)[0] for cursor in range(number * block, (number + 1) * block))
         for task, weight in enumerate(weights):
             due = (number + 1) * block * weight / total
             assert abs(counts[task] - due) <= 1 + math.log(len(weights)) + 1e-6  # a group or two, after any block
             assert weight or not counts[task]
 
 
-@given(weights=WEIGHTS, block=st.integers(1, 40), seed=st.integers(0, 3), varying=st.booleans())
+@given(
+    weights=WEIGHTS,
+    block=st.integers(1, 40),
+    seed=st.integers(0, 3),
+    varying=st.booleans(),
+    behind=st.lists(st.integers(-1, 3), max_size=200),
+)
 @settings(max_examples=30)
-def test_each_task_gets_all_of_its_items_in_order(weights: list[float], block: int, seed: int, varying: bool) -> None:
+def test_each_task_gets_all_of_its_items_in_order(
+    weights: list[float], block: int, seed: int, varying: bool, behind: list[int]
+) -> None:
     def changing(weight: float) -> Callable[[int], float]:
         return lambda step: weight * (1.5 + math.sin(step))
 
     given_weights = tuple(map(changing, weights)) if varying else tuple(weights)
-    schedule = Schedule(given_weights, block, seed)
-    places = [schedule.place(cursor) for cursor in range(400)]
+    schedule, steps = Schedule(given_weights, block, seed), AdmissionSteps(block)
+    for number, dropped in enumerate(behind):
+        steps = steps.admitted(number * block, max(0, number - dropped))
+    places = [schedule.place(cursor, steps) for cursor in range(400)]
     for task in range(len(weights)):
         own = [own_cursor for place, own_cursor in places if place == task]
         assert sorted(own) == list(range(len(own)))  # none is skipped or repeated
     again = cloudpickle.loads(cloudpickle.dumps(schedule))
-    cursors = random.Random(seed).sample(range(400), 40)
-    assert [again.place(cursor) for cursor in cursors] == [places[cursor] for cursor in cursors]  # resumed anywhere
+    for cursor in random.Random(seed).sample(range(400), 40):
+        assert again.place(cursor, steps) == places[cursor]  # resumed anywhere
 
 
 @given(quotas=st.lists(st.floats(-1, 20), min_size=1, max_size=8), seats=st.integers(0, 100))
@@ -89,6 +103,33 @@ def test_a_weight_may_be_a_function_of_the_step() -> None:
     assert [step["hard"] for step in steps] == [0, 2, 4, 6, 8, 8, 8]  # below 0 counts as 0
     travelled = cloudpickle.loads(cloudpickle.dumps(mixture))
     assert [travelled.items(cursor) for cursor in range(56)] == [mixture.items(cursor) for cursor in range(56)]
+
+
+def test_a_curriculum_follows_the_run_where_groups_are_dropped() -> None:
+    """Half of all groups are dropped, so the run is at step 4 when 8 x 8 groups were admitted."""
+    easy, hard = named("easy"), named("hard")
+    curriculum = Mixture({easy: lambda step: 4 - step, hard: lambda step: step}, groups_per_step=8)
+    buffer, seen = BufferCore(8, BufferSettings(0, drop_equal_rewards=True)), dict[int, Counter[str]]()
+    for version in range(6):
+        drawn, kept = seen.setdefault(version, Counter()), 0
+        while kept < 8:
+            ticket = buffer.admit()
+            assert ticket is not None
+            travelled = cloudpickle.loads(cloudpickle.dumps(ticket))
+            owner, own = curriculum.owner_of(curriculum.item(ticket.task_cursor, travelled.steps))
+            drawn[owner.name] += 1
+            kept += buffer.submit(packed(ticket.group_id, [version], [version], equal=ticket.group_id % 2 == 0))
+        assert buffer.take(version) is not None
+        buffer.trained(version + 1)
+        buffer.published(version + 1)
+    assert [(drawn["easy"], drawn["hard"]) for drawn in seen.values()] == [
+        (16, 0),
+        (12, 4),
+        (8, 8),
+        (4, 12),
+        (0, 16),
+        (0, 16),
+    ]
 
 
 def test_each_item_runs_the_episode_of_its_own_task() -> None:
@@ -155,6 +196,12 @@ def test_all_tasks_are_checked_and_warmed_up() -> None:
 def test_an_invalid_mixture_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mixture({named(name): weight for name, weight in weights.items()}, **more).check()
+
+
+def test_a_curriculum_within_a_mixture_is_refused() -> None:
+    inner = Mixture({named("a"): lambda step: 1.0}, groups_per_step=2, name="inner")
+    with pytest.raises(ValueError, match="inner.*outer mixture"):
+        Mixture({inner: 1, named("b"): 1})
 
 
 def test_tasks_with_the_same_name_are_refused() -> None:

@@ -36,6 +36,7 @@ from monarch_rl.buffer.ledger import (
     Ledger,
 )
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import SerializedGroup
@@ -75,6 +76,9 @@ class BufferCore:
         self.slots = settings.slots_for(groups_per_step)
         self.version = version
         self.published_version = version
+        self.batches = version
+        """Batches trained: the current step of the run, counted from 0."""
+        self.steps = AdmissionSteps(groups_per_step)
         self.closed = False
         self.groups = LiveGroups(task_cursor)
         self.budget = ByteBudget(settings.max_mib * 2**20)
@@ -114,8 +118,16 @@ class BufferCore:
         if live is None:
             if self.slots_free == 0:
                 return None
+            new, step = self.groups.next_cursor, self._step_of_new_group()
             live = self.groups.admit()
-        return Ticket(live.group_id, live.task_cursor, live.attempt, self.bound)
+            # One that was skipped keeps the step of its block: a resumed run does not know where it was then.
+            if live.task_cursor == new:
+                self.steps = self.steps.admitted(new, step)
+        return Ticket(live.group_id, live.task_cursor, self.steps, live.attempt, self.bound)
+
+    def _step_of_new_group(self) -> int:
+        """The step that trains a group at the end of the queue, if none before it is dropped."""
+        return self.batches + (self._batch is not None) + len(self.groups) // self.groups_per_step
 
     def reserve(self, group_id: int, nbytes: int, attempt: int = 0) -> bool:
         """Reserve ``nbytes`` bytes for a group; False if it has to wait.
@@ -241,6 +253,7 @@ class BufferCore:
         self._ledger.note_wasted(MASKED, tokens_before(batch.oldest, first))
         note_overtaking(self.groups, [live.group_id for live in trained])
         self._batch = None
+        self.batches += 1
         for live in trained:
             live.times_trained, live.last_trained_version = live.times_trained + 1, version
             self.groups.put_last(live)
@@ -314,6 +327,7 @@ class BufferCore:
         for live in (live for live in self.groups if live.group is None and self.window is not None):
             live.overtaken = min(live.overtaken, self.window or 0)
         self.published_version = version
+        self.batches += bool(ids)  # a supervised step has no groups
         self._advance_to(version)
 
     def published(self, version: int) -> None:
@@ -383,6 +397,8 @@ class BufferCore:
             "window": self.window,
             "replay": self.settings.replay,
             "version": self.version,
+            "batches": self.batches,
+            "steps": self.steps.jumps,
             "filtered": self._rules.filtered,
             "ledger": self._ledger.state(),
             **self.groups.state(self._batch[1] if self._batch is not None else []),
@@ -417,6 +433,11 @@ class BufferCore:
                     f"Cannot resume: the buffer's {name} was {state[name]} and is now {value}, but the lag bound "
                     "depends on it. Resume with the same groups-per-step and buffer settings."
                 )
+        # States of before 0.2 lack both: supervised steps counted as steps, and a group's step was that of its number.
+        core.batches = state.get("batches", core.version)
+        core.steps = AdmissionSteps(
+            groups_per_step, tuple((block, step) for block, step in state.get("steps", [(0, 0)]))
+        )
         core._rules.filtered = state["filtered"]
         core._ledger = Ledger.restore(state["ledger"])
         core.groups = LiveGroups.restore(state, generation)

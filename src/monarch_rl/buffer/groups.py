@@ -69,6 +69,11 @@ class LiveGroups:
         """Groups admitted so far, live or gone."""
         return self.next_id - len(self._skipped)
 
+    @property
+    def next_cursor(self) -> int:
+        """Task cursor of the next new group."""
+        return self._first_task + self.next_id
+
     def was_admitted(self, group_id: int) -> bool:
         """Whether the group was admitted, live or gone."""
         return 0 <= group_id < self.next_id and group_id not in self._skipped

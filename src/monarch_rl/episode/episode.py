@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, SamplingMasks
 
@@ -284,6 +285,8 @@ class Ticket:
     """Number of the admission: 0, 1, 2, ..."""
     task_cursor: int
     """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
+    steps: AdmissionSteps
+    """The steps for which this group and earlier ones are admitted."""
     attempt: int = 0
     """Number of the attempt: it grows whenever the group is restarted because its worker was lost."""
     bound: GroupBound = UNBOUNDED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -334,7 +335,8 @@ class RolloutWorker(AsksFrozenModels):
         item: Any = None
         results: list[EpisodeResult]
         try:
-            item = await make_item(self._task.items, cursor, self._settings.episode_deadline_s)
+            made = functools.partial(task.item, steps=ticket.steps)
+            item = await make_item(made, cursor, self._settings.episode_deadline_s)
         except EpisodeFailed as failed:
             results = [await self._submitter.reported(failed)] * size
         else:

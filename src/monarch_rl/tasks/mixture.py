@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.tasks.task import Items, Policy, Returned, Task
 
 Weight = float | Callable[[int], float]
@@ -25,6 +26,8 @@ STRIDE = 64
 """Blocks between two cached states."""
 Counts = tuple[int, ...]
 """Number of groups of each task."""
+State = tuple[Counts, tuple[float, ...]]
+"""The groups of each task before a block, and the fraction of a group carried over to it."""
 
 
 class Mixture(Task):
@@ -40,13 +43,15 @@ class Mixture(Task):
 
     Args:
         weights: weight of each task. Tasks need different names.
-        groups_per_step: groups per step of the run. Required if a weight is a function: the step of a cursor is
-            ``cursor // groups_per_step``. This is the step for which the group is admitted; it is trained up to
-            ``max_policy_lag`` steps later, and dropped groups shift it further.
+        groups_per_step: groups per step of the run, which then has the shares in each step. Required if a weight is a
+            function. It gets the step that the next groups are expected to be trained in as they are admitted
+            (:class:`AdmissionSteps`): groups that were dropped before do not count. ``items``, outside of a run,
+            assumes that none is: its step is ``cursor // groups_per_step``.
         name: name of the mixture, for messages; metrics use the names of the tasks.
         seed: seed of the order within blocks.
 
-    Raises ValueError if names are not different, no weight is above 0, or ``groups_per_step`` is missing.
+    Raises ValueError if names are not different, no weight is above 0, ``groups_per_step`` is missing, or a task is
+    itself a mixture whose weights are functions.
     """
 
     groups_per_step: int | None
@@ -61,6 +66,7 @@ class Mixture(Task):
     ) -> None:
         object.__setattr__(self, "groups_per_step", groups_per_step)  # a frozen dataclass
         schedule = Schedule(tuple(weights.values()), _block(weights, groups_per_step), seed)
+        changes = any(map(callable, weights.values()))
         tasks = _Tasks(tuple(weights), schedule)
         marks = [task.success_reward for task in weights if task.success_reward is not None]
         super().__init__(
@@ -70,6 +76,7 @@ class Mixture(Task):
             name,
             warm_up=tasks.warm_up,
             check=tasks.check,
+            items_by_step=tasks.item_by_step if changes else None,
             part_of=tasks.part_of,
             # Each item has that of its own task; this one is for items that could not be made.
             success_reward=max(marks) if len(marks) == len(weights) else None,
@@ -94,7 +101,11 @@ class _Tasks:
 
     def item(self, cursor: int) -> PartItem:
         """The item of a cursor."""
-        task, own_cursor = self._schedule.place(cursor)
+        return self.item_by_step(cursor, AdmissionSteps(self._schedule.block))
+
+    def item_by_step(self, cursor: int, steps: AdmissionSteps) -> PartItem:
+        """The item of a cursor in a run; see :attr:`Task.items_by_step`."""
+        task, own_cursor = self._schedule.place(cursor, steps)
         return PartItem(task, self._tasks[task].items(own_cursor))
 
     def part_of(self, item: PartItem) -> tuple[Task, Any]:
@@ -124,7 +135,7 @@ class _Tasks:
 
     def check(self) -> list[str]:
         """Check all tasks. Raises ValueError with the name of the task."""
-        self._schedule.place(0)
+        self._schedule.place(0, AdmissionSteps(self._schedule.block))
         prompts: list[str] = []
         for task in self._tasks:
             try:
@@ -178,27 +189,28 @@ class Schedule:
     """
 
     def __init__(self, weights: tuple[Weight, ...], block: int, seed: int) -> None:
-        self._weights, self._block, self._seed = weights, block, seed
+        self.block = block
+        self._weights, self._seed = weights, seed
         self._lock = threading.Lock()
         """Needed because items are made on several threads."""
-        self._states = [((0,) * len(weights), (0.0,) * len(weights))]
-        """For blocks 0, :data:`STRIDE`, ...: groups of each task before the block, and the fraction carried over."""
+        self._states: dict[tuple[int, AdmissionSteps], State] = {}
+        """The states before blocks :data:`STRIDE`, 2 x :data:`STRIDE`, ..., by the steps of the blocks before."""
         self._placed = functools.lru_cache(maxsize=16)(self._place_block)
 
     def __reduce__(self) -> Any:
-        return Schedule, (self._weights, self._block, self._seed)
+        return Schedule, (self._weights, self.block, self._seed)
 
-    def place(self, cursor: int) -> tuple[int, int]:
+    def place(self, cursor: int, steps: AdmissionSteps) -> tuple[int, int]:
         """The task of a cursor, and the number of earlier cursors of the same task.
 
         Raises ValueError if a weight is not a number, or none is above 0.
         """
-        block, place = divmod(cursor, self._block)
-        return self._placed(block)[place]
+        block, place = divmod(cursor, self.block)
+        return self._placed(block, steps.until(block))[place]
 
-    def _place_block(self, block: int) -> list[tuple[int, int]]:
-        before, carried = self._state(block)
-        after, _ = self._after(block, before, carried)
+    def _place_block(self, block: int, steps: AdmissionSteps) -> list[tuple[int, int]]:
+        before, carried = self._state(block, steps)
+        after, _ = self._after(steps.step(block), before, carried)
         order = [task for task, count in enumerate(before) for _ in range(after[task] - count)]
         random.Random(f"block {self._seed}/{block}").shuffle(order)
         cursors, placed = list(before), []
@@ -207,28 +219,31 @@ class Schedule:
             cursors[task] += 1
         return placed
 
-    def _state(self, block: int) -> tuple[Counts, tuple[float, ...]]:
-        """State before a block."""
+    def _state(self, block: int, steps: AdmissionSteps) -> State:
+        """The state before a block."""
         with self._lock:
-            first = min(block // STRIDE, len(self._states) - 1)
-            state = self._states[first]
-            for earlier in range(first * STRIDE, block):
-                state = self._after(earlier, *state)
-                if earlier + 1 == len(self._states) * STRIDE:
-                    self._states.append(state)
+            first = block - block % STRIDE
+            while first and (first, steps.until(first - 1)) not in self._states:
+                first -= STRIDE
+            tasks = len(self._weights)
+            state = self._states[first, steps.until(first - 1)] if first else ((0,) * tasks, (0.0,) * tasks)
+            for earlier in range(first, block):
+                state = self._after(steps.step(earlier), *state)
+                if (earlier + 1) % STRIDE == 0:
+                    self._states[earlier + 1, steps.until(earlier)] = state
         return state
 
-    def _after(self, block: int, before: Counts, carried: tuple[float, ...]) -> tuple[Counts, tuple[float, ...]]:
-        quotas = [self._block * share + rest for share, rest in zip(self._shares(block), carried, strict=True)]
-        counts = apportioned(quotas, self._block)
+    def _after(self, step: int, before: Counts, carried: tuple[float, ...]) -> State:
+        quotas = [self.block * share + rest for share, rest in zip(self._shares(step), carried, strict=True)]
+        counts = apportioned(quotas, self.block)
         after = tuple(map(sum, zip(before, counts, strict=True)))
         return after, tuple(quota - count for quota, count in zip(quotas, counts, strict=True))
 
-    def _shares(self, block: int) -> list[float]:
-        weights = [_number(weight(block) if callable(weight) else weight, block) for weight in self._weights]
+    def _shares(self, step: int) -> list[float]:
+        weights = [_number(weight(step) if callable(weight) else weight, step) for weight in self._weights]
         total = sum(weights)
         if not total > 0:
-            raise ValueError(f"no weight of the mixture is above 0 in step {block}: {weights}")
+            raise ValueError(f"no weight of the mixture is above 0 in step {step}: {weights}")
         return [weight / total for weight in weights]
 
 
@@ -259,6 +274,12 @@ def _block(weights: Mapping[Task, Weight], groups_per_step: int | None) -> int:
         raise ValueError(f"tasks of a mixture need different names, got {', '.join(names)}: set name= for each task")
     if not weights:
         raise ValueError("the mixture has no tasks: give it some, with their weights")
+    curricula = [task.name for task in weights if task.items_by_step is not None]
+    if curricula:
+        raise ValueError(
+            f"the weights of {', '.join(curricula)}, a mixture within the mixture, are functions of the step, but only "
+            "the outer mixture knows the run's step: give its tasks to the outer mixture, with such weights"
+        )
     wrong = [
         f"{task.name} has {weight}" for task, weight in weights.items() if not callable(weight) and not weight >= 0
     ]

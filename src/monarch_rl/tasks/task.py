@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.errors import UnusableReward
 from monarch_rl.model.messages import Messages
 
@@ -290,6 +291,9 @@ class Task:
     group_rewards: GroupRewards | None = None
     """Rewards that compare the episodes of a group: called with the item and the outcomes once all have ended. Not used
     for held-out items, whose episodes are not compared."""
+    items_by_step: Callable[[int, AdmissionSteps], Any] | None = None
+    """For curricula: the training item of a cursor in a run, in place of ``items``, which assumes that no group is
+    dropped. A pure function of the cursor and of the steps up to it."""
     part_of: Callable[[Any], tuple[Task, Any]] | None = None
     """For mixtures: returns the task that an item belongs to, and the item as that task defines it."""
     success_reward: float | None = None
@@ -330,6 +334,10 @@ class Task:
         }
         # Not `replace`, because a mixture has another constructor.
         return Task(**{each.name: getattr(self, each.name) for each in fields(Task)} | changed)
+
+    def item(self, cursor: int, steps: AdmissionSteps) -> Any:
+        """The training item of a cursor in a run; ``steps``: those for which groups up to it are admitted."""
+        return self.items(cursor) if self.items_by_step is None else self.items_by_step(cursor, steps)
 
     def owner_of(self, item: Any) -> tuple[Task, Any]:
         """The task that an item belongs to, which is this one unless it is a mixture, and the item as that task defines
