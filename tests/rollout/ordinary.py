@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from signal import alarm as set_alarm
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,29 @@ async def handles_signals() -> float:
     return 1.0
 
 
+async def sets_an_alarm() -> float:
+    set_alarm(0)  # which sets none
+    set_alarm(1)
+    return 1.0
+
+
+async def sets_a_timer() -> float:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0.01, 1.0)
+    return 1.0
+
+
+async def episode_with_a_child_that_sets_an_alarm() -> float:
+    """Ended by it, as in a script."""
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # `alarm` leaves a handler
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(60)
+        os._exit(0)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    return float(os.WTERMSIG(status))
+
+
 async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
@@ -370,6 +394,7 @@ WORKS: list[Callable[[], Any]] = [
     *(pools_with_initializer, registry, decorated_global),
     *(event_loops, alarm, pickling, sources, type_hints, variables, files, output),
     *(episode_with_processes, episode_with_programs, episode_with_variables),
+    episode_with_a_child_that_sets_an_alarm,
 ]
 OTHERS: list[Callable[[], Any]] = [
     *(
@@ -381,7 +406,8 @@ OTHERS: list[Callable[[], Any]] = [
         is_not_interrupted,
     ),
     *(leaves_an_alarm, is_not_interrupted),
-    *(leads_a_group, tidies, episode_asks, handles_signals, nests_event_loops, runs_its_own_event_loop),
+    *(leads_a_group, tidies, episode_asks, handles_signals, sets_an_alarm, sets_a_timer),
+    *(nests_event_loops, runs_its_own_event_loop),
 ]
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tests.rollout.cores import AMPLE_S
 HOST = """
 import sys
 from pathlib import Path
+from monarch_rl.rollout.process_limits import refuse_alarms
 from monarch_rl.rollout.scoring import read_nothing
 from monarch_rl.runtime.by_value import run_recipe_code
 from tests.rollout.test_ordinary_python import results
@@ -33,6 +34,7 @@ from tests.rollout.test_ordinary_python import results
 if __name__ == "__main__":
     run_recipe_code()
     read_nothing()
+    refuse_alarms()
     results(Path(sys.argv[1]))
 """
 
@@ -109,6 +111,8 @@ def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str)
         ("pickles_an_object_of_a_module_next_to_the_recipe", ["beside.Mark", "within the function"]),
         ("evaluates_text", ["NameError", "eval", "name it in the function"]),
         ("handles_signals", ["main thread", "policy.in_scorer"]),
+        ("sets_an_alarm", ["alarm", "asyncio.timeout", "policy.in_scorer"]),
+        ("sets_a_timer", ["setitimer", "asyncio.timeout", "policy.in_scorer"]),
         ("nests_event_loops", ["await", "asyncio.to_thread"]),
         ("runs_its_own_event_loop", ["await", "asyncio.to_thread"]),
     ],

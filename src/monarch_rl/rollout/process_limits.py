@@ -1,14 +1,17 @@
-"""Limits on what episodes' code does to its worker process: printing, open files, forking. Reaching a limit is
+"""Limits on what episodes' code does to its worker process: printing, open files, forking, alarms. Reaching a limit is
 reported."""
 
 from __future__ import annotations
 
+import _signal  # what `from signal import alarm` is pickled as
 import asyncio
 import errno
+import functools
 import gc
 import mmap
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -160,3 +163,25 @@ def end_copies() -> None:
 def _after_fork() -> None:
     if _copies is not None:
         _copies.after_fork()
+
+
+def refuse_alarms() -> None:
+    """Refuse to set an alarm in this process: only its main thread, where no episode runs, could handle it, and without
+    a handler it ends the process. Processes that episodes start are free to set one."""
+    for module in (signal, _signal):
+        for name in ("alarm", "setitimer"):
+            setattr(module, name, _refused_in(os.getpid(), getattr(module, name)))
+
+
+def _refused_in(pid: int, sets_alarm: Any) -> Any:
+    @functools.wraps(sets_alarm)
+    def checked(*args: Any) -> Any:
+        seconds = args[:1] if sets_alarm.__name__ == "alarm" else args[1:2]
+        if os.getpid() == pid and any(seconds):  # 0 cancels an alarm, as libraries do in passing
+            raise RuntimeError(
+                f"signal.{sets_alarm.__name__} would end the worker, with all of its episodes: use asyncio.timeout "
+                "around what is awaited, or policy.in_scorer for a function that sets an alarm"
+            )
+        return sets_alarm(*args)
+
+    return checked
