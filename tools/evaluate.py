@@ -25,11 +25,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST, complete, read_manifest
+from monarch_rl.checkpoint.folders import MANIFEST, complete, read_checked, read_manifest
 from monarch_rl.errors import BrokenCheckpoint
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.folder import find_folder
-from monarch_rl.observe.lines import read_object
 from monarch_rl.offline.export import MODEL, export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
@@ -67,7 +66,7 @@ class Evaluated:
                 with suppress(BrokenCheckpoint):  # model_of() reports it
                     writer = read_manifest(checkpoint).packages.get("monarch_rl", "")
                     break
-            return cls(place, folder, read_object(folder / SETTINGS), writer)
+            return cls(place, folder, read_checked(folder / SETTINGS), writer)
         if (folder / MANIFEST).is_file():
             manifest = read_manifest(folder)
             return cls(place, folder.parents[1], manifest.settings, manifest.packages.get("monarch_rl", ""))

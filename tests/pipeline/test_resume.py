@@ -342,6 +342,7 @@ def test_a_resume_survives_a_disk_that_refuses_settings_and_results(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(resume, "write_whole", full)
+    monkeypatch.setattr(folders, "write_whole", full)
     assert resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
     (message,) = [record.getMessage() for record in caplog.records]

@@ -231,7 +231,9 @@ def read_checked(path: Path) -> dict[str, Any]:
     values = read_object(path)
     expected = values.pop(CHECKSUM, None)
     if expected is not None and expected != _checksum(values):
-        raise SettingsError(f"{path} is damaged: its values do not have its checksum ({CHECKSUM})")
+        raise SettingsError(
+            f"{path} is damaged: its values do not have its checksum. If you edited it, remove its key {CHECKSUM}"
+        )
     return values
 
 

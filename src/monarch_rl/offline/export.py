@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from monarch_rl.model.config import read_config
 from monarch_rl.model.folder import has_tokenizer, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import check_folder
+from monarch_rl.observe.lines import read_rows
 from monarch_rl.observe.metrics import FILE as METRICS
 from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
@@ -96,9 +96,12 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
 
 
 def _last_step(run: Path) -> int | None:
-    """The last step in a run's metrics; None if it cannot be read."""
+    """The last step in a run's metrics; None if it cannot be read. Damaged lines are logged."""
     try:
-        return int(json.loads((run / METRICS).read_text().splitlines()[-1])["step"])
+        rows, damage = read_rows(run / METRICS)
+        for problem in damage:
+            logger.warning("%s: the newer one of the checkpoint and the saved model is taken", problem)
+        return None if damage else int(rows[-1]["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
