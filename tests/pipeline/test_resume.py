@@ -20,6 +20,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalBatch, JournalSettings
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
@@ -197,6 +198,16 @@ def test_a_resume_repeats_the_flags_in_another_directory(tmp_path: Path, monkeyp
     for damaged in ("{", "null"):
         (run / "settings.json").write_text(damaged)
         assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
+
+
+def test_lora_is_not_resumed_on_changed_base_weights(tmp_path: Path) -> None:
+    saved = {"model.layers.0 (bfloat16)": 7, "model.layers.1 (bfloat16)": 8}
+    manifest = Manifest(1, 1, 0, 0.0, {}, settings={"model": "/models/base"}, base_weights=saved)
+    resumed = resume.Resumed(tmp_path, tmp_path / "step-000001", manifest, 1)
+    for found in (saved, {}, {name.replace("bfloat16", "float32"): 9 for name in saved}):
+        resumed.check_base_weights(found)
+    with pytest.raises(SettingsError, match=r"/models/base .*step-000001.* model\.layers\.1 \(bfloat16\)\."):
+        resumed.check_base_weights(saved | {"model.layers.1 (bfloat16)": 9})
 
 
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:

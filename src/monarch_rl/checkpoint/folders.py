@@ -93,6 +93,8 @@ class Manifest:
     warm_up_steps: int | None = None
     """Supervised steps before the first step of reinforcement learning, which is step 1 of the run. None: written by an
     earlier version, in which supervised steps counted as steps of the run and of the learning rate's schedule."""
+    base_weights: dict[str, int] = field(default_factory=dict)
+    """With LoRA, checksums of the base weights, which the checkpoint needs but does not contain, by layer."""
     ranks: int = 1
     """Number of trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)

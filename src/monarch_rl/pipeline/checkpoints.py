@@ -62,6 +62,8 @@ class ControllerState:
     """Best evaluation result so far, as in ``best.json``."""
     warm_up_steps: int | None = 0
     """As in the manifest."""
+    base_weights: dict[str, int] = field(default_factory=dict)
+    """As in the manifest."""
 
 
 class Checkpoints:
@@ -213,6 +215,7 @@ class Checkpoints:
                 measured=measured,
                 best=state.best,
                 warm_up_steps=state.warm_up_steps,
+                base_weights=state.base_weights,
                 settings=self._run_settings,
                 ranks=len(shards),
                 files=[file for of_rank in shards for file in of_rank],

@@ -433,6 +433,8 @@ class Run:
             on_gpu=self._on_gpu,
         )
         self._lifetimes.callback(publisher.cancel)
+        if resumed is not None:
+            resumed.check_base_weights(publisher.base_weights_by_layer())
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
@@ -780,6 +782,7 @@ class Run:
             counters=components.observer.counters(),
             best=self._best.best,
             warm_up_steps=None if self._warm_up_counts_as_steps and not self.warm_up_steps else self.warm_up_steps,
+            base_weights=components.publisher.base_weights_by_layer(),
         )
 
     def _last_controller_state(self) -> ControllerState:
