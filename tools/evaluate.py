@@ -29,13 +29,13 @@ from monarch_rl.checkpoint.folders import MANIFEST, complete, read_checked, read
 from monarch_rl.errors import BrokenCheckpoint
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.folder import find_folder
-from monarch_rl.offline.export import MODEL, export, source_of
+from monarch_rl.offline.export import export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
 from monarch_rl.offline.recipes import Recipe, load_recipe
 from monarch_rl.pipeline.checkpoints import FOLDER
 from monarch_rl.pipeline.evaluation import items_to_run
-from monarch_rl.pipeline.run_folder import SETTINGS
+from monarch_rl.pipeline.run_folder import SAVED, SETTINGS
 from monarch_rl.rollout.evaluation import Evaluation, run_held_out
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster
@@ -105,7 +105,7 @@ def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices
             print(f"evaluating {source.checkpoint or source.model}")
             model, version = source.model, 0
             if source.checkpoint is not None:
-                model, version = scratch.path / MODEL, source.version
+                model, version = scratch.path / SAVED, source.version
                 export(source, model, resolve_dtype(settings.dtype, offered.kind == "cuda"))
         yield str(model), version
 

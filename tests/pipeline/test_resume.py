@@ -200,6 +200,18 @@ def test_a_resume_repeats_the_flags_in_another_directory(tmp_path: Path, monkeyp
         assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
 
 
+def test_without_an_intact_checkpoint_the_saved_model_is_offered(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    (run / "checkpoints" / "step-000003" / GROUPS).write_bytes(b"gr0ups")
+    for saved in (False, True):
+        if saved:
+            (run / "model").mkdir()
+        with pytest.raises(SettingsError, match=rf"{GROUPS} is damaged") as refused:
+            resume.resolve_resume(replace(settings, resume=str(run)))
+        assert (f"--model {run / 'model'}" in str(refused.value)) == saved
+
+
 def test_lora_is_not_resumed_on_changed_base_weights(tmp_path: Path) -> None:
     saved = {"model.layers.0 (bfloat16)": 7, "model.layers.1 (bfloat16)": 8}
     manifest = Manifest(1, 1, 0, 0.0, {}, settings={"model": "/models/base"}, base_weights=saved)

@@ -40,6 +40,7 @@ from monarch_rl.observe.lines import LineFile, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
+    SAVED,
     SETTINGS,
     STATE,
     launcher,
@@ -225,8 +226,9 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
+        saved = f" from its saved model (--model {run / SAVED})" if (run / SAVED).is_dir() else ""
         raise SettingsError(
-            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run"
+            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run{saved}"
         ) from error
     before, after = manifest.settings, to_record(settings)
     if is_named(after["model"], before["model"]):  # as version 0.1 recorded it

@@ -71,7 +71,7 @@ from monarch_rl.pipeline.resume import (
     take_folder,
     with_recorded_model,
 )
-from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
+from monarch_rl.pipeline.run_folder import ERROR, SAVED, recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
     PRELOADS,
@@ -763,8 +763,8 @@ class Run:
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         actors = self.actors
-        await save(actors.trainer, self.folder / "model", actors.model_bytes, actors.end_tokens)
-        self.saved = self.folder / "model"
+        await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
+        self.saved = self.folder / SAVED
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
