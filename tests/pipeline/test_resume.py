@@ -317,9 +317,14 @@ def test_a_damaged_file_of_the_runs_state_or_settings_prevents_no_resume(
         assert read_state(run)["goes_on"] is True and f"{run / 'run.json'} is damaged" in caplog.text
         caplog.clear()
         assert (found := resume.resolve_resume(replace(settings, resume="auto"))) and found.run == run.resolve()
-    (run / "settings.json").write_bytes(b"\xff{")
+    path, held_out = run / "settings.json", f'"held_out": {settings.held_out}'
+    for damage in (lambda text: "{" + text, lambda text: text.replace(held_out, '"held_out": 7')):
+        path.write_text(damage(path.read_text()))
+        resume.note_settings(run, settings)
+        assert folders.read_checked(path)["held_out"] == settings.held_out
+    written = path.stat().st_ino
     resume.note_settings(run, settings)
-    assert json.loads((run / "settings.json").read_text())["held_out"] == settings.held_out
+    assert path.stat().st_ino == written, "unchanged settings are not written"
 
 
 def test_lines_that_a_checkpoint_had_and_that_are_gone_are_reported(
