@@ -234,6 +234,10 @@ class InfrastructureFailed(EpisodeError, ConnectionError):
     infrastructure = True
 
 
+class ScoreTookTooLong(ScoringFailed):
+    """A score exceeded its deadline."""
+
+
 class JudgeFailed(EpisodeError):
     """A judge or another frozen model refused a request or did not answer. Unless the coroutine catches it, the episode
     fails and is counted by ``reason``.

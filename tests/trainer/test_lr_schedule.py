@@ -66,5 +66,10 @@ def test_rates_far_above_those_of_published_runs_are_reported(
         assert f"trainer.lr {lr:g}" in warnings[0] and "\n" not in warnings[0]
 
 
+def test_a_rate_of_zero_is_reported() -> None:
+    (warning,) = lr_warnings(TrainerSettings(lr=0), 10**9)
+    assert "trainer.lr is 0" in warning
+
+
 def test_the_usual_rate_is_never_reported() -> None:
     assert not any(lr_warnings(TrainerSettings(), below - 1) for below, _ in HIGHEST_LR)

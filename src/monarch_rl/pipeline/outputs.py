@@ -99,10 +99,13 @@ class RunOutputs:
         if "held_out/accuracy" in values:
             shown.pop("held_out/reward", None)  # one number per evaluation
         self._console.remember(shown)
-        step = version - self._warm_up_steps()
-        when = f"after step {step}" if step else "after the warm-up" if version else "before training"
-        self._console.note(f"{' on '.join(filter(None, (when, held_out)))}, {result}")
+        self._console.note(f"{' on '.join(filter(None, (self.when(version), held_out)))}, {result}")
         return values
+
+    def when(self, version: int) -> str:
+        """When ``version`` was made, in the steps of the console."""
+        step = version - self._warm_up_steps()
+        return f"after step {step}" if step else "after the warm-up" if version else "before training"
 
     def metrics(self) -> dict[str, float]:
         """Metrics, named as in docs/metrics.md: lines that could not be written."""
@@ -146,6 +149,9 @@ class NoOutputs:
 
     def evaluation(self, result: Evaluation, version: int) -> dict[str, float]:
         return result.metrics()
+
+    def when(self, version: int) -> str:
+        return ""
 
     def metrics(self) -> dict[str, float]:
         return {}

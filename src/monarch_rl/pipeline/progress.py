@@ -122,9 +122,9 @@ class Progress:
         """While a step, called ``step``, is made: what its batch lacks, or that the trainer computes."""
         return self._reporting(partial(self._of_step, step))
 
-    def evaluation(self, version: int, episodes: int) -> AbstractAsyncContextManager[None]:
-        """While ``version`` is evaluated with so many held-out episodes: how many of them are done."""
-        return self._reporting(partial(self._of_evaluation, version, episodes))
+    def evaluation(self, when: str, episodes: int) -> AbstractAsyncContextManager[None]:
+        """While the evaluation ``when`` ("after step 3") runs so many held-out episodes: how many of them are done."""
+        return self._reporting(partial(self._of_evaluation, when, episodes))
 
     def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._note is None else reporting(self._note, describe)
@@ -140,10 +140,10 @@ class Progress:
             longest = ["no episode of them is running: items, group rewards or stages take the time"]
         return "; ".join([f"{step}: {describe_batch(batch)}", *longest, *silent])
 
-    async def _of_evaluation(self, version: int, episodes: int, seconds: float) -> str:
+    async def _of_evaluation(self, when: str, episodes: int, seconds: float) -> str:
         answers, silent = await self._ask(None)
         ended = sum(answer.held_out for answer in answers)
-        text = f"evaluating version {version} for {seconds:.0f} s: {ended} of {episodes} held-out episodes are done"
+        text = f"evaluating {when}: {ended} of {episodes} held-out episodes are done after {seconds:.0f} s"
         return "; ".join([text, *_longest(answers), *silent])
 
     async def _ask(self, groups: list[int] | None) -> tuple[list[WorkerProgress], list[str]]:

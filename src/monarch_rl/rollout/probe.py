@@ -19,7 +19,7 @@ import numpy as np
 from monarch_rl.episode.failure import UNUSABLE, Failure
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, ProbeFailed, ScorerBroken, ScoringFailed
+from monarch_rl.errors import ContextFull, DeadlineExceeded, ProbeFailed, ScorerBroken, ScoreTookTooLong, ScoringFailed
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.rollout.episode_clock import NOT_ASKED, PROBED
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
@@ -125,9 +125,9 @@ async def _failures(
     if task.warm_up is not None:
         try:
             await _call(scorer, ends, _warm_up, task.warm_up)
+        except ScoreTookTooLong:  # which is allowed
+            return []
         except ScoringFailed as failed:
-            if failed.reason.startswith("score took"):  # which is allowed
-                return []
             return [Failure(failed.reason.replace("score", "it", 1), failed.place, failed.report, WARM_UP)]
     for item, group_size in items:
         if time.monotonic() >= ends:
@@ -136,7 +136,7 @@ async def _failures(
         try:
             failures = await _call(scorer, ends, run_item, sent, item, group_size, settings)
         except ScoringFailed as failed:
-            if failed.reason.startswith("score took") and scorer.deadline_s < PROBE_S / 2:
+            if isinstance(failed, ScoreTookTooLong) and scorer.deadline_s < PROBE_S / 2:
                 break  # earlier items had used the time
             reason = failed.reason.replace("score", "the episode and its reward", 1)
             failures = [Failure(reason, failed.place, failed.report)]

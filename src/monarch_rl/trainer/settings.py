@@ -158,11 +158,13 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
 
 
 def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:
-    """A sentence if the learning rate is far above those that are used for models of this size.
+    """A sentence if the learning rate is 0, or far above those that are used for models of this size.
 
     Args:
         parameters: number of the model's parameters.
     """
+    if settings.lr == 0:
+        return ["trainer.lr is 0: the weights stay as they are, and nothing is learned"]
     highest = next(lr for below, lr in HIGHEST_LR if parameters < below)
     kind = f"LoRA, {LORA_FACTOR} times that of full training" if settings.lora.rank else "full training"
     highest *= LORA_FACTOR if settings.lora.rank else 1
