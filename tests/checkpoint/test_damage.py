@@ -26,7 +26,7 @@ from monarch_rl.checkpoint.folders import (
     begin,
     commit,
     newest_whole,
-    record_sums,
+    sum_records,
     verify,
 )
 from monarch_rl.checkpoint.tensors import StagedTensors, checkpoint_group, read
@@ -57,7 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, process_group: dist.ProcessG
     staged = StagedTensors(torch.device("cpu"))
     staged.stage(TENSORS)
     files = staged.write(partial / TRAINER, partial, process_group, lambda name, value: None)
-    files += record_sums(partial, partial / GROUPS, write_state(partial / GROUPS, state()))
+    files.append(sum_records(partial, partial / GROUPS, write_state(partial / GROUPS, state())))
     return commit(root, Manifest(4, 4, 0, 1.5, {"metrics.jsonl": 7}, files=files))
 
 
@@ -104,7 +104,8 @@ def test_whatever_is_damaged_is_named_or_the_values_are_the_saved_ones(
     path.write_bytes(spoilt)
     try:
         assert values_of(folder, process_group) == values_of(saved, process_group)
-        assert path.name == MANIFEST or spoilt == content
+        # A manifest may differ in its spaces, and what only locates damage costs no checkpoint.
+        assert path.name == MANIFEST or path.suffix == RECORDS or spoilt == content
     except BrokenCheckpoint as error:
         assert str(path) in str(error)
         assert all(re.search(rf"{re.escape(name)} at byte \d+", str(error)) for name in damaged[:3])
@@ -143,7 +144,6 @@ def test_a_checkpoint_of_an_earlier_version_is_verified_by_its_files(saved: Path
     shutil.copytree(saved, folder, ignore=shutil.ignore_patterns(f"*{RECORDS}"))
     manifest = folder / MANIFEST
     values = json.loads(manifest.read_text())
-    values["files"] = [file for file in values["files"] if not file["path"].endswith(RECORDS)]
     del values["crc32"]
     manifest.write_text(json.dumps(values))
     assert verify(folder).version == 4

@@ -37,7 +37,8 @@ CHECKSUM = "crc32"
 TRAINER = "trainer"
 """Folder of the trainer ranks' shards."""
 RECORDS = ".records"
-"""Ending of the file that locates damage in the file beside it (:func:`record_sums`)."""
+"""Ending of the file that locates damage in the file beside it (:func:`sum_records`). It is not in the manifest,
+because a checkpoint is as good without it."""
 GROUPS = "buffer.groups"
 """File of the buffer's state."""
 LATEST, BEST = "latest", "best"
@@ -122,12 +123,12 @@ def file_sum(root: Path, path: Path) -> FileSum:
     return FileSum(path.relative_to(root).as_posix(), nbytes, crc)
 
 
-def record_sums(root: Path, path: Path, ends: Iterable[tuple[str, int]]) -> list[FileSum]:
-    """As :func:`file_sum` for a file of named records, and for a file beside it with which :func:`verify` names the
+def sum_records(root: Path, path: Path, ends: Iterable[tuple[str, int]]) -> FileSum:
+    """As :func:`file_sum`, for a file of named records. Writes a file beside it, with which :func:`verify` names the
     damaged ones. Reads the file once. Raises OSError.
 
     Args:
-        root: folder to which the returned paths are relative.
+        root: folder to which the returned path is relative.
         path: a file below it.
         ends: name of each record, and the position in bytes behind it, in the order of the file.
     """
@@ -138,10 +139,9 @@ def record_sums(root: Path, path: Path, ends: Iterable[tuple[str, int]]) -> list
             nbytes += read
             records.append((name, nbytes, crc))
         read, crc = _sum_up_to(file, None, crc)
-    beside = path.with_name(path.name + RECORDS)
-    # The checksum of all bytes up to the record's end: so the last one is the file's, and nothing is summed twice.
-    write_checked(beside, {"records": records})
-    return [FileSum(path.relative_to(root).as_posix(), nbytes + read, crc), file_sum(root, beside)]
+    # The checksums are of all bytes up to the record's end: so the last one is the file's, and nothing is summed twice.
+    write_checked(path.with_name(path.name + RECORDS), {"records": records})
+    return FileSum(path.relative_to(root).as_posix(), nbytes + read, crc)
 
 
 def _sum_up_to(file: BinaryIO, nbytes: int | None, crc: int) -> tuple[int, int]:
@@ -153,19 +153,19 @@ def _sum_up_to(file: BinaryIO, nbytes: int | None, crc: int) -> tuple[int, int]:
     return read, crc
 
 
-def _damaged_records(path: Path) -> str:
-    """Names the damaged records of a file of a checkpoint; empty if it has none, or an earlier version wrote it."""
+def _damaged_records(path: Path, beside: Path) -> str:
+    """Names the damaged records of a file; empty if ``beside`` does not tell, as in checkpoints of earlier versions."""
     damaged, start, before, count = list[str](), 0, 0, 0
     try:
         with path.open("rb") as file:
-            for name, end, expected in read_checked(path.with_name(path.name + RECORDS))["records"]:
+            for name, end, expected in read_checked(beside)["records"]:
                 read, crc = _sum_up_to(file, end - start, before)
                 if read < end - start:
                     damaged.append(f"{name} at byte {start} (cut off)")
                 elif crc != expected:
                     damaged.append(f"{name} at byte {start}")
                 start, before, count = end, expected, count + 1
-    except (OSError, SettingsError):  # reported as the damage of that file if nothing else is
+    except (OSError, SettingsError):
         return ""
     if not damaged:
         return ""
@@ -331,7 +331,7 @@ def verify(folder: Path, links: Path | None = None) -> Manifest:
             problem = "is damaged: its checksum differs from the manifest's"
         else:
             continue
-        records = _damaged_records(source / expected.path)
+        records = _damaged_records(source / expected.path, folder / f"{expected.path}{RECORDS}")
         raise BrokenCheckpoint(f"{folder / expected.path} {problem}{records}")
     return manifest
 

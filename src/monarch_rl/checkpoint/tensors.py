@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from monarch_rl.checkpoint.folders import FileSum, file_sum, record_sums
+from monarch_rl.checkpoint.folders import FileSum, file_sum, sum_records
 from monarch_rl.errors import CannotWrite
 from monarch_rl.runtime.streams import finish_current
 
@@ -106,7 +106,7 @@ class StagedTensors:
                 ends[stored.relative_path].append((stored.offset + stored.length, index.fqn))
         sums = [file_sum(root, folder / ".metadata")] if rank == 0 else []
         for name, records in sorted(ends.items()):
-            sums += record_sums(root, folder / name, [(tensor, end) for end, tensor in sorted(records)])
+            sums.append(sum_records(root, folder / name, [(tensor, end) for end, tensor in sorted(records)]))
         return sums
 
 

@@ -255,7 +255,7 @@ class Checkpoints:
         return list(shards.values()), groups_end
 
     def _finish(self, partial: Path, manifest: Manifest, groups_end: list[tuple[str, int]]) -> tuple[Path, Manifest]:
-        files = [*manifest.files, *folders.record_sums(partial, partial / folders.GROUPS, groups_end)]
+        files = [*manifest.files, folders.sum_records(partial, partial / folders.GROUPS, groups_end)]
         manifest = replace(manifest, files=files, packages=versions_of_packages())
         return folders.commit(self._root, manifest), manifest
 
