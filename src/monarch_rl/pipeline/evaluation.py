@@ -211,7 +211,11 @@ class Evaluations:
             if not step:
                 self._outputs.note(f"evaluating {items} held-out items{f' of {name}' if name else ''} before training")
             # Next to training, the steps are printed.
-            reporting = nullcontext() if concurrent else self._progress.evaluation(self._outputs.when(step), items * settings.samples)
+            reporting = (
+                nullcontext()
+                if concurrent
+                else self._progress.evaluation(self._outputs.when(step), items * settings.samples)
+            )
             async with reporting:
                 # If publishing fails, no generator may be left to answer: that ends the evaluation.
                 result = await self._publisher.unless_publishing_fails(evaluating)
