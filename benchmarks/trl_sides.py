@@ -70,7 +70,7 @@ def sides(devices: int) -> dict[str, Side]:
         return dict(zip(("default", "lag0", "trl"), all_sides, strict=True))
     one, two = (("--trainer.ranks", n, "--generator.replicas", n) for n in "12")
     return {
-        "default": Side("default (2 ranks, 2 replicas, lag 2)", two),
+        "default": Side("2 ranks, 2 replicas, lag 2", two),
         "lag0": Side("lag 0", two + lag0),
         "one": Side("1 rank + 1 replica", one),
         "trl1": Side("TRL, 1 thread", threads=1),

@@ -25,18 +25,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST, complete, read_manifest
+from monarch_rl.checkpoint.folders import MANIFEST, complete, read_checked, read_manifest
 from monarch_rl.errors import BrokenCheckpoint
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.folder import find_folder
-from monarch_rl.observe.lines import read_object
-from monarch_rl.offline.export import MODEL, export, source_of
+from monarch_rl.offline.export import export, source_of
 from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.offline.program import run_program
 from monarch_rl.offline.recipes import Recipe, load_recipe
 from monarch_rl.pipeline.checkpoints import FOLDER
 from monarch_rl.pipeline.evaluation import items_to_run
-from monarch_rl.pipeline.run_folder import SETTINGS
+from monarch_rl.pipeline.run_folder import SAVED, SETTINGS
 from monarch_rl.rollout.evaluation import Evaluation, run_held_out
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster
@@ -67,7 +66,7 @@ class Evaluated:
                 with suppress(BrokenCheckpoint):  # model_of() reports it
                     writer = read_manifest(checkpoint).packages.get("monarch_rl", "")
                     break
-            return cls(place, folder, read_object(folder / SETTINGS), writer)
+            return cls(place, folder, read_checked(folder / SETTINGS), writer)
         if (folder / MANIFEST).is_file():
             manifest = read_manifest(folder)
             return cls(place, folder.parents[1], manifest.settings, manifest.packages.get("monarch_rl", ""))
@@ -106,7 +105,7 @@ def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices
             print(f"evaluating {source.checkpoint or source.model}")
             model, version = source.model, 0
             if source.checkpoint is not None:
-                model, version = scratch.path / MODEL, source.version
+                model, version = scratch.path / SAVED, source.version
                 export(source, model, resolve_dtype(settings.dtype, offered.kind == "cuda"))
         yield str(model), version
 

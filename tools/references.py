@@ -113,11 +113,15 @@ def keys_of(path: Path) -> set[str]:
     return {name for row in rows for name in names_of(json.loads(row))}
 
 
+VALUES = ("positions", "packages", "item", "info", "parts", "counters", "base_weights")
+"""Objects whose keys are values, such as file paths."""
+
+
 def names_of(value: Any, above: str = "") -> set[str]:
     """The keys of an object, including nested ones. Keys that are file paths or package names count as values."""
     if isinstance(value, list):
         return {name for item in value for name in names_of(item, f"{above}[]")}
-    if not isinstance(value, dict) or above in ("positions", "packages", "item", "info", "parts", "counters"):
+    if not isinstance(value, dict) or above in VALUES:
         return {above} if above else set()
     prefix = f"{above}." if above else ""
     return {name for key, item in value.items() for name in names_of(item, prefix + key)} or {above}

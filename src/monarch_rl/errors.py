@@ -2,7 +2,8 @@
 
     MonarchRLError
         SettingsError           settings, models or data are refused, before any device is taken where possible
-            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, DoesNotFit, ProbeFailed
+            TooFewDevices, UnsupportedModel, FrozenRefused, ChatError, BrokenCheckpoint, DoesNotFit, ProbeFailed,
+            NotUnpickled
         RunError                the run, or a process of it, cannot continue
             Stalled, AllActorsLost, EpisodesFail, HostLost, EngineStopped, FolderChanged, NotFinite, BufferClosed,
             ScorerBroken, ToolsHang, FilesLeaked, SideFailed, NothingLeft, OutOfMemory
@@ -140,6 +141,10 @@ class ProbeFailed(SettingsError):
     """One item, run before the engines start, showed that the task cannot work; the message names the function."""
 
 
+class NotUnpickled(SettingsError, TypeError):
+    """An object of the recipe arrived in another process, but no copy of it could be made there."""
+
+
 class Stalled(RunError):
     """The run could not continue. The message states which process waited for what, down to the cause."""
 
@@ -224,7 +229,8 @@ class ScoringFailed(EpisodeError):
         self, reason: str, detail: str = "", place: str = "", report: str = "", infrastructure: bool = False
     ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.place, self.report, self.infrastructure = reason, place, report, infrastructure
+        self.reason, self.detail, self.place, self.report = reason, detail, place, report
+        self.infrastructure = infrastructure
 
 
 class InfrastructureFailed(EpisodeError, ConnectionError):
@@ -232,6 +238,10 @@ class InfrastructureFailed(EpisodeError, ConnectionError):
     reward may raise it for services of its own."""
 
     infrastructure = True
+
+
+class ScoreTookTooLong(ScoringFailed):
+    """A score exceeded its deadline."""
 
 
 class JudgeFailed(EpisodeError):

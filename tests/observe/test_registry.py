@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.algorithms.objectives import Distillation, PPOClip
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find, full_name
 from monarch_rl.pipeline.run import Run
-from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
+from monarch_rl.rollout.evaluation import EvaluatedItem, Evaluation, EvaluationPlan
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
@@ -96,13 +94,15 @@ def test_metrics_of_watch_and_evaluation_are_registered() -> None:
     names = lag.metrics()
     assert len(names) == 10
     check(names)
-    parts: list[list[dict[str, float] | None]] = [[{"digits": 1.0}] * 4, [None] * 4]
     for tasks in (["sums", "sums"], ["sums", "words"]):
         for held_out in ("", "easy"):
             plan = EvaluationPlan(held_out, 4, 1.0, (2, 4))
-            rewards = np.ones((2, 4), np.float32)
-            evaluation = Evaluation(np.arange(2), rewards, {"score hung": 4}, tasks=tasks, parts=parts, plan=plan)
-            check(replace(evaluation, success_rewards={"sums": 1.0}, without_turn=[0, 0]).metrics())
+            items = [
+                EvaluatedItem(0, tasks[0], (1.0,) * 4, ({"digits": 1.0},) * 4),
+                EvaluatedItem(1, tasks[1], (0.0,) * 4, (None,) * 4),
+            ]
+            evaluation = Evaluation(items, {"score hung": 4}, plan=plan, success_rewards={"sums": 1.0})
+            check(evaluation.metrics())
 
 
 def test_sums_of_objectives_are_registered() -> None:

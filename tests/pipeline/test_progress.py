@@ -105,8 +105,10 @@ def test_a_first_evaluation_is_announced_and_a_long_one_reported_with_the_episod
     costs = Costs(length=TOKENS, decode=DecodeCosts(step_s=0.1, max_running=8))
     lines = printed(costs, tmp_path, capsys, held_out=60)
     assert [line for line in lines if "evaluating 60 held-out items" in line]
-    first = next(line for line in lines if line.startswith("evaluating before training for 30 s"))
-    done = re.search(r": (\d+) of 60 held-out episodes are done; longest episode: .*held-out item \d+", first)
+    first = next(line for line in lines if line.startswith("evaluating before training: "))
+    done = re.search(
+        r": (\d+) of 60 held-out episodes are done after 30 s; longest episode: .*held-out item \d+", first
+    )
     assert done and 0 < int(done[1]) < 60, first
 
 

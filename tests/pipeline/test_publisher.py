@@ -18,9 +18,9 @@ from monarch.actor import ActorError
 from monarch_rl.errors import DeadlineExceeded, NotFinite, PublishError, StillServing
 from monarch_rl.pipeline import publishing
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.publishing import Publication, Publisher, Replicas, TransferGroup
+from monarch_rl.pipeline.publishing import BaseWeights, Publication, Publisher, Replicas, TransferGroup
 from monarch_rl.weights.checksum import add_checksums, signed
-from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.manifest import Manifest, lay_out
 from monarch_rl.weights.transport import TransferSettings
 from tests.patience import patiently
 
@@ -54,6 +54,22 @@ def test_a_successful_publication_does_not_disturb_the_wait_for_a_batch() -> Non
         await waiting.wait_until_served()
 
     asyncio.run(go())
+
+
+@given(st.data())
+def test_a_changed_base_weight_changes_the_checksum_of_its_layer_alone(data: st.DataObject) -> None:
+    layers = ["model.embed_tokens.weight", *(f"model.layers.{i}" for i in (0, 1, 10))]
+    names = [layers[0], *(f"{layer}.mlp.experts.{j}.up.weight" for layer in layers[1:] for j in (0, 1))]
+    specs, nbytes = lay_out([(name, (2, 2), torch.bfloat16) for name in names])
+    checksums = np.arange(len(names))
+
+    def by_layer() -> dict[str, int]:
+        return BaseWeights(Manifest(specs, nbytes, ()), checksums).by_layer()
+
+    before, place = by_layer(), data.draw(st.integers(0, len(names) - 1))
+    checksums[place] ^= 1 << data.draw(st.integers(0, 62))
+    changed = [name for name, checksum in by_layer().items() if checksum != before[name]]
+    assert changed == [f"{layers[(place + 1) // 2]} (bfloat16)"] and len(before) == 4
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))

@@ -20,6 +20,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalBatch, JournalSettings
+from monarch_rl.errors import SettingsError
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
@@ -199,6 +200,28 @@ def test_a_resume_repeats_the_flags_in_another_directory(tmp_path: Path, monkeyp
         assert resume.with_recorded_model(replace(settings, resume=str(run))).model == given
 
 
+def test_without_an_intact_checkpoint_the_saved_model_is_offered(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    (run / "checkpoints" / "step-000003" / GROUPS).write_bytes(b"gr0ups")
+    for saved in (False, True):
+        if saved:
+            (run / "model").mkdir()
+        with pytest.raises(SettingsError, match=rf"{GROUPS} is damaged") as refused:
+            resume.resolve_resume(replace(settings, resume=str(run)))
+        assert (f"--model {run / 'model'}" in str(refused.value)) == saved
+
+
+def test_lora_is_not_resumed_on_changed_base_weights(tmp_path: Path) -> None:
+    saved = {"model.layers.0 (bfloat16)": 7, "model.layers.1 (bfloat16)": 8}
+    manifest = Manifest(1, 1, 0, 0.0, {}, settings={"model": "/models/base"}, base_weights=saved)
+    resumed = resume.Resumed(tmp_path, tmp_path / "step-000001", manifest, 1)
+    for found in (saved, {}, {name.replace("bfloat16", "float32"): 9 for name in saved}):
+        resumed.check_base_weights(found)
+    with pytest.raises(SettingsError, match=r"/models/base .*step-000001.* model\.layers\.1 \(bfloat16\)\."):
+        resumed.check_base_weights(saved | {"model.layers.1 (bfloat16)": 9})
+
+
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
     saved = to_plain(RunSettings(output=tmp_path, trainer=without))
@@ -294,9 +317,14 @@ def test_a_damaged_file_of_the_runs_state_or_settings_prevents_no_resume(
         assert read_state(run)["goes_on"] is True and f"{run / 'run.json'} is damaged" in caplog.text
         caplog.clear()
         assert (found := resume.resolve_resume(replace(settings, resume="auto"))) and found.run == run.resolve()
-    (run / "settings.json").write_bytes(b"\xff{")
+    path, held_out = run / "settings.json", f'"held_out": {settings.held_out}'
+    for damage in (lambda text: "{" + text, lambda text: text.replace(held_out, '"held_out": 7')):
+        path.write_text(damage(path.read_text()))
+        resume.note_settings(run, settings)
+        assert folders.read_checked(path)["held_out"] == settings.held_out
+    written = path.stat().st_ino
     resume.note_settings(run, settings)
-    assert json.loads((run / "settings.json").read_text())["held_out"] == settings.held_out
+    assert path.stat().st_ino == written, "unchanged settings are not written"
 
 
 def test_lines_that_a_checkpoint_had_and_that_are_gone_are_reported(
@@ -342,6 +370,7 @@ def test_a_resume_survives_a_disk_that_refuses_settings_and_results(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(resume, "write_whole", full)
+    monkeypatch.setattr(folders, "write_whole", full)
     assert resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
     (message,) = [record.getMessage() for record in caplog.records]

@@ -51,6 +51,9 @@ def lose_and_check_message(run: Launched, process: str) -> None:
     by_watch = rf"{shown} \(process \d+\) has ended"  # seen when Monarch was querying the process's state
     by_stall = rf"{shown} stopped answering \d+ s ago; its process \d+ is (gone|dead)"  # Monarch has not noticed it
     assert re.search(f"{by_rank}|{by_process}|{by_watch}|{by_stall}", run.output()[before:]), run.output()
+    if f"mesh {mesh}" in run.output()[before:] and "Killed(sig=9)" in run.output()[before:]:
+        flag = {"trainer": "--trainer.tokens-per-microbatch", "buffer": "--buffer.max-mib"}[mesh]
+        assert re.search(f"memory is short.*{flag}", run.output()[before:]), run.output()
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,17 @@ async def sets_a_timer() -> float:
     return 1.0
 
 
+async def episode_with_a_child_that_sets_an_alarm() -> float:
+    """Ended by it, as in a script."""
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # `alarm` leaves a handler
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(60)
+        os._exit(0)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    return float(os.WTERMSIG(status))
+
+
 async def nests_event_loops() -> float:
     return asyncio.run(plain(1.0))
 
@@ -383,6 +394,7 @@ WORKS: list[Callable[[], Any]] = [
     *(pools_with_initializer, registry, decorated_global),
     *(event_loops, alarm, pickling, sources, type_hints, variables, files, output),
     *(episode_with_processes, episode_with_programs, episode_with_variables),
+    episode_with_a_child_that_sets_an_alarm,
 ]
 OTHERS: list[Callable[[], Any]] = [
     *(

@@ -210,7 +210,7 @@ def test_results_do_not_depend_on_which_worker_ran_which_items(order: list[int],
         return evaluated(plan, indices, named([[rollout(i / 10), rollout(i / 20)] for i in indices]))
 
     joined, whole = Evaluation.joined([result(order[:split]), result(order[split:])]), result(list(range(6)))
-    np.testing.assert_array_equal(joined.indices, whole.indices)
+    assert joined.items == whole.items
     np.testing.assert_array_equal(joined.rewards, whole.rewards)
     assert joined.metrics() == whole.metrics() and joined.versions == (5, 6)
 
@@ -229,7 +229,7 @@ def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
         evaluating = run_held_out(
             plan, task, [2, 0], run_episode, max_new_tokens=8, stops=(1,), item_deadline_s=60, max_concurrent=2
         )
-        assert asyncio.run(evaluating).indices.tolist() == [0, 2]
+        assert [item.index for item in asyncio.run(evaluating).items] == [0, 2]
         assert {sampling.temperature for _, sampling in requested} == {plan.temperature}
         return sorted((index, sampling.seed) for index, sampling in requested if sampling.seed is not None)
 

@@ -230,6 +230,25 @@ def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not(monke
     with pytest.raises(ProbeFailed, match="task wrong") as failed:
         asyncio.run(warnings(fine, Questions(ROWS, text, name="wrong")))
     assert place(text) in str(failed.value)
+    with pytest.raises(ProbeFailed, match=r"grader.*task copied.*argument"):
+        asyncio.run(warnings(fine, Questions(ROWS, graded_by(Uncopied("a")), name="copied")))
+
+
+class Uncopied:
+    """Like the templates of jinja2: it is pickled, but not unpickled."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> Any:
+        return Uncopied, ()
+
+
+def graded_by(grader: Uncopied) -> Any:
+    def reward(row: Any, answer: str) -> float:
+        return float(answer == grader.text)
+
+    return reward
 
 
 def needs_an_answer(row: Any, answer: str) -> float:

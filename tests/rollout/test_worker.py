@@ -334,7 +334,7 @@ def test_each_task_of_a_mixture_runs_its_items_and_compares_its_groups(processes
                 else:
                     assert of_turns == [[None]] * 4
             evaluation = await s.workers.evaluate.call_one(list(range(6)))
-            assert set(evaluation.tasks) == {"words", SUMS.name}
+            assert {item.task for item in evaluation.items} == {"words", SUMS.name}
             by_task = {name for name in evaluation.metrics() if name.startswith("held_out/words/")}
             assert by_task >= {f"held_out/words/{metric}" for metric in ("reward", "failed", "digit")}
             # Only one of the tasks has a success_reward.

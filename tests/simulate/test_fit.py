@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from monarch_rl.checkpoint.folders import write_checked
+from monarch_rl.errors import SettingsError
 from monarch_rl.simulate.costs import Distribution, uniform
 from monarch_rl.simulate.fit import group_share, line, read_run
 
@@ -114,9 +116,20 @@ def test_uniform_numbers_are_uniform() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # chi-squared, 9 degrees of freedom: 1 in 1,000
 
 
-def test_a_damaged_line_of_a_run_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_of_a_run_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, [row(step) for step in range(1, 45)])
+    whole = read_run(tmp_path)
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"group": 9, "tok\n')
-    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 41, at byte \d+, is damaged .* other 84 can be read"):
+    assert read_run(tmp_path) == whole
+    assert re.search(r"rollouts\.jsonl: line 41, at byte \d+, is damaged .* 1 such lines .* other 84", caplog.text)
+
+
+def test_damaged_settings_of_a_run_are_named(tmp_path: Path) -> None:
+    write(tmp_path, [row(step) for step in range(1, 45)])
+    path = tmp_path / "settings.json"
+    write_checked(path, SETTINGS)
+    read_run(tmp_path)
+    path.write_text(path.read_text().replace('"groups_per_step": 8', '"groups_per_step": 9'))
+    with pytest.raises(SettingsError, match=f"{path} is damaged: .*crc32"):
         read_run(tmp_path)

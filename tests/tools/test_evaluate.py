@@ -48,7 +48,7 @@ def source_in(place: Path, trained: bool = False) -> Source:
 
 
 def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A checkpoint can be named; its weights are exported in the dtype that is served, with their version. A LoRA
     adapter alone is only in checkpoints. A checkpoint of the last step has higher precision than a model saved in half
@@ -83,6 +83,9 @@ def test_the_newest_weights_of_a_run_are_evaluated_and_exported(
             assert (model, version) == (expected, 0) and not exported
     (run / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
     assert source_in(run).checkpoint is not None, "the saved model has the weights of the checkpoint"
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4\n')
+    assert source_in(run) == Source(run / "model"), "the model may be of a later step"
+    assert f"{run / 'metrics.jsonl'}: line 2, at byte 12, is damaged" in caplog.text
 
 
 def test_a_run_is_exported_without_its_settings_and_past_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -160,6 +163,15 @@ def test_an_earlier_checkpoint_is_used_if_the_newest_is_broken(
     whole.write_bytes(b"")
     with pytest.raises(folders.BrokenCheckpoint, match=f"{message}.*{whole.parent.name}.* 0 bytes"):
         source_in(run)
+
+
+def test_a_run_is_not_evaluated_with_damaged_settings(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    folders.write_checked(path, {"model": "a/model", "held_out": 200})
+    assert Evaluated.of(str(tmp_path)).settings == {"model": "a/model", "held_out": 200}
+    path.write_text(path.read_text().replace("200", "300"))
+    with pytest.raises(SettingsError, match=f"{path} is damaged"):
+        Evaluated.of(str(tmp_path))
 
 
 def test_the_recipe_gets_the_model_that_the_run_started_from(tmp_path: Path) -> None:

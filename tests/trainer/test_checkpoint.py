@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from monarch_rl.checkpoint.folders import TRAINER
+from monarch_rl.checkpoint.folders import RECORDS, TRAINER, read_checked
+from monarch_rl.checkpoint.tensors import names
 from tests.trainer.programs import run_program, saved
 from tools.gpu_parts.common import TINY, Bench, make_model
 
@@ -44,6 +45,12 @@ def test_resumed_weights_equal_the_uninterrupted_ones_bit_for_bit(folder: Path, 
     if name == "critic":
         assert expected["critic.lm_head.weight"].abs().min() > 0
     assert not (folder / f"{name}_full" / TRAINER / ".metadata").exists()
+    located, shards = set(), folder / f"{name}_checkpoint" / TRAINER
+    for shard in shards.glob("*.distcp"):
+        records = read_checked(shard.with_name(shard.name + RECORDS))["records"]
+        assert records[-1][1] == shard.stat().st_size
+        located |= {tensor for tensor, _, _ in records}
+    assert located == names(shards), "damage cannot be located in every tensor"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.core)])

@@ -27,7 +27,6 @@ from monarch_rl.algorithms.functions import (
     of_batch,
     other_token_columns,
     other_tokens,
-    place_of,
 )
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.algorithms.objectives import CISPO, GSPO, Distillation, Objective, PPOClip
@@ -50,6 +49,7 @@ from monarch_rl.trainer.loss_settings import CriticSettings, LossSettings
 from monarch_rl.trainer.objective import Sums, evaluate_loss, loss_function, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from monarch_rl.user_code import place_of
 from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
 
 DEVICE = torch.device("cpu")

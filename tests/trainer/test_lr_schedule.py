@@ -66,9 +66,9 @@ def test_rates_far_above_those_of_published_runs_are_reported(
         assert f"trainer.lr {lr:g}" in warnings[0] and "\n" not in warnings[0]
 
 
-def test_a_rate_of_0_is_reported_because_nothing_is_learned() -> None:
+def test_a_rate_of_zero_is_reported() -> None:
     (warning,) = lr_warnings(TrainerSettings(lr=0), 10**9)
-    assert "trainer.lr 0" in warning
+    assert "trainer.lr is 0" in warning
 
 
 def test_the_usual_rate_is_never_reported() -> None:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from monarch_rl.algorithms.distillation import distillation, sequence_distillation
-from monarch_rl.algorithms.functions import Columns, is_of_batch, needed_columns, needs, of_batch, place_of
+from monarch_rl.algorithms.functions import Columns, is_of_batch, needed_columns, needs, of_batch
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn, Values, remembering
 from monarch_rl.algorithms.returns import group_advantages
+from monarch_rl.user_code import place_of
 
 
 def grpo(group: GroupView, eps: float = 1e-6) -> torch.Tensor:

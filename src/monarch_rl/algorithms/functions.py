@@ -1,4 +1,4 @@
-"""Declarations on advantages and objectives (decorators), looking them up by name, and naming them in messages."""
+"""Declarations on advantages and objectives (decorators), their digests, and looking them up by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeVar
+
+from monarch_rl.user_code import call_of, code_behind
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -78,34 +80,14 @@ def _inner(function: object, attribute: str) -> object:
     """The decorated function: the function of a partial, or the ``__call__`` of an object's class."""
     while not hasattr(function, attribute) and hasattr(function, "func"):
         function = function.func
-    return function if hasattr(function, attribute) else _call_of(function)
-
-
-def place_of(function: object) -> str:
-    """Name, file and line of a function, of the function of a partial, or of an object's ``__call__``; ``str`` of the
-    function if these are unknown."""
-    function, code = _called(function)
-    name = getattr(function, "__name__", type(function).__name__)
-    return str(function) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    return function if hasattr(function, attribute) else call_of(function)
 
 
 def code_of(function: object) -> str:
-    """A digest of the code of a function (as in :func:`place_of`), including nested functions, not functions that it
-    calls. It depends on the version of Python."""
-    _, code = _called(function)
+    """A digest of the code of a function (:func:`~monarch_rl.user_code.code_behind`), including nested functions, not
+    functions that it calls. It depends on the version of Python."""
+    code = code_behind(function)
     return "" if code is None else hashlib.sha256(_text_of(code).encode()).hexdigest()
-
-
-def _called(function: Any) -> tuple[object, CodeType | None]:
-    while hasattr(function, "func"):
-        function = function.func
-    called = function if hasattr(function, "__code__") else _call_of(function)
-    return function, getattr(called, "__code__", None)
-
-
-def _call_of(function: object) -> object:
-    """The ``__call__`` of an object's class or of one of its bases; None if there is none."""
-    return next((vars(each)["__call__"] for each in type(function).__mro__ if "__call__" in vars(each)), None)
 
 
 def _text_of(constant: object) -> str:

@@ -328,13 +328,13 @@ class Buffer(FailureReports):
         return self._core.version
 
     @persistent_endpoint
-    async def write_checkpoint(self, path: str) -> None:
-        """Write the last staged state, while the run continues. Raises OSError, and RuntimeError without
-        :meth:`stage`."""
+    async def write_checkpoint(self, path: str) -> list[tuple[str, int]]:
+        """Write the last staged state, while the run continues. Returns where its records end (:func:`write_state`).
+        Raises OSError, and RuntimeError without :meth:`stage`."""
         staged, self._staged = self._staged, None
         if staged is None:
             raise RuntimeError("nothing to write: call stage() before write_checkpoint()")
-        await asyncio.to_thread(write_state, Path(path), staged)
+        return await asyncio.to_thread(write_state, Path(path), staged)
 
     @persistent_endpoint
     async def close(self) -> Counts:
@@ -459,17 +459,21 @@ FORMAT = b"BUF3"
 _LENGTH = struct.Struct("<Q")
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a state from :meth:`BufferCore.state`, and flush it to disk. Raises OSError."""
-    groups = [group for *_, group in state["live"] if group is not None]
+def write_state(path: Path, state: dict[str, Any]) -> list[tuple[str, int]]:
+    """Write a state from :meth:`BufferCore.state`, and flush it to disk. Returns the name of each record, which is the
+    header or a group, and the position in bytes behind it. Raises OSError."""
+    groups = {group_id: group for group_id, *_, group in state["live"] if group is not None}
     live = [(*place, None if group is None else len(group)) for *place, group in state["live"]]
     header = json.dumps(state | {"live": live}, separators=(",", ":")).encode()
     with path.open("wb") as file:
         file.write(FORMAT + _LENGTH.pack(len(header)) + header)
-        for group in groups:
+        ends = [("the header", file.tell())]
+        for group_id, group in groups.items():
             file.write(group)
+            ends.append((f"group {group_id}", file.tell()))
         file.flush()
         os.fsync(file.fileno())
+    return ends
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     checkpoints/step-000120/manifest.json      version, generation, positions in the run's files, files with checksums
                             trainer/           torch.distributed.checkpoint: each trainer rank's shards
                             buffer.groups      complete groups, and which other groups were in progress
+                            *.records          where the tensors or groups of a file end, with checksums up to there
     checkpoints/latest -> step-000120, best -> step-000100
 
 Everything is written to ``.step-000120.partial`` and flushed, then renamed. So a folder without a leading dot is
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from monarch_rl.errors import BrokenCheckpoint, SettingsError, written_by_another_version
 from monarch_rl.observe.lines import read_object
@@ -35,10 +36,15 @@ CHECKSUM = "crc32"
 """Key of the checksum of a JSON file's other values."""
 TRAINER = "trainer"
 """Folder of the trainer ranks' shards."""
+RECORDS = ".records"
+"""Ending of the file that locates damage in the file beside it (:func:`sum_records`). It is not in the manifest,
+because a checkpoint is as good without it."""
 GROUPS = "buffer.groups"
 """File of the buffer's state."""
 LATEST, BEST = "latest", "best"
 """Symbolic links to checkpoints."""
+NAMED = 3
+"""Damaged records of a file that a message names."""
 _CHUNK = 1 << 22
 
 
@@ -88,6 +94,8 @@ class Manifest:
     warm_up_steps: int | None = None
     """Supervised steps before the first step of reinforcement learning, which is step 1 of the run. None: written by an
     earlier version, in which supervised steps counted as steps of the run and of the learning rate's schedule."""
+    base_weights: dict[str, int] = field(default_factory=dict)
+    """With LoRA, checksums of the base weights, which the checkpoint needs but does not contain, by layer."""
     ranks: int = 1
     """Number of trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)
@@ -110,11 +118,59 @@ def partial_of(root: Path, version: int) -> Path:
 
 def file_sum(root: Path, path: Path) -> FileSum:
     """Size and checksum of a file below ``root``, read back from disk."""
-    crc = nbytes = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc, nbytes = zlib.crc32(chunk, crc), nbytes + len(chunk)
+        nbytes, crc = _sum_up_to(file, None, 0)
     return FileSum(path.relative_to(root).as_posix(), nbytes, crc)
+
+
+def sum_records(root: Path, path: Path, ends: Iterable[tuple[str, int]]) -> FileSum:
+    """As :func:`file_sum`, for a file of named records. Writes a file beside it, with which :func:`verify` names the
+    damaged ones. Reads the file once. Raises OSError.
+
+    Args:
+        root: folder to which the returned path is relative.
+        path: a file below it.
+        ends: name of each record, and the position in bytes behind it, in the order of the file.
+    """
+    records, nbytes, crc = [], 0, 0
+    with path.open("rb") as file:
+        for name, end in ends:
+            read, crc = _sum_up_to(file, end - nbytes, crc)
+            nbytes += read
+            records.append((name, nbytes, crc))
+        read, crc = _sum_up_to(file, None, crc)
+    # The checksums are of all bytes up to the record's end: so the last one is the file's, and nothing is summed twice.
+    write_checked(path.with_name(path.name + RECORDS), {"records": records})
+    return FileSum(path.relative_to(root).as_posix(), nbytes + read, crc)
+
+
+def _sum_up_to(file: BinaryIO, nbytes: int | None, crc: int) -> tuple[int, int]:
+    """Read at most ``nbytes`` (None: all) from where the file is; returns how many there were, and ``crc`` continued
+    with them."""
+    read = 0
+    while chunk := file.read(_CHUNK if nbytes is None else min(_CHUNK, nbytes - read)):
+        read, crc = read + len(chunk), zlib.crc32(chunk, crc)
+    return read, crc
+
+
+def _damaged_records(path: Path, beside: Path) -> str:
+    """Names the damaged records of a file; empty if ``beside`` does not tell, as in checkpoints of earlier versions."""
+    damaged, start, before, count = list[str](), 0, 0, 0
+    try:
+        with path.open("rb") as file:
+            for name, end, expected in read_checked(beside)["records"]:
+                read, crc = _sum_up_to(file, end - start, before)
+                if read < end - start:
+                    damaged.append(f"{name} at byte {start} (cut off)")
+                elif crc != expected:
+                    damaged.append(f"{name} at byte {start}")
+                start, before, count = end, expected, count + 1
+    except (OSError, SettingsError):
+        return ""
+    if not damaged:
+        return ""
+    more = f" and {len(damaged) - NAMED} more" if len(damaged) > NAMED else ""
+    return f" ({len(damaged)} of its {count} records: {', '.join(damaged[:NAMED])}{more})"
 
 
 def begin(root: Path, version: int) -> Path:
@@ -177,7 +233,9 @@ def read_checked(path: Path) -> dict[str, Any]:
     values = read_object(path)
     expected = values.pop(CHECKSUM, None)
     if expected is not None and expected != _checksum(values):
-        raise SettingsError(f"{path} is damaged: its values do not have its checksum ({CHECKSUM})")
+        raise SettingsError(
+            f"{path} is damaged: its values do not have its checksum. If you edited it, remove its key {CHECKSUM}"
+        )
     return values
 
 
@@ -268,14 +326,19 @@ def verify(folder: Path, links: Path | None = None) -> Manifest:
         except OSError as error:
             raise BrokenCheckpoint(f"{folder / expected.path} cannot be read ({error})") from error
         if found.nbytes != expected.nbytes:
-            raise BrokenCheckpoint(f"{folder / expected.path} has {found.nbytes} bytes, expected {expected.nbytes}")
-        if found.crc32 != expected.crc32:
-            raise BrokenCheckpoint(f"{folder / expected.path} is damaged: its checksum differs from the manifest's")
+            problem = f"has {found.nbytes} bytes, expected {expected.nbytes}"
+        elif found.crc32 != expected.crc32:
+            problem = "is damaged: its checksum differs from the manifest's"
+        else:
+            continue
+        records = _damaged_records(source / expected.path, folder / f"{expected.path}{RECORDS}")
+        raise BrokenCheckpoint(f"{folder / expected.path} {problem}{records}")
     return manifest
 
 
 def newest_whole(root: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint that passes :func:`verify`, with its manifest. Logs an error for each newer one.
+    """The newest checkpoint that passes :func:`verify`, with its manifest. Logs an error for each newer one, and which
+    one is used instead.
 
     Raises:
         BrokenCheckpoint: there is none.
@@ -283,10 +346,13 @@ def newest_whole(root: Path) -> tuple[Path, Manifest]:
     broken: list[str] = []
     for folder in reversed(complete(root).values()):
         try:
-            return folder, verify(folder)
+            manifest = verify(folder)
         except BrokenCheckpoint as error:
-            logger.error("%s. Falling back to an earlier checkpoint", error)
             broken.append(str(error))
+            continue
+        for problem in broken:
+            logger.error("%s. Using %s instead, which is intact: the steps after it are repeated", problem, folder.name)
+        return folder, manifest
     raise BrokenCheckpoint("; ".join(broken) or f"{root} has no checkpoint")
 
 

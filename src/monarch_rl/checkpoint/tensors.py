@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from monarch_rl.checkpoint.folders import FileSum, file_sum
+from monarch_rl.checkpoint.folders import FileSum, file_sum, sum_records
 from monarch_rl.errors import CannotWrite
 from monarch_rl.runtime.streams import finish_current
 
@@ -90,7 +90,9 @@ class StagedTensors:
         writer, rank = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), dist.get_rank()
         try:
             with torch.no_grad():
-                dcp.save(dict(self._copies), storage_writer=writer, planner=_Planner(check), process_group=group)
+                metadata = dcp.save(
+                    dict(self._copies), storage_writer=writer, planner=_Planner(check), process_group=group
+                )
         except CheckpointException as error:
             failures = (f"trainer rank {rank}: {_last_line(what[0])}" for rank, what in error.failures.items())
             raise CannotWrite("; ".join(failures)) from None
@@ -98,8 +100,14 @@ class StagedTensors:
             raise CannotWrite(
                 f"trainer rank {rank} could not coordinate with the other ranks to write: {_last_line(error)}"
             ) from error
-        mine = sorted(folder.glob(f"__{rank}_*")) + ([folder / ".metadata"] if rank == 0 else [])
-        return [file_sum(root, path) for path in mine]
+        ends: dict[str, list[tuple[int, str]]] = {path.name: [] for path in folder.glob(f"__{rank}_*")}
+        for index, stored in metadata.storage_data.items():
+            if stored.relative_path in ends:
+                ends[stored.relative_path].append((stored.offset + stored.length, index.fqn))
+        sums = [file_sum(root, folder / ".metadata")] if rank == 0 else []
+        for name, records in sorted(ends.items()):
+            sums.append(sum_records(root, folder / name, [(tensor, end) for end, tensor in sorted(records)]))
+        return sums
 
 
 class _Planner(dcp.DefaultSavePlanner):

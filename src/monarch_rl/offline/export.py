@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from monarch_rl.model.config import read_config
 from monarch_rl.model.folder import has_tokenizer, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import check_folder
+from monarch_rl.observe.lines import read_rows
 from monarch_rl.observe.metrics import FILE as METRICS
 from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
-from monarch_rl.pipeline.run_folder import SETTINGS
+from monarch_rl.pipeline.run_folder import SAVED, SETTINGS
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import ScratchFolder
@@ -28,8 +28,6 @@ from monarch_rl.trainer.settings import TrainerSettings
 
 logger = logging.getLogger("monarch_rl")
 
-MODEL = "model"
-"""Folder of a run's last saved model, in the run's folder."""
 START_S = 900.0
 """Seconds for the process to start."""
 
@@ -75,7 +73,7 @@ def source_of(place: str, trained: bool = False) -> Iterator[Source]:
 
 
 def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Source:
-    model, broken = folder / MODEL, dict[Path, BrokenCheckpoint]()
+    model, broken = folder / SAVED, dict[Path, BrokenCheckpoint]()
     # A running run may remove a listed checkpoint, but only once there is a newer one, so list them again.
     while candidates := [item for item in complete(folder / CHECKPOINTS).items() if item[1] not in broken]:
         step, checkpoint = candidates[-1]
@@ -96,9 +94,12 @@ def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Sou
 
 
 def _last_step(run: Path) -> int | None:
-    """The last step in a run's metrics; None if it cannot be read."""
+    """The last step in a run's metrics; None if it cannot be read. Damaged lines are logged."""
     try:
-        return int(json.loads((run / METRICS).read_text().splitlines()[-1])["step"])
+        rows, damage = read_rows(run / METRICS)
+        for problem in damage:
+            logger.warning("%s: the newer one of the checkpoint and the saved model is taken", problem)
+        return None if damage else int(rows[-1]["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint import folders
@@ -61,6 +61,8 @@ class ControllerState:
     best: Measurement | None = None
     """Best evaluation result so far, as in ``best.json``."""
     warm_up_steps: int | None = 0
+    """As in the manifest."""
+    base_weights: dict[str, int] = field(default_factory=dict)
     """As in the manifest."""
 
 
@@ -201,7 +203,7 @@ class Checkpoints:
         try:
             what = f"the folder of the checkpoint of step {copy.version}"
             partial = await on_disk(self.limit_s, what, folders.begin, self._root, copy.version)
-            shards = await self._write_parts(partial)
+            shards, groups_end = await self._write_parts(partial)
             measured = self._kept.found_for(copy.version)
             manifest = Manifest(
                 version=copy.version,
@@ -213,12 +215,13 @@ class Checkpoints:
                 measured=measured,
                 best=state.best,
                 warm_up_steps=state.warm_up_steps,
+                base_weights=state.base_weights,
                 settings=self._run_settings,
                 ranks=len(shards),
                 files=[file for of_rank in shards for file in of_rank],
             )
             what = f"the checkpoint of step {copy.version} to be flushed"
-            folder, manifest = await on_disk(self.limit_s, what, self._finish, partial, manifest)
+            folder, manifest = await on_disk(self.limit_s, what, self._finish, partial, manifest, groups_end)
         except Exception as error:
             self._note_failed(copy.version, error)
             await tidy(self.limit_s, "the incomplete checkpoint", folders.discard, self._root, copy.version)
@@ -231,8 +234,9 @@ class Checkpoints:
         self._note(f"checkpoint of {of_step} ({size}, {self._write_s:.1f} s) in {folder}")
         await self._kept.made(copy.version)
 
-    async def _write_parts(self, partial: Path) -> list[list[FileSum]]:
-        """Have trainer ranks and buffer write their parts; returns the trainer's files by rank.
+    async def _write_parts(self, partial: Path) -> tuple[list[list[FileSum]], list[tuple[str, int]]]:
+        """Have trainer ranks and buffer write their parts; returns the trainer's files by rank, and where the records
+        of the buffer's file end.
 
         Raises the first error.
         """
@@ -247,11 +251,11 @@ class Checkpoints:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        shards: Any = answers[0]
-        return list(shards.values())
+        shards, groups_end = cast(list[Any], answers)
+        return list(shards.values()), groups_end
 
-    def _finish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-        files = [*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)]
+    def _finish(self, partial: Path, manifest: Manifest, groups_end: list[tuple[str, int]]) -> tuple[Path, Manifest]:
+        files = [*manifest.files, folders.sum_records(partial, partial / folders.GROUPS, groups_end)]
         manifest = replace(manifest, files=files, packages=versions_of_packages())
         return folders.commit(self._root, manifest), manifest
 

@@ -76,7 +76,7 @@ class Failures:
             if steps == 0 or result.rewards.size >= MIN_ITEMS:
                 raise EpisodesFail(str(failure))
             logger.warning("all held-out items failed, too few of them to end the run: %s", failure)
-        elif (count := sum(result.without_turn)) + sum(result.failed.values()) == result.rewards.size:
+        elif (count := result.without_turn) + sum(result.failed.values()) == result.rewards.size:
             failure = Failure(f"{NO_TURN.reason}: {count} of {result.rewards.size} held-out ones", "", NO_TURN.report)
             if steps == 0 or result.rewards.size >= MIN_ITEMS:
                 raise EpisodesFail(str(failure))

@@ -103,7 +103,7 @@ class RunOutputs:
         return values
 
     def when(self, version: int) -> str:
-        """When ``version`` was made, by the run's own steps, as the console counts them."""
+        """When ``version`` was made, in the steps of the console."""
         step = version - self._warm_up_steps()
         return f"after step {step}" if step else "after the warm-up" if version else "before training"
 

@@ -123,7 +123,7 @@ class Progress:
         return self._reporting(partial(self._of_step, step))
 
     def evaluation(self, when: str, episodes: int) -> AbstractAsyncContextManager[None]:
-        """While an evaluation, ``after step 3`` for example, runs so many held-out episodes: how many are done."""
+        """While the evaluation ``when`` ("after step 3") runs so many held-out episodes: how many of them are done."""
         return self._reporting(partial(self._of_evaluation, when, episodes))
 
     def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
@@ -143,7 +143,7 @@ class Progress:
     async def _of_evaluation(self, when: str, episodes: int, seconds: float) -> str:
         answers, silent = await self._ask(None)
         ended = sum(answer.held_out for answer in answers)
-        text = f"evaluating {when} for {seconds:.0f} s: {ended} of {episodes} held-out episodes are done"
+        text = f"evaluating {when}: {ended} of {episodes} held-out episodes are done after {seconds:.0f} s"
         return "; ".join([text, *_longest(answers), *silent])
 
     async def _ask(self, groups: list[int] | None) -> tuple[list[WorkerProgress], list[str]]:

@@ -27,6 +27,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -80,6 +82,16 @@ class BaseWeights:
     manifest: Manifest
     checksums: np.ndarray
     """The trainer's checksums, int64[tensors], in the manifest's order."""
+
+    def by_layer(self) -> dict[str, int]:
+        """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the
+        tensors' number, of which there are many thousands with experts."""
+        layers: dict[str, int] = {}
+        for spec, checksum in zip(self.manifest.tensors, self.checksums, strict=True):
+            layer = re.sub(r"(\.\d+)\..*", r"\1", spec.name)
+            name = f"{layer} ({str(spec.dtype).removeprefix('torch.')})"
+            layers[name] = zlib.crc32(checksum.tobytes(), layers.get(name, 0))
+        return layers
 
     async def verify(self, index: int, generator: Generator) -> None:
         """Raise if a generator's base weights differ from the trainer's."""
@@ -155,6 +167,10 @@ class Publisher:
         return cls(group, buffer, replicas, base_weights)
 
     # -- called by the run -----------------------------------------------------------------------------------------
+
+    def base_weights_by_layer(self) -> dict[str, int]:
+        """See :meth:`BaseWeights.by_layer`; empty if versions contain all weights."""
+        return {} if self._base_weights is None else self._base_weights.by_layer()
 
     async def publish(self, version: int) -> None:
         """Snapshot ``version`` and start publishing it. Training may continue when this returns.

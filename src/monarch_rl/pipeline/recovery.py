@@ -45,6 +45,7 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.killed import advice
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
@@ -426,7 +427,7 @@ class LostProcesses:
     def note_lost(self, name: str, cause: Exception) -> None:
         """Record that a process is lost."""
         self.lost += 1
-        self._note(name, f"is lost: {last_line(cause)}", cause=str(cause))
+        self._note(name, f"is lost: {last_line(cause)}{advice(name, str(cause))}", cause=str(cause))
 
     def note_failed_start(self, name: str, cause: Exception) -> None:
         """Record that the replacement of a lost process did not start."""

@@ -27,17 +27,20 @@ from monarch_rl.checkpoint.folders import (
     flush,
     go_back,
     newest_whole,
+    read_checked,
     read_manifest,
+    write_checked,
     write_whole,
 )
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.folder import abbreviates, is_named
-from monarch_rl.observe.lines import LineFile, read_object, read_rows, truncate
+from monarch_rl.observe.lines import LineFile, read_rows, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
+    SAVED,
     SETTINGS,
     STATE,
     launcher,
@@ -95,6 +98,20 @@ class Resumed:
     def buffer(self) -> SavedBuffer:
         return SavedBuffer(self.checkpoint / GROUPS, self.generation)
 
+    def check_base_weights(self, found: Mapping[str, int]) -> None:
+        """Raise SettingsError if LoRA's base weights are no longer those of the checkpoint.
+
+        Args:
+            found: checksums as in the manifest. Those that only one of both has, as of another dtype, are ignored.
+        """
+        saved = self.manifest.base_weights
+        if changed := [name for name, checksum in saved.items() if found.get(name, checksum) != checksum]:
+            raise SettingsError(
+                f"cannot resume: the weights in {self.manifest.settings['model']} have changed or are damaged since "
+                f"{self.checkpoint} was written, whose LoRA weights belong to the old ones: {', '.join(changed[:3])}"
+                f"{f' and {len(changed) - 3} more layers' if len(changed) > 3 else ''}. Put the old files back"
+            )
+
     def __str__(self) -> str:
         step = self.version - self.warm_up_steps
         return f"Resumed after step {step} (resume {self.generation} of this run), from {self.checkpoint}"
@@ -123,7 +140,7 @@ def with_recorded_model(settings: S) -> S:
     flags, maybe in another directory, or after the Hub's branch has moved. ``auto`` looks for the run later."""
     run = os.environ.get(supervisor.RESUMES, settings.resume)
     try:
-        recorded = str(read_object(Path(run or "") / SETTINGS)["model"])
+        recorded = str(read_checked(Path(run or "") / SETTINGS)["model"])
     except (SettingsError, KeyError):  # resolve_resume() reports what is wrong with the run
         return settings
     return replace(settings, model=recorded) if run and abbreviates(settings.model, recorded) else settings
@@ -209,8 +226,9 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     try:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
+        saved = f" from its saved model (--model {run / SAVED})" if (run / SAVED).is_dir() else ""
         raise SettingsError(
-            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run"
+            f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run{saved}"
         ) from error
     before, after = manifest.settings, to_record(settings)
     if is_named(after["model"], before["model"]):  # as version 0.1 recorded it
@@ -246,7 +264,7 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
     folder = new_folder(settings.output) if resumed is None else resumed.run
     folder_lock.take(folder)
     if resumed is None:
-        write_whole(folder / SETTINGS, _text(settings))
+        write_checked(folder / SETTINGS, to_record(settings))
     else:
         _reset_folder(resumed)
         _note_generation(resumed, journal=settings.journal.mib > 0)
@@ -257,19 +275,18 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
 def note_settings(folder: Path, settings: RunSettings) -> None:
     """Write the settings of a resumed run, once it has restored its checkpoint with them. A failure is only logged:
     each checkpoint stores its settings, too."""
+    record = json.loads(json.dumps(to_record(settings)))
     try:
-        if (folder / SETTINGS).read_bytes() != _text(settings).encode():
-            write_whole(folder / SETTINGS, _text(settings))
+        with suppress(SettingsError):  # a damaged file is replaced
+            if read_checked(folder / SETTINGS) == record:
+                return
+        write_checked(folder / SETTINGS, record)
     except OSError as error:
         logger.error(
             "%s cannot be written (%s): it still has the settings before the resume",
             folder / SETTINGS,
             error.strerror or error,
         )
-
-
-def _text(settings: RunSettings) -> str:
-    return json.dumps(to_record(settings), indent=2)
 
 
 def _reset_folder(resumed: Resumed) -> None:

@@ -71,7 +71,7 @@ from monarch_rl.pipeline.resume import (
     take_folder,
     with_recorded_model,
 )
-from monarch_rl.pipeline.run_folder import ERROR, recording_state, restarting_after_loss
+from monarch_rl.pipeline.run_folder import ERROR, SAVED, recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
     PRELOADS,
@@ -443,6 +443,8 @@ class Run:
             on_gpu=self._on_gpu,
         )
         self._lifetimes.callback(publisher.cancel)
+        if resumed is not None:
+            resumed.check_base_weights(publisher.base_weights_by_layer())
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
         observer = Observer(publisher, actors.workers, actors.buffer)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
@@ -771,8 +773,8 @@ class Run:
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         actors = self.actors
-        await save(actors.trainer, self.folder / "model", actors.model_bytes, actors.end_tokens)
-        self.saved = self.folder / "model"
+        await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
+        self.saved = self.folder / SAVED
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -790,6 +792,7 @@ class Run:
             counters=components.observer.counters(),
             best=self._best.best,
             warm_up_steps=None if self._warm_up_counts_as_steps and not self.warm_up_steps else self.warm_up_steps,
+            base_weights=components.publisher.base_weights_by_layer(),
         )
 
     def _last_controller_state(self) -> ControllerState:

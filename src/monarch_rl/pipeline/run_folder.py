@@ -28,6 +28,8 @@ from monarch_rl.runtime.signals import Interrupts
 logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
+SAVED = "model"
+"""Folder of a run's last saved model, in the run's folder."""
 ERROR = "error.txt"
 """Traceback of an error of which the console shows the message only."""
 STATE_FIELDS = {"state": str, "cause": str, "goes_on": bool}

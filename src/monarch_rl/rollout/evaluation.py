@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -102,25 +102,31 @@ class EvaluationSettings(CheckedSettings, flags="evaluation"):
         return max(1, round(self.share * requests / max(workers, 1)))
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedItem:
+    """Results of the episodes of one held-out item."""
+
+    index: int
+    task: str
+    rewards: tuple[float, ...]
+    """Reward per episode; the mean for an episode with several sequences, 0 for a failed one, NaN for one that failed
+    because of infrastructure (:func:`~monarch_rl.errors.is_infrastructure`), which is left out of all metrics."""
+    parts: tuple[dict[str, float] | None, ...]
+    """Named parts of the reward per episode, each the mean over the episode's sequences; None if it failed."""
+    without_turn: int = 0
+    """Number of episodes that ended before the policy's turn. Their rewards count."""
+
+
 @dataclass(slots=True)
 class Evaluation:
     """Results of held-out items, each run ``samples`` times."""
 
-    indices: np.ndarray
-    """int64[items]: indices of the items, ascending."""
-    rewards: np.ndarray
-    """float32[items, samples]: reward per episode; the mean for an episode with several sequences, 0 for a failed one,
-    NaN for one that failed because of infrastructure (:func:`~monarch_rl.errors.is_infrastructure`), which is left out
-    of all metrics."""
+    items: list[EvaluatedItem]
+    """By index, ascending, so that they do not depend on which worker ran an item."""
     failed: dict[str, int]
     """Number of failed episodes by reason."""
     first: dict[str, Failure] = field(default_factory=dict)
     """The first failure of each reason."""
-    tasks: list[str] = field(default_factory=list)
-    """Task of each item."""
-    parts: list[list[dict[str, float] | None]] = field(default_factory=list)
-    """Named parts of the reward for each episode of each item, each the mean over the episode's sequences; None if it
-    failed."""
     versions: tuple[int, int] | None = None
     """The oldest and the newest verified version that sampled a token; None if no token was sampled."""
     plan: EvaluationPlan = field(default_factory=EvaluationPlan)
@@ -129,8 +135,9 @@ class Evaluation:
     """Rewards of sequences by task and seat; empty without seats."""
     success_rewards: dict[str, float | None] = field(default_factory=dict)
     """:attr:`~monarch_rl.tasks.task.Task.success_reward` of each task."""
-    without_turn: list[int] = field(default_factory=list)
-    """Number of episodes of each item that ended before the policy's turn. Their rewards count."""
+
+    def __post_init__(self) -> None:
+        self.items = sorted(self.items, key=lambda item: item.index)
 
     @classmethod
     def of(
@@ -143,20 +150,16 @@ class Evaluation:
         """Summarise the episodes of each item, which come with the name of the item's task."""
         results = [result for _, of_item in by_item for result in of_item]
         failures = [result for result in results if isinstance(result, EpisodeFailed)]
-        flat = [_reward(result) for result in results]
-        rewards = np.asarray(flat, np.float32).reshape(len(indices), plan.samples)
-        parts = [[None if isinstance(one, EpisodeFailed) else _parts(one) for one in of_item] for _, of_item in by_item]
-        first = {failed.reason: failed.failure for failed in reversed(failures)}
-        counted = dict(Counter(failure.reason for failure in failures))
         sequences = [sequence for result in results if not isinstance(result, EpisodeFailed) for sequence in result]
-        by_seat = _by_seat(by_item)
-        tasks, items = [task for task, _ in by_item], np.asarray(indices, np.int64)
-        versions = _versions(sequences)
-        without_turn = [sum(not _has_turn(result) for result in of_item) for _, of_item in by_item]
-        marks = dict(success_rewards)
         return cls(
-            items, rewards, counted, first, tasks, parts, versions, plan, by_seat, marks, without_turn
-        ).in_order()
+            [_evaluated(index, *item) for index, item in zip(indices, by_item, strict=True)],
+            failed=dict(Counter(failure.reason for failure in failures)),
+            first={failed.reason: failed.failure for failed in reversed(failures)},
+            versions=_versions(sequences),
+            plan=plan,
+            by_seat=_by_seat(by_item),
+            success_rewards=dict(success_rewards),
+        )
 
     @classmethod
     def joined(cls, parts: Iterable[Evaluation]) -> Evaluation:
@@ -165,28 +168,32 @@ class Evaluation:
         for part in parts:
             failed.update(part.failed)
             first = part.first | first
-        indices, rewards = np.concatenate([part.indices for part in parts]), np.concatenate([p.rewards for p in parts])
         ranges = [part.versions for part in parts if part.versions]
-        versions = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
-        tasks, of_items, without_turn = (
-            [one for part in parts for one in getattr(part, name)] for name in ("tasks", "parts", "without_turn")
-        )
-        marks = {task: mark for part in parts for task, mark in part.success_rewards.items()}
         by_seat: dict[tuple[str, str], list[SeatReward]] = {}
         for seat, of_seat in (entry for part in parts for entry in part.by_seat.items()):
             by_seat.setdefault(seat, []).extend(of_seat)
-        plan = parts[0].plan
         return cls(
-            indices, rewards, dict(failed), first, tasks, of_items, versions, plan, by_seat, marks, without_turn
-        ).in_order()
+            [item for part in parts for item in part.items],
+            failed=dict(failed),
+            first=first,
+            versions=(min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None,
+            plan=parts[0].plan,
+            by_seat=by_seat,
+            success_rewards={task: mark for part in parts for task, mark in part.success_rewards.items()},
+        )
 
-    def in_order(self) -> Evaluation:
-        """The same results sorted by item, so that they do not depend on which worker ran an item."""
-        order = np.argsort(self.indices, kind="stable")
-        tasks, parts = [self.tasks[i] for i in order], [self.parts[i] for i in order]
-        without_turn = [self.without_turn[i] for i in order]
-        indices, rewards = self.indices[order], self.rewards[order]
-        return replace(self, indices=indices, rewards=rewards, tasks=tasks, parts=parts, without_turn=without_turn)
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32[items, samples]: :attr:`EvaluatedItem.rewards` of all items."""
+        return self._rewards(self.items)
+
+    def _rewards(self, items: Sequence[EvaluatedItem]) -> np.ndarray:
+        return np.asarray([item.rewards for item in items], np.float32).reshape(len(items), self.plan.samples)
+
+    @property
+    def without_turn(self) -> int:
+        """Number of episodes that ended before the policy's turn."""
+        return sum(item.without_turn for item in self.items)
 
     @property
     def accuracy(self) -> float | None:
@@ -199,28 +206,27 @@ class Evaluation:
     def mean_reward(self) -> float:
         """Mean reward; NaN if all episodes were left out. A failed episode counts as 0, or as the lowest reward of its
         task's episodes if that is below 0, so that a failure is never an improvement."""
-        return self._mean_reward(range(len(self.rewards)))
+        return self._mean_reward(self.items)
 
-    def _mean_reward(self, items: Sequence[int]) -> float:
+    def _mean_reward(self, items: Sequence[EvaluatedItem]) -> float:
         rewards: list[np.ndarray] = []
-        for task in dict.fromkeys(self.tasks[item] for item in items):
-            own = [item for item in items if self.tasks[item] == task]
-            of_task = self.rewards[own].astype(np.float64)
-            failed = np.asarray([[parts is None for parts in self.parts[item]] for item in own]) & ~np.isnan(of_task)
+        for own in _by_task(items).values():
+            of_task = self._rewards(own).astype(np.float64)
+            failed = np.asarray([[parts is None for parts in item.parts] for item in own]) & ~np.isnan(of_task)
             of_task[failed] = np.nanmin(of_task) if failed.any() else 0.0  # failed ones are 0 here
             rewards.append(of_task[~np.isnan(of_task)])
         counted = np.concatenate(rewards)
         return float(counted.mean()) if len(counted) else math.nan
 
-    def pass_at(self, k: int, items: Sequence[int] | None = None) -> np.ndarray | None:
+    def pass_at(self, k: int, items: Sequence[EvaluatedItem] | None = None) -> np.ndarray | None:
         """float64: pass@k (:func:`~monarch_rl.algorithms.estimates.pass_at_k`) of each of the ``items``, by default of
         all, of which at least k episodes were not left out. None if a task of theirs defines no success."""
-        items = range(len(self.rewards)) if items is None else items
-        marks = [self.success_rewards.get(self.tasks[item]) for item in items]
+        items = self.items if items is None else items
+        marks = [self.success_rewards.get(item.task) for item in items]
         if None in marks:
             return None
-        rewards = self.rewards[items]
-        completed = np.asarray([[parts is not None for parts in self.parts[item]] for item in items])
+        rewards = self._rewards(items)
+        completed = np.asarray([[parts is not None for parts in item.parts] for item in items])
         right = ((rewards >= np.asarray(marks, np.float32)[:, None]) & completed).sum(axis=1)
         samples = (~np.isnan(rewards)).sum(axis=1)
         enough = samples >= k
@@ -229,12 +235,11 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Metrics under the names of docs/metrics.md."""
         group = f"held_out/{self.plan.held_out}" if self.plan.held_out else "held_out"
-        tasks, values = list(dict.fromkeys(self.tasks)), dict[str, float]()
+        tasks, values = _by_task(self.items), dict[str, float]()
         if len(tasks) > 1:
-            for task in tasks:
-                items = [item for item, name in enumerate(self.tasks) if name == task]
+            for task, items in tasks.items():
                 values |= self._metrics(f"{group}/{task}", items)
-        values |= self._metrics(group, list(range(len(self.rewards))), parts=len(tasks) < 2)
+        values |= self._metrics(group, self.items, parts=len(tasks) < 2)
         for (task, seat), of_seat in self.by_seat.items():
             name = f"{group}/{task}/seat/{seat}" if len(tasks) > 1 else f"{group}/seat/{seat}"
             values[name] = float(np.mean([reward for reward, _ in of_seat]))
@@ -244,15 +249,15 @@ class Evaluation:
             values[f"{group}/oldest_version"], values[f"{group}/newest_version"] = map(float, self.versions)
         return values
 
-    def _metrics(self, group: str, items: list[int], parts: bool = True) -> dict[str, float]:
+    def _metrics(self, group: str, items: Sequence[EvaluatedItem], parts: bool = True) -> dict[str, float]:
         """Metrics of some items; each part of a reward is averaged over the episodes that have it."""
-        episodes = [episode for item in items for episode in self.parts[item]]
+        episodes = [episode for item in items for episode in item.parts]
         succeeded = [of_episode for of_episode in episodes if of_episode is not None]
         values = mean_parts(succeeded) if parts else {}
-        left_out = int(np.isnan(self.rewards[items]).sum())
+        left_out = int(np.isnan(self._rewards(items)).sum())
         values["failed"] = float(len(episodes) - len(succeeded) - left_out)
         values["left_out"] = float(left_out)
-        values["without_turn"] = float(sum(self.without_turn[item] for item in items))
+        values["without_turn"] = float(sum(item.without_turn for item in items))
         if not math.isnan(reward := self._mean_reward(items)):
             values["reward"] = reward
         for k, by_item in self._passed(items):
@@ -261,7 +266,7 @@ class Evaluation:
             values[f"{name}_low"], values[f"{name}_high"] = share_interval(by_item)
         return {f"{group}/{name}": value for name, value in values.items()}
 
-    def _passed(self, items: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def _passed(self, items: Sequence[EvaluatedItem]) -> Iterator[tuple[int, np.ndarray]]:
         """Each k for which pass@k can be estimated, beginning with 1, and :meth:`pass_at` of it."""
         for k in (1, *default_ks(self.plan.samples, self.plan.pass_at)):
             by_item = self.pass_at(k, items)
@@ -269,28 +274,26 @@ class Evaluation:
                 yield k, by_item
 
     def __str__(self) -> str:
-        everything = range(len(self.rewards))
         found = [
             f"{'accuracy' if k == 1 else f'pass@{k}'} {by_item.mean():.1%} "
             f"[{'{:.1%}, {:.1%}'.format(*share_interval(by_item))}]"
-            for k, by_item in self._passed(everything)
+            for k, by_item in self._passed(self.items)
         ]
         if not math.isnan(self.mean_reward):
             found.append(f"mean reward {self.mean_reward:.3f}")
-        if by_task := self._by_task():
+        if by_task := self._of_tasks():
             found.append(f"by task: {by_task}")
-        if without_turn := sum(self.without_turn):
-            found.append(f"{without_turn} ended before the policy's turn")
+        if self.without_turn:
+            found.append(f"{self.without_turn} ended before the policy's turn")
         found += [f"{count} failed: {reason}" for reason, count in self.failed.items()]
         if left_out := int(np.isnan(self.rewards).sum()):
             found.append(f"{left_out} of these left out: infrastructure")
         return f"{self.sampled_by}: held-out {', '.join(found)}"
 
-    def _by_task(self) -> str:
+    def _of_tasks(self) -> str:
         """Accuracy, or else mean reward, of each task, if there are several."""
         found = []
-        for task in dict.fromkeys(self.tasks):
-            items = [item for item, name in enumerate(self.tasks) if name == task]
+        for task, items in _by_task(self.items).items():
             passed = dict(self._passed(items))
             found.append(f"{task} {passed[1].mean():.1%}" if passed else f"{task} {self._mean_reward(items):.3f}")
         return ", ".join(found) if len(found) > 1 else ""
@@ -302,6 +305,19 @@ class Evaluation:
         return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
+def _by_task(items: Iterable[EvaluatedItem]) -> dict[str, list[EvaluatedItem]]:
+    found: dict[str, list[EvaluatedItem]] = {}
+    for item in items:
+        found.setdefault(item.task, []).append(item)
+    return found
+
+
+def _evaluated(index: int, task: str, results: Sequence[EpisodeResult]) -> EvaluatedItem:
+    parts = (None if isinstance(one, EpisodeFailed) else mean_parts([each.parts for each in one]) for one in results)
+    without_turn = sum(not _has_turn(result) for result in results)
+    return EvaluatedItem(index, task, tuple(map(_reward, results)), tuple(parts), without_turn)
+
+
 def _reward(result: EpisodeResult) -> float:
     if isinstance(result, EpisodeFailed):
         return math.nan if result.infrastructure else 0.0
@@ -310,10 +326,6 @@ def _reward(result: EpisodeResult) -> float:
 
 def _has_turn(result: EpisodeResult) -> bool:
     return isinstance(result, EpisodeFailed) or any(sequence.turns for sequence in result)
-
-
-def _parts(sequences: Sequence[Episode]) -> dict[str, float]:
-    return mean_parts([sequence.parts for sequence in sequences])
 
 
 def _by_seat(by_item: Iterable[tuple[str, Sequence[EpisodeResult]]]) -> dict[tuple[str, str], list[SeatReward]]:

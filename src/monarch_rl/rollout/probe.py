@@ -19,7 +19,15 @@ import numpy as np
 from monarch_rl.episode.failure import UNUSABLE, Failure
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ContextFull, DeadlineExceeded, ProbeFailed, ScorerBroken, ScoringFailed
+from monarch_rl.errors import (
+    ContextFull,
+    DeadlineExceeded,
+    NotUnpickled,
+    ProbeFailed,
+    ScorerBroken,
+    ScoreTookTooLong,
+    ScoringFailed,
+)
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.rollout.episode_clock import NOT_ASKED, PROBED
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
@@ -27,7 +35,7 @@ from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.scoring import Convert, Raised, ScoreFunction, Scorer, compute
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import EpisodeResult, GroupRewarder
-from monarch_rl.runtime.by_value import from_bytes, to_bytes
+from monarch_rl.runtime.by_value import culprit_of, from_bytes, to_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.tasks.task import Outcome, Task, as_outcome, as_outcomes
@@ -44,6 +52,7 @@ TURNS = 50
 MOST_COPIES = 64
 """Maximum size of the group that ``group_rewards`` compares."""
 WARM_UP = "warm_up"
+NOT_UNPICKLED = f"score raised {NotUnpickled.__name__}"
 HINT = (
     f"(Before the engines start, one item of each task is run with the answer {ANSWER!r} in place of the model's. "
     "--no-probe skips this.)"
@@ -125,9 +134,9 @@ async def _failures(
     if task.warm_up is not None:
         try:
             await _call(scorer, ends, _warm_up, task.warm_up)
+        except ScoreTookTooLong:  # which is allowed
+            return []
         except ScoringFailed as failed:
-            if failed.reason.startswith("score took"):  # which is allowed
-                return []
             return [Failure(failed.reason.replace("score", "it", 1), failed.place, failed.report, WARM_UP)]
     for item, group_size in items:
         if time.monotonic() >= ends:
@@ -136,8 +145,16 @@ async def _failures(
         try:
             failures = await _call(scorer, ends, run_item, sent, item, group_size, settings)
         except ScoringFailed as failed:
-            if failed.reason.startswith("score took") and scorer.deadline_s < PROBE_S / 2:
+            if isinstance(failed, ScoreTookTooLong) and scorer.deadline_s < PROBE_S / 2:
                 break  # earlier items had used the time
+            if failed.reason == NOT_UNPICKLED:
+                what = f"an item of task {task.name}"
+                if culprit := culprit_of(sent):
+                    what = f"the variable {culprit} of task {task.name}"
+                raise ProbeFailed(
+                    f"{what} cannot be sent to the processes that run episodes: {failed.detail}. Create it in the "
+                    "function that uses it, or in warm_up"
+                ) from failed
             reason = failed.reason.replace("score", "the episode and its reward", 1)
             failures = [Failure(reason, failed.place, failed.report)]
         found += [replace(failure, what=what) for failure in failures]

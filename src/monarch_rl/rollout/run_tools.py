@@ -21,7 +21,7 @@ from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
 from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.tasks.task import definition
+from monarch_rl.user_code import definition
 from monarch_rl.values import plain
 
 logger = logging.getLogger("monarch_rl")

@@ -37,14 +37,15 @@ from typing import Any, NoReturn, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.episode.failure import UNUSABLE
-from monarch_rl.errors import ScorerBroken, ScoringFailed, UnusableReward, is_infrastructure
+from monarch_rl.errors import ScorerBroken, ScoreTookTooLong, ScoringFailed, UnusableReward, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe, exception_message, process_stack
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
-from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, definition, returned_by
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
+from monarch_rl.user_code import definition
 
 T = TypeVar("T")
 ScoreFunction = Callable[..., Any]
@@ -163,7 +164,7 @@ class Scorer:
                 place, stack = process_stack(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
                 infrastructure = late.lost_share >= LOST_SHARE  # the machine had no time for the score, twice
-                raise ScoringFailed(
+                raise ScoreTookTooLong(
                     f"score took over {self.deadline_s:g} s", "", place, report, infrastructure
                 ) from None
             except ProcessExpired as expired:

@@ -37,10 +37,10 @@ from monarch_rl.tasks.task import (
     Task,
     as_outcome,
     as_outcomes,
-    definition,
     is_coroutine_function,
     returned_by,
 )
+from monarch_rl.user_code import definition, place_of
 
 REASON_CHARACTERS = 60
 """Maximum characters of the reason for which a stage drops groups, because it becomes part of a metric's name."""
@@ -331,9 +331,8 @@ class GroupRewarder:
             except TypeError as error:  # the function, the item or an outcome cannot be pickled
                 raise EpisodeFailed("group rewards raised TypeError", *describe(error)) from error
         if len(rewards) != len(outcomes):
-            name, place = definition(function)
-            report = f"{name} ({place}) returned {len(rewards)} rewards for {len(outcomes)} outcomes of a group."
-            raise EpisodeFailed(f"group rewards {UNUSABLE}", place, report)
+            report = f"{place_of(function)} returned {len(rewards)} rewards for {len(outcomes)} outcomes of a group."
+            raise EpisodeFailed(f"group rewards {UNUSABLE}", definition(function)[1], report)
         return rewards
 
 

@@ -17,7 +17,7 @@ from monarch_rl.episode.failure import shortened
 from monarch_rl.episode.serialization import deserialize_episode
 from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.messages import Message
+from monarch_rl.model.messages import Message, as_row
 from monarch_rl.tasks.task import Task
 
 KEPT_CHARACTERS = 64 * 2**20
@@ -187,23 +187,14 @@ def _represented(value: Any) -> str:
 
 
 def as_rows(messages: Sequence[Message]) -> Messages:
-    """Messages (``model/messages.py``) as JSON objects, without empty fields."""
-    return [_as_row(message) for message in messages]
+    """Messages (``model/messages.py``) as JSON objects, without empty fields. Unlike in OpenAI's form, calls have why
+    they could not be executed, and answers why the tool failed."""
+    return [_with_errors(as_row(message), message) for message in messages]
 
 
-def _as_row(message: Message) -> dict[str, Any]:
-    # Not ``asdict``, which would take a tenth of the worker's time per episode.
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
+def _with_errors(row: dict[str, Any], message: Message) -> dict[str, Any]:
     if message.tool_calls:
         row["tool_calls"] = [asdict(call) for call in message.tool_calls]
-    if message.name:
-        row["name"] = message.name
-    if message.tool_call_id:
-        row["tool_call_id"] = message.tool_call_id
-    if message.thinking:
-        row["reasoning_content"] = message.thinking
-    if message.more:
-        row |= message.more
     if message.failed:
         row["failed"] = message.failed
     return row

@@ -29,6 +29,8 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
+from monarch_rl.errors import NotUnpickled
+
 T = TypeVar("T")
 
 INSTALLED = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -109,13 +111,16 @@ def _read(data: bytes) -> Any:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value that :func:`to_bytes` pickled, or a :class:`ByValue` holds."""
+    """The value that :func:`to_bytes` pickled, or a :class:`ByValue` holds. Raises NotUnpickled."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
-    value = unpickler.load()
-    with suppress(EOFError):  # plain pickle, which has no names
-        names = unpickler.load()
-        if _main is not None:
-            vars(_main).update((name, names[name]) for name in names.keys() - vars(_main).keys())
+    try:
+        value = unpickler.load()
+        with suppress(EOFError):  # plain pickle, which has no names
+            names = unpickler.load()
+            if _main is not None:
+                vars(_main).update((name, names[name]) for name in names.keys() - vars(_main).keys())
+    except Exception as error:  # whatever the objects raise
+        raise NotUnpickled(f"a copy cannot be made in this process: {type(error).__name__}: {error}") from error
     return value
 
 
@@ -137,7 +142,7 @@ def _by_value(value: object, what: str) -> bytes:
         pickler.dump(value)
         pickler.dump(pickler.names)
     except Exception as error:  # whatever the objects raise
-        culprit = _culprit(value, set())
+        culprit = culprit_of(value)
         raise TypeError(
             f"{what} cannot be pickled for another process ({f'{culprit}: ' if culprit else ''}{error}). Functions and "
             "plain data can be pickled; create open files, threads, generators and connections in the process that "
@@ -289,9 +294,14 @@ def _by_name(obj: Any) -> Any:
     return found if found is obj else None
 
 
+def culprit_of(value: object) -> str:
+    """Names of the variables and attributes that lead to what cannot be copied to another process; "" if it is
+    ``value`` itself, or not found."""
+    return _culprit(value, set()) or ""
+
+
 def _culprit(value: Any, seen: set[int]) -> str | None:
-    """Names of the variables and attributes that lead to what cannot be pickled: "" for ``value`` itself, None if it
-    is in ``seen``."""
+    """As :func:`culprit_of`; None if ``value`` is in ``seen``."""
     if id(value) in seen:
         return None
     seen.add(id(value))
@@ -304,7 +314,8 @@ def _culprit(value: Any, seen: set[int]) -> str | None:
         parts = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
     for name, part in parts.items():
         try:
-            _Pickler(io.BytesIO()).dump(part)
+            _Pickler(file := io.BytesIO()).dump(part)
+            pickle.loads(file.getvalue())
         except Exception:  # whatever the objects raise
             if (deeper := _culprit(part, seen)) is not None:
                 return f"{name} -> {deeper}" if deeper else name

@@ -25,7 +25,7 @@ from monarch.actor import Actor, context
 
 from monarch_rl import runtime
 from monarch_rl.errors import DeadlineExceeded, SettingsError, TooFewDevices
-from monarch_rl.runtime import actor_process, monitor, wait_registry
+from monarch_rl.runtime import actor_process, killed, monitor, wait_registry
 from monarch_rl.runtime.by_value import INSTALLED
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.devices import Devices, devices, launched_by_torchrun, visible_devices
@@ -312,7 +312,8 @@ class Cluster:
             logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)
-        logger.error("mesh %s failed: %s", failure.mesh_name, failure.report())
+        name, report = failure.mesh_name, failure.report().rstrip()
+        logger.error("mesh %s failed: %s%s", name, report, killed.advice(name, report))
 
     def _wait_for_fault(self) -> None:
         """Give Monarch time to report a lost process: the actors that call it may fail first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.checkpoint.folders import read_checked
 from monarch_rl.errors import SettingsError
-from monarch_rl.observe.lines import read_object, read_rows
+from monarch_rl.observe.lines import read_rows
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Plan
+
+logger = logging.getLogger("monarch_rl")
 
 WARM_UP = 0.25
 """Share of the first steps that are skipped: compilation, caches, an empty buffer."""
@@ -150,13 +154,18 @@ def _between_s(rows: list[dict[str, Any]]) -> float:
 
 def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        settings = read_object(folder / "settings.json")
+        settings = read_checked(folder / "settings.json")
         (metrics, damage), (samples, more) = (read_rows(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
     except (OSError, SettingsError) as error:
         raise SettingsError(f"{folder} is not a run folder: {error}") from error
     if damage or more:
         others = len(metrics) + len(samples)
-        raise SettingsError(f"{'; '.join([*damage, *more][:3])}. The other {others} can be read: remove such lines")
+        logger.warning(
+            "%s. The fit leaves out %d such lines and uses the other %d",
+            "; ".join([*damage, *more][:3]),
+            len(damage) + len(more),
+            others,
+        )
     rows = [row for row in metrics if "time/step_s" in row]
     if len(rows) < 8 or not samples:
         raise SettingsError(f"{folder} has {len(rows)} steps and {len(samples)} episodes: at least 8 steps are needed")

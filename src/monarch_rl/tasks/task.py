@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.errors import UnusableReward
 from monarch_rl.model.messages import Messages
+from monarch_rl.user_code import definition, place_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -408,8 +409,8 @@ def returned_by(function: Any, value: Any, convert: Callable[[Any], T]) -> T:
     try:
         return convert(value)
     except Exception as error:  # a value may raise anything when it is converted
-        name, place = definition(function)
-        raise UnusableReward(f"{name} ({place}) returned {reprlib.repr(value)}: {error}", place) from error
+        problem = f"{place_of(function)} returned {reprlib.repr(value)}: {error}"
+        raise UnusableReward(problem, definition(function)[1]) from error
 
 
 def check_call(function: Any, role: str, *args: str) -> None:
@@ -419,18 +420,7 @@ def check_call(function: Any, role: str, *args: str) -> None:
     except ValueError:  # a function that is not written in Python may have no signature
         pass
     except TypeError as error:
-        name, place = definition(function)
-        raise ValueError(f"{name} ({place}) cannot be called as {role}({', '.join(args)}): {error}") from error
-
-
-def definition(function: Any) -> tuple[str, str]:
-    """A function's name, and its file and line."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    called = inspect.unwrap(function if hasattr(function, "__code__") else getattr(function, "__call__", function))  # noqa: B004
-    code = getattr(called, "__code__", None)  # built-in functions have none
-    return name, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        raise ValueError(f"{place_of(function)} cannot be called as {role}({', '.join(args)}): {error}") from error
 
 
 def _is_finite(value: float) -> bool:

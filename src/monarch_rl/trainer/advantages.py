@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from monarch_rl.algorithms.advantages import overlong_penalty, part
-from monarch_rl.algorithms.functions import Columns, is_of_batch, place_of
+from monarch_rl.algorithms.functions import Columns, is_of_batch
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn
 from monarch_rl.algorithms.returns import branch_means, paths
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.user_code import place_of
 
 BatchAdvantages = list[list[torch.Tensor]]
 """For each group and sequence: a scalar, or float32[sampled tokens]. Sequences with NaN are not trained."""

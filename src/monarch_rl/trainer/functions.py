@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, gae
-from monarch_rl.algorithms.functions import named, needed_columns, place_of
+from monarch_rl.algorithms.functions import named, needed_columns
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.algorithms.objectives import Distillation, Objective, PPOClip
 from monarch_rl.episode.serialization import BEHAVIOUR
@@ -26,6 +26,7 @@ from monarch_rl.trainer.objective import (
     made_from,
     supervised,
 )
+from monarch_rl.user_code import code_behind, place_of
 
 FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}
 """Columns that the trainer always fills, for objectives, and their contents."""
@@ -271,7 +272,7 @@ def without_rewards(functions: TrainingFunctions) -> str:
     """Which of the functions shows that no reward is read, in words; empty if rewards are read, or it is not known."""
     function, name = functions.objective.load(), name_of(functions.advantage.load())
     made = made_from(function)
-    if place_of(function) == place_of(supervised):
+    if code_behind(function) == code_behind(supervised):
         return "the objective supervised"
     if made is not None and isinstance(made[0], Distillation):
         return "the objective distillation"

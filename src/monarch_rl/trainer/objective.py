@@ -16,7 +16,7 @@ import torch
 from monarch_rl.algorithms import losses
 from monarch_rl.algorithms.advantages import positives_only
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
-from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
+from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens
 from monarch_rl.algorithms.losses import LossInputs
 from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.algorithms.objectives import TIS, Correction, Distillation, Objective, PolicyObjective
@@ -24,6 +24,7 @@ from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from monarch_rl.user_code import code_behind, place_of
 
 FAR_RATIO = 2.0
 """``ratio_outside`` counts tokens whose ratio trainer / engine is above this or below its inverse; ``tools/parity.py``
@@ -205,9 +206,9 @@ _MADE_FROM = "_monarch_rl_made_from"
 
 def made_from(function: LossFunction) -> tuple[Objective, LossSettings] | None:
     """Objective and settings from which :func:`loss_function` made this function; None for a recipe's own."""
-    # A recipe's own may be a wrapper of one of these with copied attributes, so the place is compared, too.
+    # A recipe's own may be a wrapper of one of these with copied attributes, so the code is compared, too.
     made: tuple[Objective, LossSettings] | None = getattr(function, _MADE_FROM, None)
-    if made is None or place_of(function) != place_of(loss_function(*made)):
+    if made is None or code_behind(function) != code_behind(loss_function(*made)):
         return None
     return made
 

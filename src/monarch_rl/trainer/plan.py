@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.functions import code_of, place_of
+from monarch_rl.algorithms.functions import code_of
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.checkpoint.folders import read_checked, write_checked
@@ -27,6 +27,7 @@ from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import LossFunction, loss_function, made_from, supervised
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.user_code import code_behind, place_of
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
 
 def _named_objective(function: LossFunction) -> dict[str, Any] | None:
     """The objective and settings that a loss function was made from; None for a recipe's own."""
-    if place_of(function) == place_of(supervised):
+    if code_behind(function) == code_behind(supervised):
         return {"name": "supervised"}
     made = made_from(function)
     return None if made is None else {"objective": to_plain(made[0]), "loss": to_plain(made[1])}

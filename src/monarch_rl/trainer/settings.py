@@ -164,7 +164,7 @@ def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:
         parameters: number of the model's parameters.
     """
     if settings.lr == 0:
-        return ["trainer.lr 0: the weights are never changed, so nothing is learned. To learn, give trainer.lr 1e-06"]
+        return ["trainer.lr is 0: the weights stay as they are, and nothing is learned"]
     highest = next(lr for below, lr in HIGHEST_LR if parameters < below)
     kind = f"LoRA, {LORA_FACTOR} times that of full training" if settings.lora.rank else "full training"
     highest *= LORA_FACTOR if settings.lora.rank else 1

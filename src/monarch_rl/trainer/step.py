@@ -13,7 +13,6 @@ from itertools import chain
 
 import torch
 
-from monarch_rl.algorithms.functions import place_of
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.returns import explained_variance, group_advantages
 from monarch_rl.episode.shard import PackedShard
@@ -33,6 +32,7 @@ from monarch_rl.trainer.metrics import batch_metrics, check_agreement
 from monarch_rl.trainer.objective import RETURNS, VALUE, rows_loss
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.supervised import mixed, pack_rows
+from monarch_rl.user_code import place_of
 
 logger = logging.getLogger("monarch_rl")
 
