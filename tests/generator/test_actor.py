@@ -347,7 +347,7 @@ def test_a_lost_engine_fails_its_requests(replicas: Replicas, run: LoopThread) -
 
         await until(started, "the request to start")
         os.kill(scheduler, signal.SIGKILL)
-        with pytest.raises(ReplicaLost, match=rf"\b{scheduler}\b.* -9\b.*memory.*--generator\.max-total-tokens"):
+        with pytest.raises(ReplicaLost, match=rf"\b{scheduler}\b.* -9\b"):
             await request
         with pytest.raises(ReplicaLost, match=str(scheduler)):
             await connection.ask([5], Sampling())

@@ -61,7 +61,7 @@ def test_a_rank_on_another_machine_reports_how_its_host_was_lost(
         assert not follower.wait()
     (message,) = (message for message in caplog.messages if "rank 1 " in message)  # Monarch may put an actor before it
     pid = host._process.pid
-    assert f"{pid} " in message and "SIGKILL" in message and "memory" in message
+    assert f"{pid} " in message and "SIGKILL" in message
 
 
 class _Connected(Peer):

@@ -7,7 +7,6 @@ started, because engines here return tokens only.
 from __future__ import annotations
 
 import asyncio
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,6 @@ from monarch_rl.generator.launching import close_sockets, end_processes, launch_
 from monarch_rl.generator.scheduler_operations import SchedulerOperations
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.network import held_port
-from monarch_rl.runtime.process import oom_kills, why_killed
 
 
 class SglangEngine:
@@ -35,7 +33,7 @@ class SglangEngine:
         errors: ErrorFile,
     ) -> None:
         self.engine = engine
-        self._errors, self._oom_kills = errors, oom_kills()
+        self._errors = errors
         self.replica = replica
         """The name of the replica that hosts it."""
         self.ranks = ranks
@@ -137,11 +135,6 @@ class SglangEngine:
             process.join()  # waits: it has ended
             # A process killed by a signal records no error. A recorded one is then of a rank that failed as a result.
             message = self._errors.first() if process.exitcode >= 0 else ""
-            if process.exitcode == -signal.SIGKILL:
-                message = (
-                    f"{why_killed(self._oom_kills)}. Lower --generator.max-total-tokens, --generator.replicas or "
-                    "--rollout.workers"
-                )
             self._stopped.set_result(
                 f"{self.replica}: SGLang's process {process.pid} ended unexpectedly, exit code {process.exitcode}"
                 + (f": {message}" if message else "; its error is in its output")

@@ -27,7 +27,7 @@ from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.forking.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
-from monarch_rl.runtime.process import adopt_orphans, end_quickly, exit_code_of, oom_kills, signal_name, why_killed
+from monarch_rl.runtime.process import adopt_orphans, end_quickly, exit_code_of, signal_name
 from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class HostProcess:
             names = frozenset(preload.name for preload in preloads)
             self.fork_server = ForkServer(f"monarch_rl-fork-{uuid.uuid4().hex}", names)
             variables[ADDRESS_VARIABLE] = self.fork_server.name
-        self._oom_kills = oom_kills()
         self.scratch = scratch.ScratchFolder()
         """The temporary directory of its processes."""
         arguments = [self.address, preloads_to_text(preloads), str(self.scratch.path)]
@@ -75,7 +74,7 @@ class HostProcess:
         if not code or self._ending:
             return None
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        hint = f" ({why_killed(self._oom_kills)})" if code == -signal.SIGKILL else ""
+        hint = ": check the kernel log (dmesg) for an out-of-memory kill" if code == -signal.SIGKILL else ""
         return HostLost(
             f"the host process {self._process.pid} of this machine {how}{hint}. It owned every process of the run on "
             "this machine, so all of them have ended"

@@ -209,23 +209,3 @@ def show_title(title: str) -> None:
     """Make ``ps`` show ``monarch_rl::{title}``."""
     prepare_titles()
     setproctitle.setproctitle(f"monarch_rl::{title}")
-
-
-def oom_kills() -> int:
-    """Processes that the kernel has killed since it booted because memory was short; 0 if it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
-def why_killed(kills_before: int) -> str:
-    """Why a process was probably killed by a SIGKILL that this package has not sent.
-
-    Args:
-        kills_before: :func:`oom_kills` when the process started.
-    """
-    if (kills := oom_kills() - kills_before) > 0:
-        return f"the machine ran out of memory: the kernel has killed {kills} processes for it in the meantime"
-    return "SIGKILL usually means that the machine, or the job's limit, ran out of memory (dmesg)"
