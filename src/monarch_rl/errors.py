@@ -260,11 +260,12 @@ class JudgeFailed(EpisodeError):
 
 
 class UnusableReward(EpisodeError, ValueError):
-    """A function of the task returned a value that is not a reward. ``place`` is the function's file and line."""
+    """A function of the task returned a value that is not a reward, or a turn's reward was set to one. ``place`` is the
+    file and line of the function or of the assignment, ``what`` says whose reward it is."""
 
-    def __init__(self, message: str, place: str = "") -> None:
-        super().__init__(message, place)
-        self.place = place
+    def __init__(self, message: str, place: str = "", what: str = "score") -> None:
+        super().__init__(message, place, what)
+        self.place, self.what = place, what
 
     def __str__(self) -> str:
         return str(self.args[0])

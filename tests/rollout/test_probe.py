@@ -145,6 +145,18 @@ def test_a_score_that_is_called_with_other_arguments_is_reported_with_its_place(
     assert failure.place == place(good) and "TypeError" in failure.reason
 
 
+async def rewards_a_turn_by_text(item: Any, policy: Policy) -> Any:
+    (await policy.reply("a")).reward = "good"  # type: ignore[assignment]
+    return 1.0
+
+
+def test_an_unusable_reward_of_a_turn_is_an_error_with_its_line() -> None:
+    (failure,) = run(Task(lambda cursor: cursor, rewards_a_turn_by_text))
+    assert UNUSABLE in failure.reason and "turn" in failure.reason, "which the probe refuses"
+    line = rewards_a_turn_by_text.__code__.co_firstlineno + 1
+    assert failure.place == f"{__file__}:{line}" and failure.place in failure.report
+
+
 async def plays(item: Any, policy: Policy) -> Any:
     """All that a policy can do."""
     policy.read({"role": "system", "content": "Play."})

@@ -223,9 +223,9 @@ async def becoming_text(item: Any, policy: Policy) -> float:
         (leaving, "turn reward raised RuntimeError", "raise SystemExit"),
         (cancelling, "turn reward was cancelled by the episode's own code", ""),
         (unjudged, "frozen model judge did not answer in time", "request 3"),
-        (becoming_text, "turn reward raised ValueError", "'good' is text"),
-        (setting("good"), "episode raised ValueError", '(await policy.reply("a")).reward = value'),
-        (setting(math.nan), "episode raised ValueError", "not a finite number"),
+        (becoming_text, "turn reward returned an unusable value", "'good' is text"),
+        (setting("good"), "turn reward returned an unusable value", "'good' is text"),
+        (setting(math.nan), "turn reward returned an unusable value", "not a finite number"),
     ],
 )
 def test_an_invalid_turn_reward_fails_its_episode(
@@ -235,6 +235,8 @@ def test_an_invalid_turn_reward_fails_its_episode(
         run_episode(Echo(template, "8"), template, episode)
     assert raised.value.reason == reason and report in raised.value.report
     assert raised.value.tokens
+    if "unusable" in reason:
+        assert __file__ in raised.value.place and raised.value.place in raised.value.report
 
 
 def test_a_failed_turn_score_fails_its_episode_and_a_broken_scorer_the_worker(

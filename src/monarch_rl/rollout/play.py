@@ -142,7 +142,7 @@ class EpisodeRunner:
         except JudgeFailed as error:
             raise EpisodeFailed(error.reason, report=error.report, infrastructure=error.infrastructure) from error
         except UnusableReward as error:
-            raise EpisodeFailed(f"score {UNUSABLE}", error.place, str(error)) from error
+            raise EpisodeFailed(f"{error.what} {UNUSABLE}", error.place, str(error)) from error
         except Exception as error:
             if error is rollout.broken:
                 raise

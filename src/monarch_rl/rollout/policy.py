@@ -19,9 +19,17 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.failure import UNUSABLE
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import ContextFull, JudgeFailed, SamplingMaskMissing, ScoringFailed, is_infrastructure
+from monarch_rl.errors import (
+    ContextFull,
+    JudgeFailed,
+    SamplingMaskMissing,
+    ScoringFailed,
+    UnusableReward,
+    is_infrastructure,
+)
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.reply_reader import load_parsers
@@ -579,6 +587,8 @@ def _check(reward: asyncio.Future[Any]) -> None:
     error = reward.exception()
     if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed):
         raise error
+    if isinstance(error, UnusableReward):
+        raise EpisodeFailed(f"{error.what} {UNUSABLE}", error.place, str(error)) from error
     if error is not None:
         reason = f"turn reward raised {type(error).__name__}"
         raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error

@@ -18,6 +18,7 @@ import math
 import numbers
 import re
 import reprlib
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -88,12 +89,13 @@ class Reply:
         continues, and at its end waits for the result. A turn has a single number: named parts are added up and not
         kept, and an outcome's ``info`` is not kept either.
 
-        Raises TypeError or ValueError if it is not a reward, RuntimeError if the episode is over.
+        Raises UnusableReward (a ValueError) if it is not a reward, RuntimeError if the episode is over.
         """
         if isinstance(value, Awaitable):
             reward: float | asyncio.Future[float] | None = asyncio.ensure_future(_awaited(value))
         else:
-            reward = None if value is None else as_outcome(value).reward
+            frame = sys._getframe(1)
+            reward = None if value is None else _of_turn(value, f"{frame.f_code.co_filename}:{frame.f_lineno}")
         if self._over:
             _cancel(reward)
             raise RuntimeError("the episode is over: the reward of a turn can no longer be set")
@@ -114,9 +116,19 @@ class Reply:
 async def _awaited(value: Awaitable[Reward]) -> float:
     """Await a reward. A SystemExit is replaced, because it would end the event loop."""
     try:
-        return as_outcome(await value).reward  # waits: EpisodeRunner has a deadline for the episode's code
+        reward = await value  # waits: EpisodeRunner has a deadline for the episode's code
     except SystemExit as error:
         raise RuntimeError("a turn's reward raised SystemExit") from error
+    code = getattr(value, "cr_code", None)
+    return _of_turn(reward, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "")
+
+
+def _of_turn(value: Reward, place: str) -> float:
+    try:
+        return as_outcome(value).reward
+    except Exception as error:  # a value may raise anything when it is converted
+        problem = f"the reward of a turn is {reprlib.repr(value)}: {error}"
+        raise UnusableReward(f"{problem} ({place})" if place else problem, place, "turn reward") from error
 
 
 def _cancel(reward: object) -> None:
