@@ -52,7 +52,7 @@ def lose_and_check_message(run: Launched, process: str) -> None:
     by_stall = rf"{shown} stopped answering \d+ s ago; its process \d+ is (gone|dead)"  # Monarch has not noticed it
     assert re.search(f"{by_rank}|{by_process}|{by_watch}|{by_stall}", run.output()[before:]), run.output()
     if f"mesh {mesh}" in run.output()[before:] and "Killed(sig=9)" in run.output()[before:]:
-        flag = {"trainer": "--trainer.tokens-per-microbatch", "buffer": "--buffer.max-mib"}[mesh]
+        flag = {"trainer": "--trainer.tokens-per-microbatch", "buffer": "buffer.max_mib in the recipe"}[mesh]
         assert re.search(f"memory is short.*{flag}", run.output()[before:]), run.output()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,10 @@ def test_the_advice_names_a_flag_and_the_kills_since_the_start(
 
 def test_there_is_no_advice_for_other_ends() -> None:
     assert not killed.advice("trainer", "Killed(sig=15)") and not killed.advice("trainer", "exit code 9")
+
+
+def test_every_flag_of_the_advice_exists() -> None:
+    flags = json.loads((Path(__file__).parents[1] / "references" / "flags.json").read_text())["grpo"]
+    advice = " ".join(killed.advice(name, "Killed(sig=9)") for name in killed._FLAGS)
+    named = re.findall(r"--([\w.-]+)", advice)
+    assert named and not set(named) - flags.keys()

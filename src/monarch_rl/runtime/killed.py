@@ -11,7 +11,7 @@ _FLAGS = {
     "trainer": "--trainer.tokens-per-microbatch or --trainer.logprob-chunk (docs/memory.md)",
     "generator": "--generator.max-total-tokens",
     "rollout": "--rollout.scorer-processes or --rollout.workers",
-    "buffer": "--buffer.max-mib",
+    "buffer": "buffer.max_mib in the recipe",
 }
 """What lowers the memory of a process, by the beginning of its name."""
 
