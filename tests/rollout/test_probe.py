@@ -244,6 +244,10 @@ def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not(monke
     assert place(text) in str(failed.value)
     with pytest.raises(ProbeFailed, match=r"grader.*task copied.*argument"):
         asyncio.run(warnings(fine, Questions(ROWS, graded_by(Uncopied("a")), name="copied")))
+    reads = graded_by(Uncopied("a"))
+    monkeypatch.setattr(good, "warm_up", lambda: reads({}, "a"), raising=False)
+    with pytest.raises(ProbeFailed, match=r"variable .*grader.*task warmed"):
+        asyncio.run(warnings(Questions(ROWS, good, name="warmed")))
 
 
 class Uncopied:

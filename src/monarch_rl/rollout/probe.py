@@ -133,7 +133,7 @@ async def _failures(
     found: list[Failure] = []
     if task.warm_up is not None:
         try:
-            await _call(scorer, ends, _warm_up, task.warm_up)
+            await _call(scorer, ends, task.name, _warm_up, task.warm_up)
         except ScoreTookTooLong:  # which is allowed
             return []
         except ScoringFailed as failed:
@@ -143,28 +143,33 @@ async def _failures(
             break
         what = "a training item" if group_size else "a held-out item"
         try:
-            failures = await _call(scorer, ends, run_item, sent, item, group_size, settings)
+            failures = await _call(scorer, ends, task.name, run_item, sent, item, group_size, settings)
         except ScoringFailed as failed:
             if isinstance(failed, ScoreTookTooLong) and scorer.deadline_s < PROBE_S / 2:
                 break  # earlier items had used the time
-            if failed.reason == NOT_UNPICKLED:
-                what = f"an item of task {task.name}"
-                if culprit := culprit_of(sent):
-                    what = f"the variable {culprit} of task {task.name}"
-                raise ProbeFailed(
-                    f"{what} cannot be sent to the processes that run episodes: {failed.detail}. Create it in the "
-                    "function that uses it, or in warm_up"
-                ) from failed
             reason = failed.reason.replace("score", "the episode and its reward", 1)
             failures = [Failure(reason, failed.place, failed.report)]
         found += [replace(failure, what=what) for failure in failures]
     return found
 
 
-async def _call(scorer: Scorer, ends: float, function: ScoreFunction, *args: Any) -> Any:
+async def _call(scorer: Scorer, ends: float, task: str, function: ScoreFunction, code: Any, *args: Any) -> Any:
+    """``function(code, *args)`` in the scoring process, where ``code`` is the task's own. Raises ProbeFailed if no copy
+    of them can be made there."""
     scorer.deadline_s = round(max(ends - time.monotonic(), 1.0), 1)
     # In one object, because only functions are pickled by value: the task's are members of the recipe's `__main__`.
-    return await scorer.call(functools.partial(function, *args), (), _as_is)  # waits: the scorer has a deadline
+    call = functools.partial(function, code, *args)
+    try:
+        return await scorer.call(call, (), _as_is)  # waits: the scorer has a deadline
+    except ScoringFailed as failed:
+        if failed.reason != NOT_UNPICKLED:
+            raise
+        culprit = culprit_of(code)
+        what = f"the variable {culprit}" if culprit else "an item"
+        raise ProbeFailed(
+            f"{what} of task {task} cannot be sent to the processes that run episodes: {failed.detail}. Create it in "
+            "the function that uses it, or in warm_up"
+        ) from failed
 
 
 def _as_is(value: Any) -> Any:
