@@ -35,6 +35,6 @@ def advice(name: str, report: str, counters: Path = Path("/proc/vmstat")) -> str
     kills, flags = oom_kills(counters), next((flags for kind, flags in _FLAGS.items() if name.startswith(kind)), "")
     counted = ""
     if kills is not None and _AT_START is not None:
-        counted = f", which has done so {kills - _AT_START} times on this machine since the start"
+        counted = f" (its kills on this machine since the start: {kills - _AT_START})"
     lower = f": then lower {flags}" if flags else ""
     return f"; SIGKILL comes from a program, or from the kernel when memory is short{counted}{lower}"
