@@ -274,7 +274,7 @@ def _found(look: Callable[[], Any]) -> Any:
     """Return the result of the search, or None while there is none."""
     try:
         return look()
-    except (StopIteration, ValueError, ProcessLookupError, psutil.NoSuchProcess):  # it has ended meanwhile
+    except (StopIteration, IndexError, ValueError, ProcessLookupError, psutil.NoSuchProcess):  # it has ended meanwhile
         return None
 
 
