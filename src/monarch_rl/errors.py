@@ -10,8 +10,10 @@
         DeadlineExceeded        a wait for another process exceeded its deadline
             ProcessLost
         EpisodeError            one episode or group is lost, which is counted by the reason; an episode may catch it
-            EpisodeFailed, ScoringFailed, StageFailed, UnusableReward, ContextFull, GroupFull, ToolExit
+            EpisodeFailed, StageFailed, UnusableReward, ContextFull, GroupFull, ToolExit
             InfrastructureFailed, JudgeFailed, SandboxFailed: see is_infrastructure
+            ScoringFailed
+                ScoreTookTooLong
             GenerationError
                 SamplingMaskMissing
             RequestLost

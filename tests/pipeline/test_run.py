@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,11 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised .*rewards"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
             await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
+    async with Run.open(replace(wrong_filter, objective=GSPO()), cluster) as run:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SettingsError) as refused:
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
+            await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
+    assert len(refused.value.problems) == 2, "all at once"
 
 
 @virtual

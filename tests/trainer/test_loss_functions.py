@@ -467,10 +467,10 @@ def test_an_unfilled_column_is_refused_before_anything_is_spawned() -> None:
     with pytest.raises(ValueError, match=ready):
         check_columns(functions, {"value": "critic"})
     check_columns(functions, {"teacher": "teacher"})
-    with pytest.raises(SettingsError) as refused:  # all at once
-        check_columns(sent(needs("value")(grpo), partial(distilled)), {})
-    assert len(refused.value.problems) == 2
     by_column = needs("value")(lambda group: PerToken(group.columns["value"]))
+    with pytest.raises(SettingsError) as refused:  # all at once
+        check_columns(sent(by_column, partial(distilled)), {})
+    assert len(refused.value.problems) == 2
     assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
     with pytest.raises(ValueError, match="advantage <lambda> .*'value'"):
         check_columns(sent(by_column, supervised), {"teacher": "teacher"})
