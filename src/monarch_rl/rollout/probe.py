@@ -38,6 +38,7 @@ from monarch_rl.rollout.stages import EpisodeResult, GroupRewarder
 from monarch_rl.runtime.by_value import culprit_of, from_bytes, to_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import NoForkServer
+from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.tasks.task import Outcome, Task, as_outcome, as_outcomes
 
 PROBE_S = 10.0
@@ -139,11 +140,15 @@ async def _failures(
         except ScoringFailed as failed:
             return [Failure(failed.reason.replace("score", "it", 1), failed.place, failed.report, WARM_UP)]
     for item, group_size in items:
-        if time.monotonic() >= ends:
+        if (left := ends - time.monotonic()) <= 0:
             break
+        # Where little time is left, only the scorer's deadline counts, after which nothing is reported. On a machine
+        # without time for it, the scorer lengthens that one.
+        episode_s = 0.8 * PROBE_S if left > PROBE_S / 2 else FOREVER_S
+        limited = replace(settings, episode_deadline_s=episode_s)
         what = "a training item" if group_size else "a held-out item"
         try:
-            failures = await _call(scorer, ends, task.name, run_item, sent, item, group_size, settings)
+            failures = await _call(scorer, ends, task.name, run_item, sent, item, group_size, limited)
         except ScoringFailed as failed:
             if isinstance(failed, ScoreTookTooLong) and scorer.deadline_s < PROBE_S / 2:
                 break  # earlier items had used the time
@@ -195,7 +200,6 @@ def run_item(task: Task, item: Any, group_size: int, settings: RolloutSettings) 
 
 async def _run_item(task: Task, item: Any, group_size: int, settings: RolloutSettings) -> list[Failure]:
     PROBED.set(True)
-    settings = replace(settings, episode_deadline_s=0.8 * PROBE_S)
     sequences = settings.bound().share(settings.group_size).max_sequences
     scorer: Any = _ScorerHere()
     template: Any = _Template()
