@@ -27,14 +27,15 @@ def code_behind(function: object) -> CodeType | None:
     return code
 
 
-def definition(function: object) -> tuple[str, str]:
+def definition(function: Any) -> tuple[str, str]:
     """Name of a callable, and ``file:line`` of its function, below decorators that use ``functools.wraps``; "" if the
     function is not written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     # The line says in which function it was defined.
     name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
-    code: CodeType | None = getattr(inspect.unwrap(called(function)), "__code__", None)
+    # A decorator may also return an object with the function's name, as functools.cache does.
+    code: CodeType | None = getattr(inspect.unwrap(called(inspect.unwrap(function))), "__code__", None)
     return name, "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 

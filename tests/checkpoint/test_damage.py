@@ -148,5 +148,8 @@ def test_a_checkpoint_of_an_earlier_version_is_verified_by_its_files(saved: Path
     manifest.write_text(json.dumps(values))
     assert verify(folder).version == 4
     (folder / GROUPS).write_bytes((folder / GROUPS).read_bytes()[::-1])
-    with pytest.raises(BrokenCheckpoint, match=f"{folder / GROUPS} is damaged"):
-        verify(folder)
+    for other in (None, "{}", "[]", '{"records": [["the header"]]}', '{"records": 1}'):
+        if other is not None:  # without a checksum
+            (folder / f"{GROUPS}{RECORDS}").write_text(other)
+        with pytest.raises(BrokenCheckpoint, match=f"{folder / GROUPS} is damaged"):
+            verify(folder)

@@ -215,6 +215,19 @@ async def becoming_text(item: Any, policy: Policy) -> float:
     return 1.0
 
 
+GOOD: Any = "good"
+
+
+async def becoming_text_in_a_task(item: Any, policy: Policy) -> float:
+    (await policy.reply("a")).reward = asyncio.create_task(asyncio.sleep(0, GOOD))
+    return 1.0
+
+
+async def becoming_text_on_a_thread(item: Any, policy: Policy) -> float:
+    (await policy.reply("a")).reward = asyncio.to_thread(lambda: GOOD)
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("episode", "reason", "report"),
     [
@@ -224,6 +237,8 @@ async def becoming_text(item: Any, policy: Policy) -> float:
         (cancelling, "turn reward was cancelled by the episode's own code", ""),
         (unjudged, "frozen model judge did not answer in time", "request 3"),
         (becoming_text, "turn reward returned an unusable value", "'good' is text"),
+        (becoming_text_in_a_task, "turn reward returned an unusable value", "'good' is text"),
+        (becoming_text_on_a_thread, "turn reward returned an unusable value", "'good' is text"),
         (setting("good"), "turn reward returned an unusable value", "'good' is text"),
         (setting(math.nan), "turn reward returned an unusable value", "not a finite number"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.runtime.by_value import ByValue, register_modules, to_bytes
+from monarch_rl.runtime.by_value import ByValue, culprit_of, register_modules, to_bytes
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Outcome
 from tests import patience
@@ -163,6 +164,15 @@ def test_an_unpicklable_value_is_named() -> None:
         ByValue(Questions([{"question": "?"}], reward), "my task")
     with pytest.raises(TypeError, match="the arguments of f"):
         to_bytes(numbers, "the arguments of f")
+
+
+def test_a_culprit_is_found_in_partials_comprehensions_and_inner_functions() -> None:
+    names: dict[str, Any] = {"__name__": "recipe", "numbers": (number for number in range(3))}
+    exec("def inner():\n  def f(): return numbers\n  return f\ndef listed(): return [numbers for _ in 'ab']", names)
+    for name in ("inner", "listed"):
+        assert culprit_of(names[name]) == "numbers"
+        assert culprit_of(functools.partial(names[name])) == f"{name} -> numbers"
+    assert culprit_of(functools.partial(print, end=names["numbers"])) == "end"
 
 
 @pytest.mark.parametrize("make", [threading.Thread, lambda: subprocess.Popen(["true"]), lambda: Pipe()[0]])

@@ -23,6 +23,14 @@ def traced(function: Callable[..., float]) -> Callable[..., float]:
     return wrapper
 
 
+class Traced:
+    def __init__(self, function: Callable[..., float]) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self) -> float:
+        return 0.0
+
+
 class Base:
     def __call__(self) -> float:
         return 1.0
@@ -40,6 +48,9 @@ HERE = {
     "partial of a partial": (functools.partial(functools.partial(score), 2.0), "score", score),
     "decorated": (traced(score), "score", score),
     "partial of a decorated": (functools.partial(traced(score), 2.0), "score", score),
+    "decorated by a class": (Traced(score), "score", score),
+    "cached": (functools.cache(score), "score", score),
+    "partial of a cached": (functools.partial(functools.cache(score), 2.0), "score", score),
     "object": (Derived(), "Derived", Base.__call__),
     "bound method": (Base().method, "Base.method", Base.method),
 }

@@ -165,7 +165,7 @@ def _damaged_records(path: Path, beside: Path) -> str:
                 elif crc != expected:
                     damaged.append(f"{name} at byte {start}")
                 start, before, count = end, expected, count + 1
-    except (OSError, SettingsError):
+    except (OSError, ValueError, LookupError, TypeError):  # it is damaged, or not such a file
         return ""
     if not damaged:
         return ""

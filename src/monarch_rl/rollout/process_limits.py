@@ -168,9 +168,10 @@ def _after_fork() -> None:
 def refuse_alarms() -> None:
     """Refuse to set an alarm in this process: only its main thread, where no episode runs, could handle it, and without
     a handler it ends the process. Processes that episodes start are free to set one."""
-    for module in (signal, _signal):
-        for name in ("alarm", "setitimer"):
-            setattr(module, name, _refused_in(os.getpid(), getattr(module, name)))
+    for name in ("alarm", "setitimer"):
+        checked = _refused_in(os.getpid(), getattr(_signal, name))
+        for module in (signal, _signal):  # the same in both, or a function that uses it could not be pickled
+            setattr(module, name, checked)
 
 
 def _refused_in(pid: int, sets_alarm: Any) -> Any:

@@ -307,9 +307,14 @@ def _culprit(value: Any, seen: set[int]) -> str | None:
     seen.add(id(value))
     if isinstance(value, MethodType):
         return _culprit(value.__self__, seen)
-    if isinstance(value, FunctionType):
-        variables = inspect.getclosurevars(value)
-        parts: dict[str, Any] = {**variables.nonlocals, **variables.globals}
+    if isinstance(value, functools.partial):
+        function = getattr(value.func, "__name__", "func")
+        parts: dict[str, Any] = {function: value.func, **value.keywords}
+    elif isinstance(value, FunctionType):
+        # inspect.getclosurevars() alone leaves out what only a comprehension or an inner function uses.
+        used = cloudpickle.cloudpickle._extract_code_globals(value.__code__)
+        variables = {name: value.__globals__[name] for name in used if name in value.__globals__}
+        parts = {**inspect.getclosurevars(value).nonlocals, **variables}
     else:
         parts = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
     for name, part in parts.items():

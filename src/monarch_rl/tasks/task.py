@@ -91,11 +91,12 @@ class Reply:
 
         Raises UnusableReward (a ValueError) if it is not a reward, RuntimeError if the episode is over.
         """
+        frame = sys._getframe(1)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if isinstance(value, Awaitable):
-            reward: float | asyncio.Future[float] | None = asyncio.ensure_future(_awaited(value))
+            reward: float | asyncio.Future[float] | None = asyncio.ensure_future(_awaited(value, place))
         else:
-            frame = sys._getframe(1)
-            reward = None if value is None else _of_turn(value, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            reward = None if value is None else _of_turn(value, place)
         if self._over:
             _cancel(reward)
             raise RuntimeError("the episode is over: the reward of a turn can no longer be set")
@@ -113,22 +114,22 @@ class Reply:
         _cancel(self._reward)
 
 
-async def _awaited(value: Awaitable[Reward]) -> float:
-    """Await a reward. A SystemExit is replaced, because it would end the event loop."""
+async def _awaited(value: Awaitable[Reward], place: str) -> float:
+    """Await a reward that was set at ``place``. A SystemExit is replaced, because it would end the event loop."""
     try:
         reward = await value  # waits: EpisodeRunner has a deadline for the episode's code
     except SystemExit as error:
         raise RuntimeError("a turn's reward raised SystemExit") from error
-    code = getattr(value, "cr_code", None)
-    return _of_turn(reward, f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "")
+    # Not the coroutine's own line: that of asyncio.to_thread() is Python's, and a task has none.
+    return _of_turn(reward, place)
 
 
 def _of_turn(value: Reward, place: str) -> float:
     try:
         return as_outcome(value).reward
     except Exception as error:  # a value may raise anything when it is converted
-        problem = f"the reward of a turn is {reprlib.repr(value)}: {error}"
-        raise UnusableReward(f"{problem} ({place})" if place else problem, place, "turn reward") from error
+        problem = f"the reward of a turn is {reprlib.repr(value)}: {error} ({place})"
+        raise UnusableReward(problem, place, "turn reward") from error
 
 
 def _cancel(reward: object) -> None:
