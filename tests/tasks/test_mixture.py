@@ -190,6 +190,7 @@ def test_all_tasks_are_checked_and_warmed_up() -> None:
         ({"a": 0, "b": 0}, {}, "step 0"),
         ({"a": lambda step: 1.0}, {}, "groups_per_step="),
         ({"a": lambda step: -1.0}, {"groups_per_step": 2}, "step 0"),
+        ({"a": lambda step: "x"}, {"groups_per_step": 2}, "'x' in step 0"),
         ({"a": 1}, {"groups_per_step": 0}, "groups_per_step must"),
     ],
 )

@@ -261,9 +261,12 @@ def apportioned(quotas: Sequence[float], seats: int) -> list[int]:
 
 
 def _number(weight: Any, step: int) -> float:
-    number = float(weight)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"a weight of the mixture is {number} in step {step}: it must be a finite number")
+        raise ValueError(f"a weight of the mixture is {weight!r} in step {step}: it must be a finite number")
     return max(0.0, number)
 
 
