@@ -110,6 +110,8 @@ def check_lost(program: Program, named: str) -> None:
     assert program.wait() == 1
     program.check_log(FEW)
     assert "KeyError: 'the traceback at the exit'" in program.log()
+    # The relay writes to the log first, and notices the loss a moment later.
+    wait_until(program.notes, lambda: f"a note that the console is lost\n{program.log()[-2000:]}")
     (note,) = program.notes()
     assert named in note and "standard output" in note
 
