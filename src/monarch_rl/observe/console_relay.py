@@ -302,7 +302,8 @@ class _Program:
             self._poll.register(descriptor, select.POLLIN)
 
     def _to_log(self, what: str) -> None:
-        self._log.put(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}: {what}; the run continues]\n".encode())
+        # On a line of its own, although the output before it may end in the middle of one.
+        self._log.put(f"\n[{time.strftime('%Y-%m-%d %H:%M:%S')}: {what}; the run continues]\n".encode())
 
     def _to_consoles(self, what: str) -> None:
         for sink in self._consoles.values():
@@ -316,7 +317,8 @@ class _Program:
         self._wait(LAST_S)
 
     def _busy(self) -> bool:
-        return any(sink.busy for sink in (self._log, *self._consoles.values()))
+        # The log twice: a console that is lost meanwhile has a note written to it before it stops being busy.
+        return any(sink.busy for sink in (self._log, *self._consoles.values(), self._log))
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
