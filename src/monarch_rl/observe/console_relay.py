@@ -302,12 +302,11 @@ class _Program:
             self._poll.register(descriptor, select.POLLIN)
 
     def _to_log(self, what: str) -> None:
-        # On a line of its own, although the output before it may end in the middle of one.
-        self._log.put(f"\n[{time.strftime('%Y-%m-%d %H:%M:%S')}: {what}; the run continues]\n".encode())
+        self._log.put(_note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {what}"))
 
     def _to_consoles(self, what: str) -> None:
         for sink in self._consoles.values():
-            sink.put(f"[{what}; the run continues]\n".encode())
+            sink.put(_note(what))
 
     def run(self) -> None:
         while self._inputs:
@@ -355,6 +354,11 @@ class _Program:
                 self._control.send(b"done")
             else:  # the controller has ended; other processes may still print
                 self._poll.unregister(self._control)
+
+
+def _note(what: str) -> bytes:
+    """On a line of its own, although the output before it may end in the middle of one."""
+    return f"\n[{what}; the run continues]\n".encode()
 
 
 def main() -> None:
