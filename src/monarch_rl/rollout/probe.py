@@ -142,15 +142,15 @@ async def _failures(
     for item, group_size in items:
         if (left := ends - time.monotonic()) <= 0:
             break
-        # Where little time is left, only the scorer's deadline counts, after which nothing is reported. On a machine
-        # without time for it, the scorer lengthens that one.
-        episode_s = 0.8 * PROBE_S if left > PROBE_S / 2 else FOREVER_S
-        limited = replace(settings, episode_deadline_s=episode_s)
+        # Then only the scorer's deadline counts, after which nothing is reported. On a machine without time for it, the
+        # scorer lengthens that one.
+        little = left < PROBE_S / 2
+        limited = replace(settings, episode_deadline_s=FOREVER_S if little else 0.8 * PROBE_S)
         what = "a training item" if group_size else "a held-out item"
         try:
             failures = await _call(scorer, ends, task.name, run_item, sent, item, group_size, limited)
         except ScoringFailed as failed:
-            if isinstance(failed, ScoreTookTooLong) and scorer.deadline_s < PROBE_S / 2:
+            if isinstance(failed, ScoreTookTooLong) and little:
                 break  # earlier items had used the time
             reason = failed.reason.replace("score", "the episode and its reward", 1)
             failures = [Failure(reason, failed.place, failed.report)]
