@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
-from monarch_rl.episode.failure import UNUSABLE
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import (
@@ -585,10 +584,8 @@ def _check(reward: asyncio.Future[Any]) -> None:
     if reward.cancelled():
         raise EpisodeFailed("turn reward was cancelled by the episode's own code")
     error = reward.exception()
-    if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed):
+    if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed | UnusableReward):
         raise error
-    if isinstance(error, UnusableReward):
-        raise EpisodeFailed(f"{error.what} {UNUSABLE}", error.place, str(error)) from error
     if error is not None:
         reason = f"turn reward raised {type(error).__name__}"
         raise EpisodeFailed(reason, *describe(error), is_infrastructure(error)) from error
