@@ -64,7 +64,7 @@ def test_a_changed_base_weight_changes_the_checksum_of_its_layer_alone(data: st.
     checksums = np.arange(len(names))
 
     def by_layer() -> dict[str, int]:
-        return BaseWeights(Manifest(specs, nbytes, ()), checksums).by_layer()
+        return BaseWeights(Manifest(specs, nbytes, ()), checksums).by_layer
 
     before, place = by_layer(), data.draw(st.integers(0, len(names) - 1))
     checksums[place] ^= 1 << data.draw(st.integers(0, 62))

@@ -25,6 +25,7 @@ A version counts as published only when every live replica serves it: the buffer
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import re
@@ -83,6 +84,7 @@ class BaseWeights:
     checksums: np.ndarray
     """The trainer's checksums, int64[tensors], in the manifest's order."""
 
+    @functools.cached_property
     def by_layer(self) -> dict[str, int]:
         """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the
         tensors' number, of which there are many thousands with experts."""
@@ -169,8 +171,8 @@ class Publisher:
     # -- called by the run -----------------------------------------------------------------------------------------
 
     def base_weights_by_layer(self) -> dict[str, int]:
-        """See :meth:`BaseWeights.by_layer`; empty if versions contain all weights."""
-        return {} if self._base_weights is None else self._base_weights.by_layer()
+        """See :attr:`BaseWeights.by_layer`; empty if versions contain all weights."""
+        return {} if self._base_weights is None else self._base_weights.by_layer
 
     async def publish(self, version: int) -> None:
         """Snapshot ``version`` and start publishing it. Training may continue when this returns.
