@@ -32,7 +32,7 @@ from tests.runtime.launched import Launched, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-KILLED = r"(Killed\(sig=9\)|exit code -9|process likely crashed)"
+KILLED = r"(Killed\(sig=9\)|exit code -9|process likely crashed|its process \d+ is (gone|dead))"
 STOPPED = "(stopped|does not answer)"
 LONG = ["--steps=5000", "--recovery.restarts=0"]
 
