@@ -16,7 +16,7 @@ from monarch_rl.episode.failure import UNUSABLE, Failure
 from monarch_rl.errors import ProbeFailed
 from monarch_rl.rollout import probe as probing
 from monarch_rl.rollout.frozen import FrozenModel
-from monarch_rl.rollout.probe import ANSWER, probe, run_item
+from monarch_rl.rollout.probe import ANSWER, probe, run_item, sent
 from monarch_rl.rollout.remote_judge import RemoteJudge
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
@@ -242,12 +242,21 @@ def test_a_mixture_is_probed_in_a_scoring_process_and_environments_are_not(monke
     with pytest.raises(ProbeFailed, match="task wrong") as failed:
         asyncio.run(warnings(fine, Questions(ROWS, text, name="wrong")))
     assert place(text) in str(failed.value)
-    with pytest.raises(ProbeFailed, match=r"grader.*task copied.*argument"):
-        asyncio.run(warnings(fine, Questions(ROWS, graded_by(Uncopied("a")), name="copied")))
+    rows = [row | {"grader": Uncopied("a")} for row in ROWS]
+    with pytest.raises(ProbeFailed, match=r"task uncopied.*argument"):
+        asyncio.run(warnings(Task(rows.__getitem__, endless, name="uncopied")))
+
+
+def test_a_variable_that_cannot_be_copied_is_named_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = graded_by(Uncopied("a"))
     monkeypatch.setattr(good, "warm_up", lambda: reads({}, "a"), raising=False)
-    with pytest.raises(ProbeFailed, match=r"variable .*grader.*task warmed"):
-        asyncio.run(warnings(Questions(ROWS, good, name="warmed")))
+    for task in (
+        Questions(ROWS, reads, name="graded"),
+        Questions(ROWS, good, name="graded"),  # by its warm_up
+        Environment(lambda seed: reads, str, name="graded"),
+    ):
+        with pytest.raises(TypeError, match="task graded .*grader: "):
+            sent(Mixture({Task(ROWS.__getitem__, endless, name="fine"): 1.0, task: 1.0}))
 
 
 class Uncopied:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,52 @@ def test_a_culprit_is_found_in_partials_comprehensions_and_inner_functions() -> 
         assert culprit_of(names[name]) == "numbers"
         assert culprit_of(functools.partial(names[name])) == f"{name} -> numbers"
     assert culprit_of(functools.partial(print, end=names["numbers"])) == "end"
+
+
+class Uncopied:
+    """Like the templates of jinja2: it is pickled, but not unpickled."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> Any:
+        return Uncopied, ()
+
+
+@dataclass(slots=True)
+class Slotted:
+    grader: object
+
+
+def test_what_leads_to_a_value_that_cannot_be_copied_is_named_wherever_it_stands() -> None:
+    uncopied = Uncopied("a")
+
+    def by_default(answer: str, length: int = 1, grader: Uncopied = uncopied) -> float:
+        return float(answer == grader.text)
+
+    def by_name(answer: str, *, grader: Uncopied = uncopied) -> float:
+        return float(answer == grader.text)
+
+    class OfClass:
+        grader = uncopied
+
+        def __call__(self, answer: str) -> float:
+            return float(answer == self.grader.text)
+
+    ways: list[tuple[Any, str]] = [
+        (by_default, "grader"),
+        (by_name, "grader"),
+        (OfClass, "grader"),
+        (OfClass(), "OfClass -> grader"),
+        (OfClass().__call__, "OfClass -> grader"),
+        ({"a": [0, uncopied]}, "['a'] -> [1]"),
+        (Slotted(uncopied), "grader"),
+    ]
+    for value, culprit in ways:
+        assert culprit_of(value) == culprit
+        with pytest.raises(TypeError, match=rf"^my function .*{re.escape(culprit)}: .*argument"):
+            ByValue.checked(value, "my function")
+    assert ByValue.checked(Slotted(1), "my function") == ByValue(Slotted(1))
 
 
 @pytest.mark.parametrize("make", [threading.Thread, lambda: subprocess.Popen(["true"]), lambda: Pipe()[0]])

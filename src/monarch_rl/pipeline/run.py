@@ -87,7 +87,7 @@ from monarch_rl.pipeline.start import (
 from monarch_rl.pipeline.warm_restart import Survivors, find_survivors
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel
-from monarch_rl.rollout.probe import probe
+from monarch_rl.rollout.probe import probe, sent
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
 from monarch_rl.runtime import supervisor, wait_registry
@@ -400,7 +400,9 @@ class Run:
             f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
             f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
         )
-        task_by_value, stages_by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
+        task_by_value, stages_by_value = sent(task), ByValue(stages, "a stage")
+        for stage in stages:
+            ByValue.checked(stage, f"the stage {stage.name}")
         if settings.probe and self._survivors is None:
             await cluster.fork_server.imported(SCORING_PRELOAD)
             for warning in await probe(task, settings.rollout, cluster.fork_server.name):
@@ -906,7 +908,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         refusals.raise_all()
         if made is not None:
             register_modules()
-            ByValue(made, f"task {made.name}")  # here, because run.start() comes after the hosts
+            sent(made)  # here, because run.start() comes after the hosts
         resumed = resolve_resume(settings)
     except (TypeError, ValueError) as error:
         if not raised_in_package(error):  # it comes from the recipe's own code: its author needs the traceback

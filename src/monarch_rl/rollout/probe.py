@@ -35,7 +35,7 @@ from monarch_rl.rollout.play import EpisodeRunner
 from monarch_rl.rollout.scoring import Convert, Raised, ScoreFunction, Scorer, compute
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import EpisodeResult, GroupRewarder
-from monarch_rl.runtime.by_value import culprit_of, from_bytes, to_bytes
+from monarch_rl.runtime.by_value import ByValue, from_bytes, to_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.settings.ranges import FOREVER_S
@@ -60,6 +60,14 @@ HINT = (
 )
 
 
+def sent(task: Task) -> ByValue[Task]:
+    """A task for other processes. Raises TypeError, which names the task and the variable, if it cannot be pickled, or
+    no copy of its code can be made."""
+    for one in _leaves(task):
+        ByValue.checked(_code_of(one), f"task {one.name}")
+    return ByValue(task, f"task {task.name}")
+
+
 async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") -> list[str]:
     """Run the first training item and the first held-out item of a task, or of each task of a mixture.
 
@@ -74,7 +82,7 @@ async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") ->
         ProbeFailed: the task cannot work: a value that is not a reward was returned, ``warm_up`` raised, or there is no
             first item.
     """
-    items = [(one, _first_items(one, settings.group_size)) for one in _leaves(task)]
+    items = [(one, _first_items(one, settings.group_size)) for one in _leaves(task) if one.probe]
     if not items:
         return []
     warnings: dict[tuple[str, ...], str] = {}
@@ -104,8 +112,15 @@ async def probe(task: Task, settings: RolloutSettings, fork_server: str = "") ->
 def _leaves(task: Task) -> Iterator[Task]:
     for one in task.tasks:
         yield from _leaves(one)
-    if not task.tasks and task.probe:
+    if not task.tasks:
         yield task
+
+
+def _code_of(task: Task) -> Task:
+    """The task without its items, of which there may be many."""
+    return Task(
+        _nothing, task.episode, {}, task.name, task.full_context_reward, task.warm_up, group_rewards=task.group_rewards
+    )
 
 
 def _first_items(task: Task, group_size: int) -> list[tuple[Any, int]]:
@@ -129,8 +144,7 @@ async def _failures(
     task: Task, items: Sequence[tuple[Any, int]], settings: RolloutSettings, scorer: Scorer, ends: float
 ) -> list[Failure]:
     """Failures of items of one task, within the time that is left."""
-    # Without its items, of which there may be many.
-    sent = Task(_nothing, task.episode, {}, task.name, task.full_context_reward, group_rewards=task.group_rewards)
+    code = _code_of(task)
     found: list[Failure] = []
     if task.warm_up is not None:
         try:
@@ -148,7 +162,7 @@ async def _failures(
         limited = replace(settings, episode_deadline_s=FOREVER_S if little else 0.8 * PROBE_S)
         what = "a training item" if group_size else "a held-out item"
         try:
-            failures = await _call(scorer, ends, task.name, run_item, sent, item, group_size, limited)
+            failures = await _call(scorer, ends, task.name, run_item, code, item, group_size, limited)
         except ScoringFailed as failed:
             if isinstance(failed, ScoreTookTooLong) and little:
                 break  # earlier items had used the time
@@ -159,8 +173,8 @@ async def _failures(
 
 
 async def _call(scorer: Scorer, ends: float, task: str, function: ScoreFunction, code: Any, *args: Any) -> Any:
-    """``function(code, *args)`` in the scoring process, where ``code`` is the task's own. Raises ProbeFailed if no copy
-    of them can be made there."""
+    """``function(code, *args)`` in the scoring process. Raises ProbeFailed if no copy of the arguments can be made
+    there."""
     scorer.deadline_s = round(max(ends - time.monotonic(), 1.0), 1)
     # In one object, because only functions are pickled by value: the task's are members of the recipe's `__main__`.
     call = functools.partial(function, code, *args)
@@ -169,11 +183,8 @@ async def _call(scorer: Scorer, ends: float, task: str, function: ScoreFunction,
     except ScoringFailed as failed:
         if failed.reason != NOT_UNPICKLED:
             raise
-        culprit = culprit_of(code)
-        what = f"the variable {culprit}" if culprit else "an item"
         raise ProbeFailed(
-            f"{what} of task {task} cannot be sent to the processes that run episodes: {failed.detail}. Create it in "
-            "the function that uses it, or in warm_up"
+            f"task {task}, or its first item, cannot be sent to the processes that run episodes: {failed.detail}"
         ) from failed
 
 

@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import contextvars
+import copyreg
 import functools
 import inspect
 import io
@@ -38,6 +39,8 @@ INSTALLED = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "plat
 _INSTALLED = tuple(f"{path}/" for path in INSTALLED)
 KEPT = 64
 """Number of unpickled objects that are cached: the most recently used."""
+SEARCHED = 64
+"""Maximum length of a list or mapping that is searched for a culprit: a longer one is data."""
 
 
 def register_modules(recipe: Path | None = None) -> list[str]:
@@ -80,6 +83,21 @@ class ByValue(Generic[T]):
 
     def __init__(self, value: T, what: str = "") -> None:
         self._data = _by_value(value, what or repr(value))
+
+    @classmethod
+    def checked(cls, value: T, what: str) -> ByValue[T]:
+        """As the constructor, but first make a copy in this process, as others will. Raises TypeError, which names the
+        variable, if ``value`` cannot be pickled or no copy can be made."""
+        made = cls(value, what)
+        try:
+            from_bytes(made.data)
+        except NotUnpickled as error:
+            culprit = culprit_of(value)
+            raise NotUnpickled(
+                f"{what} cannot be sent to other processes: {f'{culprit}: ' if culprit else ''}{error}. Create it in "
+                "the function that uses it"
+            ) from error
+        return made
 
     @classmethod
     def of_bytes(cls, data: bytes) -> ByValue[T]:
@@ -307,16 +325,27 @@ def _culprit(value: Any, seen: set[int]) -> str | None:
     seen.add(id(value))
     if isinstance(value, MethodType):
         return _culprit(value.__self__, seen)
+    parts: dict[str, Any]
     if isinstance(value, functools.partial):
         function = getattr(value.func, "__name__", "func")
-        parts: dict[str, Any] = {function: value.func, **value.keywords}
+        parts = {function: value.func, **value.keywords}
     elif isinstance(value, FunctionType):
         # inspect.getclosurevars() alone leaves out what only a comprehension or an inner function uses.
         used = cloudpickle.cloudpickle._extract_code_globals(value.__code__)
         variables = {name: value.__globals__[name] for name in used if name in value.__globals__}
-        parts = {**inspect.getclosurevars(value).nonlocals, **variables}
+        parts = {**_defaults_of(value), **inspect.getclosurevars(value).nonlocals, **variables}
+    elif isinstance(value, type):
+        parts = dict(vars(value)) if _by_name(value) is None else {}
+    elif isinstance(value, ModuleType):
+        parts = {}
+    elif isinstance(value, list | tuple) and len(value) <= SEARCHED:
+        parts = {f"[{index}]": part for index, part in enumerate(value)}
+    elif isinstance(value, dict) and len(value) <= SEARCHED:
+        parts = {f"[{key!r}]": part for key, part in value.items()}
     else:
-        parts = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+        parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        parts |= {**getattr(value, "__dict__", {}), type(value).__name__: type(value)}
     for name, part in parts.items():
         try:
             _Pickler(file := io.BytesIO()).dump(part)
@@ -325,6 +354,14 @@ def _culprit(value: Any, seen: set[int]) -> str | None:
             if (deeper := _culprit(part, seen)) is not None:
                 return f"{name} -> {deeper}" if deeper else name
     return ""
+
+
+def _defaults_of(function: FunctionType) -> dict[str, Any]:
+    """The default values of a function's arguments."""
+    defaults = function.__defaults__ or ()
+    code = function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 # -- processes that run a recipe's code without being its main program ------------------------------------------------
