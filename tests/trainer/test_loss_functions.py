@@ -172,6 +172,20 @@ def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
     assert TrainingFunctions.of("grpo", supervised, LossSettings(aggregation="token_mean"))
 
 
+def test_all_that_does_not_fit_is_refused_together() -> None:
+    discounted: Any = partial(gae, gamma=0.5)
+    loss = LossSettings(advantage="rloo", kl_coefficient=0.1)
+    with pytest.raises(ValueError, match="^3 problems") as refused:
+        TrainingFunctions.of(discounted, supervised, loss, CriticSettings(lr=1e-3, gamma=1.0))
+    for culprit in ("trainer.loss.advantage", "trainer.critic.gamma", "trainer.loss.kl-coefficient"):
+        assert culprit in str(refused.value)
+    functions = TrainingFunctions.of("distillation", PPOClip(), LossSettings())
+    with pytest.raises(ValueError, match="^4 problems") as refused:
+        check_columns(functions, {"reference": "mine"}, reference=True, critic=True)
+    for culprit in ("--trainer.reference", "trainer.reference: ", "trainer.critic.lr", "'teacher'"):
+        assert culprit in str(refused.value)
+
+
 def test_an_objective_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
     gspo, default = GSPO(ratio_to="behaviour"), PPOClip()
     for trained, name in ((supervised, "supervised"), (CISPO(), "cispo"), (default, "ppo_clip")):

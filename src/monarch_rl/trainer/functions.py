@@ -12,7 +12,7 @@ from monarch_rl.algorithms.functions import named, needed_columns
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.algorithms.objectives import Distillation, Objective, PPOClip
 from monarch_rl.episode.serialization import BEHAVIOUR
-from monarch_rl.errors import SettingsError, raise_together
+from monarch_rl.errors import Refusals, SettingsError
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 from monarch_rl.trainer.objective import (
@@ -73,22 +73,28 @@ class TrainingFunctions:
 
         Raises:
             ValueError: no advantage has this name; the settings do not fit the functions, or name another advantage; or
-                a ``functools.partial`` of ``gae`` has other discounts than the critic.
+                a ``functools.partial`` of ``gae`` has other discounts than the critic. All problems together.
             TypeError: a function cannot be sent to other processes; states why.
         """
         name = advantage if isinstance(advantage, str) else name_of(advantage)
-        _check_advantage(name or place_of(advantage), loss)
         if isinstance(advantage, str):
             advantage = named(ADVANTAGES, advantage, "advantage")()
-        if name:
-            loss = replace(loss, advantage=name)  # raises if the other settings do not fit it
-        advantage = _discounted(advantage, critic)
+        refusals = Refusals()
+        with refusals:
+            _check_advantage(name or place_of(advantage), loss)
+        with refusals:
+            if name:
+                loss = replace(loss, advantage=name)  # raises if the other settings do not fit it
+        with refusals:
+            advantage = _discounted(advantage, critic)
         if objective is supervised:
-            _check_supervised(loss)
+            with refusals:
+                _check_supervised(loss)
+        refusals.raise_all()
         function = loss_function(objective, loss) if isinstance(objective, Objective) else objective
         return cls(
-            ByValue(advantage, f"the advantage {place_of(advantage)}"),
-            ByValue(function, f"the objective {place_of(function)}"),
+            ByValue.checked(advantage, f"the advantage {place_of(advantage)}"),
+            ByValue.checked(function, f"the objective {place_of(function)}"),
             tuple(name for name in needed_columns(advantage) if not (critic.enabled and name == VALUE)),
         )
 
@@ -232,23 +238,32 @@ def check_columns(
         critic: whether the trainer fills the columns of :data:`CRITIC`.
 
     Raises:
-        ValueError: names the column, and the function with its file and line.
+        ValueError: names the column, and the function with its file and line; all problems together.
     """
+    refusals = Refusals()
     if reference and REFERENCE in filled:
-        raise SettingsError(
+        refusals.add(
             f"the column {REFERENCE!r} would be filled by --trainer.reference and by the stage {filled[REFERENCE]!r}: "
             "leave one of them out"
         )
     kinds = {"advantage": functions.advantage.load(), "objective": functions.objective.load()}
     if reference and REFERENCE not in needed_columns(kinds["objective"]):
-        raise SettingsError(
+        refusals.add(
             f"trainer.reference: the objective {place_of(kinds['objective'])} does not read the column {REFERENCE!r}, "
             "for which a whole copy of the model would be kept. Give trainer.loss.kl-coefficient, such as 0.001, or "
             "leave the flag out"
         )
     if critic:
-        _check_critic(kinds, filled)
-    problems = []
+        for name in CRITIC.keys() & filled.keys():
+            refusals.add(
+                f"the column {name!r} is filled by the stage {filled[name]} and by the trainer's critic: leave out the "
+                "stage, or the critic"
+            )
+        if not any(CRITIC.keys() & set(needed_columns(function)) for function in kinds.values()):
+            refusals.add(
+                "trainer.critic.lr: neither the advantage nor the objective reads a column of the critic. Give "
+                "trainer.loss.advantage gae, or leave the critic out"
+            )
     for kind, function in kinds.items():
         available = {*filled, *(FILLED_BY_TRAINER if kind == "objective" else FILLED_BY_ENGINE)}
         available |= {VALUE} if critic else set()
@@ -259,13 +274,11 @@ def check_columns(
                 flag = "--trainer.reference, or " if name == REFERENCE and kind == "objective" else ""
                 flag = "the trainer a critic (recipes/ppo.py, with trainer.critic.lr), or " if name == VALUE else flag
                 stage = f"{name}(run.frozen(...))" if name in (REFERENCE, TEACHER) else f"Stage(..., fills=({name!r},))"
-                problems.append(
-                    SettingsError(
-                        f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
-                        f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
-                    )
+                refusals.add(
+                    f"the {kind} {place_of(function)} needs the column {name!r}, which nothing fills (filled are "
+                    f"{', '.join(sorted(available))}): give {flag}run.start() a stage that does, stages=[{stage}]"
                 )
-    raise_together(problems)
+    refusals.raise_all()
 
 
 def without_rewards(functions: TrainingFunctions) -> str:
@@ -317,16 +330,3 @@ def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[
                 f"would compute it for nothing. Give {instead}, decorate your function that reads it with "
                 f"@needs({name!r}), or leave the stage out"
             )
-
-
-def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:
-    for name in CRITIC.keys() & filled.keys():
-        raise SettingsError(
-            f"the column {name!r} is filled by the stage {filled[name]} and by the trainer's critic: leave out the "
-            "stage, or the critic"
-        )
-    if not any(CRITIC.keys() & set(needed_columns(function)) for function in functions.values()):
-        raise SettingsError(
-            "trainer.critic.lr: neither the advantage nor the objective reads a column of the critic. Give "
-            "trainer.loss.advantage gae, or leave the critic out"
-        )
