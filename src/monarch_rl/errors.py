@@ -35,10 +35,12 @@ defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 class MonarchRLError(Exception):
@@ -351,37 +353,78 @@ UNREACHABLE = frozenset(
         ("openai", "APIConnectionError"),
         ("requests", "ChunkedEncodingError"),
         ("requests", "ConnectionError"),
+        ("requests", "RetryError"),
         ("requests", "Timeout"),
         ("socket", "gaierror"),
+        ("ssl", "SSLEOFError"),
         ("urllib", "URLError"),
+        ("urllib3", "MaxRetryError"),
+        ("urllib3", "ProtocolError"),
+        ("urllib3", "TimeoutError"),
         ("websockets", "ConnectionClosed"),
     }
 )
 """Exceptions of clients whose server did not answer, by package and name: they are compared without an import."""
-UNAVAILABLE = (429, 502, 503, 504)
-"""HTTP statuses of a server that is overloaded or away. 500 may be its answer to what the policy sent."""
+ANSWERED = ("urllib", "HTTPError")
+"""The one exception of a server's answer that derives from one of :data:`UNREACHABLE`."""
+UNAVAILABLE = (408, 429, 502, 503, 504, *range(520, 530))
+"""HTTP statuses of a server, or a proxy before it, that is overloaded or away; those above 511 are Cloudflare's and
+Anthropic's. 500 may be its answer to what the policy sent."""
+GRPC_UNAVAILABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+"""Status codes of gRPC of such a server."""
+NO_ROUTE = (errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ETIMEDOUT)
+"""Errors of connections for which Python has no subclass of ConnectionError."""
 
 
 def is_infrastructure(error: BaseException | None) -> bool:
     """Whether an error, or its explicit cause (``raise ... from error``), is one of a service that an episode needs: a
     judge, an environment's server, the sandbox, a scoring process. Such an episode says nothing about the policy: it is
-    left out of its group and of evaluations."""
-    while error is not None:
-        if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
+    left out of its group and of evaluations. Of an ``ExceptionGroup``, all errors have to be."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # "raise error from error" is its own cause
+        seen.add(id(error))
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(is_infrastructure, error.exceptions))
+        if _attribute(error, "infrastructure") or isinstance(error, ConnectionError) or _is_unreachable(error):
             return True
         if (status := _http_status(error)) is not None:
             return status in UNAVAILABLE
-        if any((kind.__module__.partition(".")[0], kind.__name__) in UNREACHABLE for kind in type(error).__mro__):
-            return True
         error = error.__cause__
     return False
 
 
+def _is_unreachable(error: BaseException) -> bool:
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
+    if ANSWERED in kinds:
+        return False
+    if ("grpc", "RpcError") in kinds and callable(code := _attribute(error, "code")):
+        return getattr(code(), "name", "") in GRPC_UNAVAILABLE
+    if isinstance(error, TimeoutError) and _raised_by_client(error):
+        return True
+    # asyncio joins the errors of a name's several addresses, such as ::1 and 127.0.0.1, to one without a number.
+    joined = type(error) is OSError and str(error).startswith("Multiple exceptions: [Errno ")
+    return joined or (isinstance(error, OSError) and error.errno in NO_ROUTE) or not UNREACHABLE.isdisjoint(kinds)
+
+
+def _raised_by_client(error: BaseException) -> bool:
+    """Whether a client of :data:`UNREACHABLE` raised the error, not ``asyncio.timeout`` or the episode's own code."""
+    *_, module = ("", *(frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)))
+    return module.partition(".")[0] in {package for package, _ in UNREACHABLE}
+
+
 def _http_status(error: BaseException) -> int | None:
     """The status that a server answered with, under the names of it in HTTP clients; None if there is none."""
-    response = getattr(error, "response", None)
+    response = _attribute(error, "response")
     names = [(error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")]
-    return next((status for of, name in names if isinstance(status := getattr(of, name, None), int)), None)
+    return next((status for of, name in names if isinstance(status := _attribute(of, name), int)), None)
+
+
+def _attribute(of: object, name: str) -> Any:
+    """An attribute of an error of any package; None if there is none, or its property raises."""
+    try:
+        return getattr(of, name, None)
+    except Exception:  # the package's own code
+        return None
 
 
 def written_by_another_version(what: str, writer: str, reason: object) -> str:

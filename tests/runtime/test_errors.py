@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
+import errno
 import pickle
 import re
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import aiohttp
+import grpc
+import httpx
 import pytest
+import requests
+import urllib3
+import websockets
+from websockets.exceptions import ConnectionClosedError
 
 from monarch_rl import errors
 
@@ -69,3 +81,95 @@ def test_each_exception_is_documented_and_can_be_pickled(name: str) -> None:
     assert kind.__doc__
     again = pickle.loads(pickle.dumps(kind("why")))
     assert type(again) is kind and str(again) == str(kind("why"))
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Address of a server that accepts connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def by_aiohttp(address: str) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=0.05)) as session:
+        await session.get(f"http://{address}")
+
+
+async def by_websockets(address: str) -> None:
+    async with websockets.connect(f"ws://{address}", open_timeout=0.05):
+        pass
+
+
+def by_grpc(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        channel.unary_unary("/judge/score")(b"", timeout=0.05)
+
+
+CLIENTS: dict[str, Callable[[str], object]] = {
+    "urllib": lambda address: urllib.request.urlopen(f"http://{address}", timeout=0.05),
+    "urllib3": lambda address: urllib3.PoolManager().request("GET", f"http://{address}", retries=False, timeout=0.05),
+    "requests": lambda address: requests.get(f"http://{address}", timeout=0.05),
+    "httpx": lambda address: httpx.get(f"http://{address}", timeout=0.05),
+    "aiohttp": lambda address: asyncio.run(by_aiohttp(address)),
+    "websockets": lambda address: asyncio.run(by_websockets(address)),
+    "grpc": by_grpc,
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_server_that_does_not_answer_a_client_in_time_is_infrastructure(client: str, silent: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever the client raises
+        CLIENTS[client](silent)
+    assert errors.is_infrastructure(raised.value)
+
+
+class Guarded(Exception):
+    @property
+    def response(self) -> None:
+        raise ValueError("there is none")
+
+
+def of_status(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("GET", "http://judge")
+    return httpx.HTTPStatusError("an error", request=request, response=httpx.Response(status, request=request))
+
+
+def own_cause(error: Exception) -> Exception:
+    error.__cause__ = error
+    return error
+
+
+REFUSED = ConnectionRefusedError("refused")
+
+
+@pytest.mark.parametrize(
+    ("error", "infrastructure"),
+    [
+        (ConnectionClosedError(None, None), True),
+        (ExceptionGroup("of a TaskGroup", [REFUSED, ExceptionGroup("inner", [httpx.ConnectError("refused")])]), True),
+        (ExceptionGroup("of a TaskGroup", [REFUSED, KeyError("answer")]), False),
+        (own_cause(KeyError("answer")), False),
+        (own_cause(httpx.ConnectError("refused")), True),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), True),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), True),
+        (OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 80), [Errno 111] ..."), True),
+        (OSError(errno.EMFILE, "Too many open files"), False),
+        (requests.exceptions.RetryError("too many 503 error responses"), True),
+        (of_status(408), True),
+        (of_status(529), True),
+        (of_status(422), False),
+        (TimeoutError(), False),
+        (Guarded("no"), False),
+    ],
+    ids=repr,
+)
+def test_which_errors_are_of_infrastructure(error: Exception, infrastructure: bool) -> None:
+    assert errors.is_infrastructure(error) is infrastructure
+
+
+def test_a_deadline_of_the_episodes_own_is_no_infrastructure() -> None:
+    with pytest.raises(TimeoutError) as raised:
+        asyncio.run(asyncio.wait_for(asyncio.sleep(60), 0.01))
+    assert not errors.is_infrastructure(raised.value)
