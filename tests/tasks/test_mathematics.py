@@ -57,6 +57,16 @@ from tests.rollout.cores import AMPLE_S, with_cores
         (r"\$18.90", r"\boxed{\$18.90}", True),
         (r"\$32,\!348", r"\boxed{32348}", True),
         (r"\$18.90", r"\boxed{\$18.09}", False),
+        ("42", r"So \fbox{42}. I checked it for 7.", True),
+        (r"So $x + 1 = 6$ and \fbox{5}.", r"\boxed{5}", True),
+        (r"So $x + 1 = 6$ and \fbox{5}.", r"\boxed{6}", False),
+        ("5", r"\boxed {5}", True),
+        ("5", r"\boxed 5", True),
+        ("5", r"\boxed{5.}", True),
+        ("1, 2", r"\boxed{1, 2.}", True),
+        ("1234567", r"\boxed{1\,234\,567}", True),
+        (r"1\,234", r"\boxed{235}", False),  # 1 + 234
+        ("(1, 200)", r"\boxed{(1,\,200)}", True),
     ],
 )
 def test_answers_are_compared_mathematically(

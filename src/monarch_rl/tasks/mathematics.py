@@ -23,20 +23,26 @@ NO_ANSWERS = ("", "None", "nan", "NaN", "NaT", "<NA>", "null")
 """Answers that say that there is none, of which math-verify would make products of letters."""
 _MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """Marks by which math-verify finds LaTeX. ``\\$`` is the dollar of an amount."""
-_BOX = re.compile(r"\\boxed(?![a-zA-Z])\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_OPENED = re.compile(r"\\(?:boxed|fbox)\s*{")
+"""The beginning of a box, in any spelling."""
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 """A brace, or one that is text (``\\{``)."""
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d*)?[eE][+-]?\d{1,3}(?![\w.]*\w)")
 """A number such as 1e-05, which math-verify would read as a product with Euler's number."""
+_GROUPED = re.compile(r"(?<=\d)(?:\\,|\\ |~)\s*(?=\d{3}(?!\d))")
+"""A space of LaTeX between the thousands of a number, of which math-verify would make the sum of its parts."""
+_STOP = re.compile(r"(?<=\d)\.(?=\s*}$)")
+"""A full stop after the number in a box, with which math-verify would take it for text."""
 
 
 class MathReward:
     r"""1 if an answer is mathematically equal to the answer of its row, else 0; for :class:`Questions`.
 
-    The answer is the content of the last ``\boxed{...}`` in the text, or else the last expression. So is the row's
-    answer, which may be a whole solution. This is a plain function, so it runs in a scoring process: expressions such
-    as 9^9^9^9 never finish, and cost their episode when its deadline has passed. The library's own time-outs are off,
-    because they would turn this into a reward of 0.
+    The answer is the content of the last ``\boxed{...}`` or ``\fbox{...}`` in the text, or else the last expression.
+    So is the row's answer, which may be a whole solution. This is a plain function, so it runs in a scoring process:
+    expressions such as 9^9^9^9 never finish, and cost their episode when its deadline has passed. The library's own
+    time-outs are off, because they would turn this into a reward of 0.
 
     Args:
         column: column of the row with the right answer: LaTeX, plain text or a number.
@@ -117,6 +123,8 @@ def _final(text: str) -> str:
             start, end = box.start(), _closing(text, box.end())
     # A box without braces has no end of its own, and one that is cut off is not an answer.
     text = text[start:end] if text[end - 1 : end] == "}" else text[start:]
+    text = _OPENED.sub(r"\\boxed{", text)  # the only one that math-verify finds
+    text = _STOP.sub("", _GROUPED.sub("", text))
     return _SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), text)
 
 
