@@ -5,12 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from monarch_rl.checkpoint.folders import Manifest
 from monarch_rl.errors import SettingsError
-from monarch_rl.offline.export import Source, export, source_of
+from monarch_rl.offline.export import Source, check_base_weights, export, source_of
+from monarch_rl.pipeline.publishing import sums_by_layer
 from tests.model.test_broken_folders import changed, tensors, written
 from tests.recipe.running import random_model
 
@@ -55,3 +60,19 @@ def test_only_an_earlier_export_is_replaced(good: Path, tmp_path: Path) -> None:
             export(Source(good), tmp_path / place)
     with pytest.raises(SettingsError, match="the model that the run began with"):
         export(Source(good, checkpoint=tmp_path), good)
+
+
+def test_lora_is_exported_only_with_the_base_weights_that_it_was_trained_on(tmp_path: Path) -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+    saved = sums_by_layer(names, "bfloat16", np.array([1, 2, 3]))
+    manifest = Manifest(1, 1, 0, 0.0, {}, settings={"model": "/models/base"}, base_weights=saved)
+
+    def check(*checksums: int) -> None:
+        tensors = [(name, (1,)) for name in names]
+        loaded: Any = SimpleNamespace(base_checksums=lambda dtype: (tensors, np.array(checksums)))
+        policy: Any = SimpleNamespace(published=loaded)
+        check_base_weights(policy, Source(tmp_path, tmp_path / "step-000001", manifest=manifest))
+
+    check(1, 2, 3)
+    with pytest.raises(SettingsError, match=r"/models/base .*step-000001.* model\.layers\.0 \(bfloat16\)\."):
+        check(1, 2, 4)

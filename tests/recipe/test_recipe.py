@@ -204,6 +204,13 @@ def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Pa
     program("export.py", adapter.parents[1], str(tmp_path / "alone"), "--adapter")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "alone" / name).read_bytes() == adapter.with_name(name).read_bytes()
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    export = ["tools/export.py", str(adapter.parents[1] / "checkpoints" / "latest"), str(tmp_path / "merged")]
+    refused = run_forked("trainer", export, RUN_S, folder=RECIPE.parents[1])
+    assert refused.returncode and "model.layers.1 (" in refused.stderr + refused.stdout
+    assert not (tmp_path / "merged").exists()
 
 
 def test_self_play(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:

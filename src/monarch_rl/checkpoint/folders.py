@@ -44,7 +44,7 @@ GROUPS = "buffer.groups"
 LATEST, BEST = "latest", "best"
 """Symbolic links to checkpoints."""
 NAMED = 3
-"""Damaged records of a file that a message names."""
+"""Damaged records of a file, or changed layers, that a message names."""
 _CHUNK = 1 << 22
 
 
@@ -104,6 +104,22 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
+
+    def check_base_weights(self, found: Mapping[str, int], checkpoint: Path) -> None:
+        """Raise SettingsError if LoRA's base weights are no longer those of the checkpoint.
+
+        Args:
+            found: checksums as in :attr:`base_weights`. Those that only one of both has, as of another dtype, are
+                ignored.
+            checkpoint: folder of the checkpoint, for the message.
+        """
+        saved = self.base_weights
+        if changed := [name for name, checksum in saved.items() if found.get(name, checksum) != checksum]:
+            raise SettingsError(
+                f"the weights in {self.settings['model']} have changed or are damaged since {checkpoint} was written, "
+                f"whose LoRA weights belong to the old ones: {', '.join(changed[:NAMED])}"
+                f"{f' and {len(changed) - NAMED} more layers' if len(changed) > NAMED else ''}. Put the old files back"
+            )
 
 
 def folder_of(root: Path, version: int) -> Path:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, complete, held, verify
+from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, Manifest, complete, held, verify
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.config import read_config
 from monarch_rl.model.folder import has_tokenizer, resolve_model
@@ -25,6 +26,9 @@ from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.settings.ranges import from_plain
 from monarch_rl.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from monarch_rl.trainer.policy import Policy
 
 logger = logging.getLogger("monarch_rl")
 
@@ -45,6 +49,8 @@ class Source:
     """Folder from which the checkpoint's files are read."""
     version: int = 0
     """The checkpoint's version; 0 for a model's folder, whose version is unknown."""
+    manifest: Manifest | None = None
+    """Manifest of the checkpoint."""
 
 
 @contextmanager
@@ -144,7 +150,7 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
             f"{checkpoint} needs the model that its run began with, {name}: put it back there, or link it; if that is "
             f"a relative path, of version 0.1, run this where the run was started. {error}"
         ) from error
-    return Source(model.folder, checkpoint, lora, links, manifest.version)
+    return Source(model.folder, checkpoint, lora, links, manifest.version, manifest)
 
 
 def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, adapter: bool = False) -> None:
@@ -182,6 +188,21 @@ def _check_target(folder: Path, source: Source) -> None:
         raise SettingsError(f"{folder} is the model that the run began with, so it is not replaced: name a new folder")
 
 
+def check_base_weights(policy: Policy, source: Source) -> None:
+    """Raise SettingsError if the checkpoint's LoRA belongs to other base weights than those that ``policy`` loaded."""
+    import torch
+
+    from monarch_rl.pipeline.publishing import sums_by_layer
+
+    if source.manifest is None or source.checkpoint is None:
+        return
+    found: dict[str, int] = {}
+    for dtype in {name.rpartition("(")[2].removesuffix(")") for name in source.manifest.base_weights}:
+        tensors, checksums = policy.published.base_checksums(getattr(torch, dtype))
+        found |= sums_by_layer([name for name, _ in tensors], dtype, checksums)
+    source.manifest.check_base_weights(found, source.checkpoint)
+
+
 def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int, adapter: bool, port: int) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
@@ -192,6 +213,7 @@ def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int
 
     settings = TrainerSettings(ranks=1, lora=source.lora, lr_warmup_steps=0)
     policy = Policy(source.model, settings, total_steps=1)
+    check_base_weights(policy, source)
     if source.files is not None:
         policy.checkpoint.restore_weights(source.files)
     if adapter:

@@ -86,19 +86,31 @@ class BaseWeights:
 
     @functools.cached_property
     def by_layer(self) -> dict[str, int]:
-        """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the
-        tensors' number, of which there are many thousands with experts."""
-        layers: dict[str, int] = {}
-        for spec, checksum in zip(self.manifest.tensors, self.checksums, strict=True):
-            layer = re.sub(r"(\.\d+)\..*", r"\1", spec.name)
-            name = f"{layer} ({str(spec.dtype).removeprefix('torch.')})"
-            layers[name] = zlib.crc32(checksum.tobytes(), layers.get(name, 0))
-        return layers
+        """See :func:`sums_by_layer`."""
+        tensors = self.manifest.tensors
+        return sums_by_layer([spec.name for spec in tensors], str(tensors[0].dtype), self.checksums)
 
     async def verify(self, index: int, generator: Generator) -> None:
         """Raise if a generator's base weights differ from the trainer's."""
         call = generator.verify_base_weights.call_one(self.manifest, self.checksums)
         await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
+
+
+def sums_by_layer(tensors: Sequence[str], dtype: str, checksums: np.ndarray) -> dict[str, int]:
+    """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the tensors'
+    number, of which there are many thousands with experts.
+
+    Args:
+        tensors: names of the tensors.
+        dtype: dtype of which the checksums are.
+        checksums: int64[tensors].
+    """
+    layers: dict[str, int] = {}
+    for tensor, checksum in zip(tensors, checksums, strict=True):
+        layer = re.sub(r"(\.\d+)\..*", r"\1", tensor)
+        name = f"{layer} ({dtype.removeprefix('torch.')})"
+        layers[name] = zlib.crc32(checksum.tobytes(), layers.get(name, 0))
+    return layers
 
 
 class Publisher:

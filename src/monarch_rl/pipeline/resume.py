@@ -99,18 +99,11 @@ class Resumed:
         return SavedBuffer(self.checkpoint / GROUPS, self.generation)
 
     def check_base_weights(self, found: Mapping[str, int]) -> None:
-        """Raise SettingsError if LoRA's base weights are no longer those of the checkpoint.
-
-        Args:
-            found: checksums as in the manifest. Those that only one of both has, as of another dtype, are ignored.
-        """
-        saved = self.manifest.base_weights
-        if changed := [name for name, checksum in saved.items() if found.get(name, checksum) != checksum]:
-            raise SettingsError(
-                f"cannot resume: the weights in {self.manifest.settings['model']} have changed or are damaged since "
-                f"{self.checkpoint} was written, whose LoRA weights belong to the old ones: {', '.join(changed[:3])}"
-                f"{f' and {len(changed) - 3} more layers' if len(changed) > 3 else ''}. Put the old files back"
-            )
+        """See :meth:`Manifest.check_base_weights`."""
+        try:
+            self.manifest.check_base_weights(found, self.checkpoint)
+        except SettingsError as error:
+            raise SettingsError(f"cannot resume: {error}") from None
 
     def __str__(self) -> str:
         step = self.version - self.warm_up_steps
