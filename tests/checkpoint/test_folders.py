@@ -131,6 +131,28 @@ def test_the_newest_and_the_best_checkpoints_remain(
         everything = {v: everything[v] for v in expected}
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_links_that_were_copied_as_folders_are_set_aside(
+    tmp_path: Path, resumed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by ``scp -r``."""
+    made(tmp_path, 1, 0.5)
+    folders.keep(tmp_path, 1, 1, ACCURACY)
+    root = tmp_path / "copied"
+    shutil.copytree(tmp_path, root, symlinks=False, ignore=shutil.ignore_patterns("copied"))
+    assert not any((root / name).is_symlink() for name in ("latest", "best"))
+    if resumed:
+        folders.go_back(root, 1)
+    else:
+        made(root, 2)
+        folders.keep(root, 2, 1)
+        assert not os.path.lexists(root / "best")
+    assert os.readlink(root / "latest") == f"step-{1 if resumed else 2:06d}"
+    assert str(root / "latest") in caplog.text
+    (aside,) = root.glob("latest-copy-*")
+    assert folders.verify(aside).version == 1
+
+
 def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     """As after a resume with another --evaluation.best."""
     made(tmp_path, 1, 4.0, "held_out/reward")

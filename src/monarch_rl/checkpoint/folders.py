@@ -270,10 +270,25 @@ def flush(path: Path) -> None:
 
 def point(link: Path, folder: Path) -> None:
     """Point ``link`` at a checkpoint in the same folder, atomically."""
+    _set_copy_aside(link)
     fresh = link.with_name(f".{link.name}.new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
     fresh.rename(link)
+
+
+def _unlink(link: Path) -> None:
+    _set_copy_aside(link)
+    link.unlink(missing_ok=True)
+
+
+def _set_copy_aside(link: Path) -> None:
+    """Rename a folder in the place of ``link``, as ``scp -r`` and object stores make one of a symbolic link."""
+    if link.is_symlink() or not link.is_dir():
+        return
+    aside = link.with_name(f"{link.name}-copy-{time.time_ns()}")
+    link.rename(aside)
+    logger.warning("%s was a folder, not a link: it is a copy of a checkpoint, is now %s, and is not used", link, aside)
 
 
 def complete(root: Path) -> dict[int, Path]:
@@ -419,7 +434,7 @@ def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
         kept.add(best)
         point(root / BEST, up_to_made[best])
     else:
-        (root / BEST).unlink(missing_ok=True)
+        _unlink(root / BEST)
     for version in up_to_made.keys() - kept:
         with suppress(OSError):
             _remove(root, version)
