@@ -336,6 +336,17 @@ def test_lines_that_a_checkpoint_had_and_that_are_gone_are_reported(
     assert f"{run.resolve() / 'metrics.jsonl'} has 13 bytes, but had 20" in caplog.text
 
 
+def test_lines_that_a_checkpoint_had_and_that_are_zeros_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that lost what it had reported as written."""
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings, positions={"metrics.jsonl": 13})
+    (run / "metrics.jsonl").write_bytes(b"before\n\0\0\0\0\0\0")
+    resume.take_folder(settings, resume.resolve_resume(replace(settings, resume=str(run))))
+    assert f"{run.resolve() / 'metrics.jsonl'} is damaged: no line ends at byte 13" in caplog.text
+
+
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])
 def test_a_generation_number_is_not_reused_while_any_file_of_it_is_left(tmp_path: Path, left: str) -> None:
     settings = RunSettings(output=tmp_path)

@@ -115,6 +115,20 @@ def truncate(path: Path, nbytes: int) -> None:
             size,
             nbytes,
         )
+        return
+    if nbytes and not _ends_a_line(path, nbytes):
+        logger.warning(
+            "%s is damaged: no line ends at byte %d, where one did at the checkpoint; what follows the line before is "
+            "removed",
+            path,
+            nbytes,
+        )
+
+
+def _ends_a_line(path: Path, nbytes: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(nbytes - 1)
+        return file.read(1) == b"\n"
 
 
 def read_object(path: Path) -> dict[str, Any]:
