@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
+from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 from fractions import Fraction
@@ -16,6 +18,7 @@ import pytest
 
 from monarch_rl.errors import ScoringFailed
 from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.tasks import mathematics
 from monarch_rl.tasks.mathematics import MathReward, are_equal
 from monarch_rl.tasks.questions import Questions
 from tests.patience import patiently
@@ -74,6 +77,21 @@ def test_answers_are_compared_mathematically(
 ) -> None:
     assert are_equal(right, answer) is equal
     assert not caplog.text  # no warning in every process that time-outs are off
+
+
+def test_the_last_box_of_many_that_are_not_closed_is_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Braces:
+        read = 0
+
+        def finditer(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
+            for brace in re.finditer(r"\\[{}\\]|[{}]", text[start:]):
+                Braces.read += 1
+                yield brace
+
+    monkeypatch.setattr(mathematics, "_BRACE", Braces())
+    assert are_equal("5", r"\boxed{" * 1000 + r"\boxed{5}")
+    assert not are_equal("5", r"\boxed{" * 1000)
+    assert Braces.read < 10_000
 
 
 def test_a_row_without_a_mathematical_answer_is_refused() -> None:

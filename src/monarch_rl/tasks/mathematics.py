@@ -118,9 +118,10 @@ def _parsed(right: str) -> list[Any]:
 def _final(text: str) -> str:
     """The last box of a text, or all of it. math-verify would combine boxes that are near each other into a set."""
     start = end = 0
+    closings = _closings(text)
     for box in _BOX.finditer(text):
         if box.start() >= end:  # not within another box
-            start, end = box.start(), _closing(text, box.end())
+            start, end = box.start(), closings.get(box.end(), box.end())
     # A box without braces has no end of its own, and one that is cut off is not an answer.
     text = text[start:end] if text[end - 1 : end] == "}" else text[start:]
     text = _OPENED.sub(r"\\boxed{", text)  # the only one that math-verify finds
@@ -128,14 +129,16 @@ def _final(text: str) -> str:
     return _SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), text)
 
 
-def _closing(text: str, opening: int) -> int:
-    """Position after the brace that closes the one at ``opening``; ``opening`` if there is none."""
-    depth = 0
-    for brace in _BRACE.finditer(text, opening) if text.startswith("{", opening) else ():
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.end()
-    return opening
+def _closings(text: str) -> dict[int, int]:
+    """For each brace that is closed: the position after the one that closes it. Linear: a policy may repeat a box
+    thousands of times."""
+    opened, closings = list[int](), dict[int, int]()
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closings[opened.pop()] = brace.end()
+    return closings
 
 
 def _decimals(right: Any) -> int:
