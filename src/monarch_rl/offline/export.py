@@ -190,12 +190,12 @@ def _check_target(folder: Path, source: Source) -> None:
 
 def check_base_weights(policy: Policy, source: Source) -> None:
     """Raise SettingsError if the checkpoint's LoRA belongs to other base weights than those that ``policy`` loaded."""
-    import torch
-
-    from monarch_rl.pipeline.publishing import sums_by_layer
-
     if source.manifest is None or source.checkpoint is None:
         return
+    import torch
+
+    from monarch_rl.weights.checksum import sums_by_layer
+
     found: dict[str, int] = {}
     for dtype in {name.rpartition("(")[2].removesuffix(")") for name in source.manifest.base_weights}:
         tensors, checksums = policy.published.base_checksums(getattr(torch, dtype))

@@ -28,8 +28,6 @@ import asyncio
 import functools
 import logging
 import math
-import re
-import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -48,7 +46,7 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.weights.checksum import add_checksums
+from monarch_rl.weights.checksum import add_checksums, sums_by_layer
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
 from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName, transports_on
 
@@ -94,23 +92,6 @@ class BaseWeights:
         """Raise if a generator's base weights differ from the trainer's."""
         call = generator.verify_base_weights.call_one(self.manifest, self.checksums)
         await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
-
-
-def sums_by_layer(tensors: Sequence[str], dtype: str, checksums: np.ndarray) -> dict[str, int]:
-    """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the tensors'
-    number, of which there are many thousands with experts.
-
-    Args:
-        tensors: names of the tensors.
-        dtype: dtype of which the checksums are.
-        checksums: int64[tensors].
-    """
-    layers: dict[str, int] = {}
-    for tensor, checksum in zip(tensors, checksums, strict=True):
-        layer = re.sub(r"(\.\d+)\..*", r"\1", tensor)
-        name = f"{layer} ({dtype.removeprefix('torch.')})"
-        layers[name] = zlib.crc32(checksum.tobytes(), layers.get(name, 0))
-    return layers
 
 
 class Publisher:

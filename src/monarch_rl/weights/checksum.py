@@ -18,6 +18,8 @@ is copied costs little more than the copy (:class:`Checksums`).
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -358,3 +360,20 @@ def not_finite(part: torch.Tensor, first: int, shape: Sequence[int]) -> str | No
 def values_not_finite(count: int, place: Sequence[int]) -> str:
     """Message that a tensor holds ``count`` values that are not finite, the first at the indices ``place``."""
     return f"holds {count} values that are not finite, the first at {list(place)}"
+
+
+def sums_by_layer(tensors: Sequence[str], dtype: str, checksums: np.ndarray) -> dict[str, int]:
+    """CRC-32 of the checksums of each layer's tensors, by the layer's name with the dtype: a fraction of the tensors'
+    number, of which there are many thousands with experts.
+
+    Args:
+        tensors: names of the tensors.
+        dtype: dtype of which the checksums are.
+        checksums: int64[tensors].
+    """
+    layers: dict[str, int] = {}
+    for tensor, checksum in zip(tensors, checksums, strict=True):
+        layer = re.sub(r"(\.\d+)\..*", r"\1", tensor)
+        name = f"{layer} ({dtype.removeprefix('torch.')})"
+        layers[name] = zlib.crc32(checksum.tobytes(), layers.get(name, 0))
+    return layers
