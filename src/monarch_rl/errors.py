@@ -366,7 +366,9 @@ def is_infrastructure(error: BaseException | None) -> bool:
     """Whether an error, or its explicit cause (``raise ... from error``), is one of a service that an episode needs: a
     judge, an environment's server, the sandbox, a scoring process. Such an episode says nothing about the policy: it is
     left out of its group and of evaluations."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # `raise error from error` is its own cause
+        seen.add(id(error))
         if getattr(error, "infrastructure", False) or isinstance(error, ConnectionError):
             return True
         if (status := _http_status(error)) is not None:

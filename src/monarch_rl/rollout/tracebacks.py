@@ -37,9 +37,10 @@ def describe(error: BaseException) -> tuple[str, str]:
     while start is not None and start.tb_next is not None and _calls(start):
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
+    last = exception_message(error)  # not str(), which the error's own class may have broken
     text = shortened(text, REPORT_CHARACTERS)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start)]
-    ways_out = [way_out for message, way_out in _WAYS_OUT if message in str(error)]
+    ways_out = [way_out for message, way_out in _WAYS_OUT if message in last]
     if isinstance(error, NameError) and frames and frames[-1][0] == "<string>":
         ways_out.append("Text that eval runs finds only what the function itself names: name it in the function.")
     return place_of(frames), "\n".join([text, *ways_out])
