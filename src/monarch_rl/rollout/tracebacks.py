@@ -17,11 +17,15 @@ REPORT_CHARACTERS = 6000
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _CALLERS = tuple(_PACKAGE + path for path in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_IN_SCORER = "Only scores run in the main thread of a process: use policy.in_scorer."
 _AWAIT = "An episode is a coroutine: await instead, or use asyncio.to_thread."
 _WAYS_OUT = (
-    ("signal only works in main thread", "Only scores run in the main thread of a process: use policy.in_scorer."),
+    ("signal only works in main thread", _IN_SCORER),
+    ("set_wakeup_fd only works in main thread", _IN_SCORER),
     ("cannot be called from a running event loop", _AWAIT),
     ("event loop is already running", _AWAIT),
+    ("while another loop is running", _AWAIT),
+    ("Already running asyncio in this thread", _AWAIT),
     ("it's not the same object as", "Import that module within the function: its objects were sent here by value."),
     ("EOF when reading a line", "Nobody can answer: the processes of a run have no standard input."),
 )
