@@ -30,6 +30,7 @@ from pathlib import Path
 from signal import alarm as set_alarm
 from typing import Any
 
+import anyio
 import numpy as np
 
 if __name__ == "__main__":
@@ -389,6 +390,24 @@ async def runs_its_own_event_loop() -> float:
     return asyncio.get_event_loop().run_until_complete(plain(1.0))
 
 
+async def runs_a_new_event_loop() -> float:
+    loop, coroutine = asyncio.new_event_loop(), plain(1.0)
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        coroutine.close()
+        loop.close()
+
+
+async def runs_anyio() -> float:
+    return anyio.run(plain, 1.0)
+
+
+async def handles_signals_of_the_loop() -> float:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+    return 1.0
+
+
 WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
     *(pools_with_initializer, registry, decorated_global),
@@ -407,7 +426,7 @@ OTHERS: list[Callable[[], Any]] = [
     ),
     *(leaves_an_alarm, is_not_interrupted),
     *(leads_a_group, tidies, episode_asks, handles_signals, sets_an_alarm, sets_a_timer),
-    *(nests_event_loops, runs_its_own_event_loop),
+    *(nests_event_loops, runs_its_own_event_loop, runs_a_new_event_loop, runs_anyio, handles_signals_of_the_loop),
 ]
 
 if __name__ == "__main__":

@@ -121,6 +121,22 @@ async def raises_no_exception(item: Any, policy: Policy) -> float:
     raise Ends("enough")
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        return None  # type: ignore[return-value]
+
+
+async def raises_what_cannot_be_printed(item: Any, policy: Policy) -> float:
+    raise Unprintable("no text")
+
+
+async def raises_from_itself(item: Any, policy: Policy) -> float:
+    try:
+        return float("a")
+    except ValueError as error:
+        raise error from error
+
+
 async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
     await policy.reply("a")
     return {str(part): 0.0 for part in range(1000)}
@@ -133,6 +149,13 @@ async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
         (awaits_itself, "episode raised RecursionError", "in awaits_itself", (awaits_itself, "return")),
         (interrupts, "episode raised KeyboardInterrupt", "in interrupts", (interrupts, "raise")),
         (raises_no_exception, "episode raised Ends", "enough", (raises_no_exception, "enough")),
+        (
+            raises_what_cannot_be_printed,
+            "episode raised Unprintable",
+            "in raises_what",
+            (raises_what_cannot_be_printed, "no text"),
+        ),
+        (raises_from_itself, "episode raised ValueError", "in raises_from_itself", (raises_from_itself, "return")),
         (in_too_many_parts, "episode returned an unusable value", "1000", (in_too_many_parts, "async def")),
     ],
 )

@@ -115,6 +115,9 @@ def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str)
         ("sets_a_timer", ["setitimer", "asyncio.timeout", "policy.in_scorer"]),
         ("nests_event_loops", ["await", "asyncio.to_thread"]),
         ("runs_its_own_event_loop", ["await", "asyncio.to_thread"]),
+        ("runs_a_new_event_loop", ["await", "asyncio.to_thread"]),
+        ("runs_anyio", ["await", "asyncio.to_thread"]),
+        ("handles_signals_of_the_loop", ["policy.in_scorer"]),
     ],
 )
 def test_what_does_not_work_fails_only_its_episode_and_says_what_to_do(

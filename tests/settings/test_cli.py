@@ -32,7 +32,7 @@ from monarch_rl.algorithms.objectives import (
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.moved import MOVED_FLAGS
 from monarch_rl.settings.cli import NotAFlag, cli, saved_defaults
-from monarch_rl.settings.other_projects import OPENRLHF, TRL, VERL
+from monarch_rl.settings.other_projects import OPENRLHF, TRL, VERL, hint
 from monarch_rl.settings.ranges import CheckedSettings, NamedSettings, Range, from_plain, limits, to_plain
 from monarch_rl.trainer.loss_settings import LossSettings, check_objective
 from monarch_rl.trainer.settings import TrainerSettings
@@ -321,6 +321,22 @@ def test_unreadable_saved_settings_are_refused_with_the_version_that_reads_them(
 def test_a_setting_of_another_project_is_refused_with_the_flag_here(given: str, flag: str) -> None:
     message = refusal(given, "1")
     assert given.partition("=")[0] in message and flag in message.replace(",", " ").split()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "reward_model.enable=True",
+        "custom_reward_function.path=reward.py",
+        "critic.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0",
+        "+actor_rollout_ref.rollout.multi_turn.enable=True",
+    ],
+)
+def test_a_key_of_verl_is_not_taken_for_another_one_with_the_same_end(given: str) -> None:
+    """No other setting is named, not even for a reward model's ``enable`` that of the group filter."""
+    assert hint(given.partition("=")[0].lstrip("+")) is None
+    assert "here:" not in refusal(given)
 
 
 def test_a_flag_without_its_prefix_is_answered_with_the_whole_flag() -> None:

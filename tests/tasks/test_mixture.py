@@ -187,6 +187,7 @@ def test_all_tasks_are_checked_and_warmed_up() -> None:
         ({"a": 1, "b": -1}, {}, "b has -1"),
         ({"a": 1, "b": math.nan}, {}, "b has nan"),
         ({"a": math.inf}, {}, "finite"),
+        ({"a": 1, "b": "1"}, {}, "b has '1'"),
         ({"a": 0, "b": 0}, {}, "step 0"),
         ({"a": lambda step: 1.0}, {}, "groups_per_step="),
         ({"a": lambda step: -1.0}, {"groups_per_step": 2}, "step 0"),
@@ -197,6 +198,11 @@ def test_all_tasks_are_checked_and_warmed_up() -> None:
 def test_an_invalid_mixture_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Mixture({named(name): weight for name, weight in weights.items()}, **more).check()
+
+
+def test_a_list_of_tasks_is_refused() -> None:
+    with pytest.raises(ValueError, match="mapping of tasks"):
+        Mixture([named("a")])  # type: ignore[arg-type]
 
 
 def test_a_curriculum_within_a_mixture_is_refused() -> None:

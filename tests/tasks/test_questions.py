@@ -23,7 +23,7 @@ from benchmarks.lines import ROOT, TASKS, statement_lines
 from monarch_rl.model.messages import as_messages
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
-from monarch_rl.tasks.task import Outcome, as_outcome
+from monarch_rl.tasks.task import Outcome, Task, as_outcome
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(20)]
 
@@ -250,6 +250,39 @@ def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
     others = [row | {"prompt": [*row["prompt"], {"role": "user", "content": str(number)}]} for number in range(3)]
     task = Questions([*others, row], reward, template="{prompt}", held_out={"test": [row, others[1]]})
     assert [task.items(cursor) for cursor in range(2)] in ([others[0], others[2]], [others[2], others[0]])
+
+
+async def not_awaited(*row: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"system": None}, "system"),
+        ({"template": None}, "template"),
+        ({"warm_up": not_awaited}, "not_awaited"),
+        ({"warm_up": lambda device: None}, "warm_up"),
+        ({"check_row": lambda row, index: None}, "check_row"),
+        ({"check_row": not_awaited}, "not_awaited"),
+        ({"items": [1, 2]}, "items"),
+        ({"items": lambda: 1}, "items"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    def graded(row: dict[str, Any], answer: str) -> float:
+        return 1.0
+
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=named):
+        if name == "items":
+            Task(value, episode)
+        if name in ("warm_up", "check_row"):
+            setattr(graded, name, value)
+            wrong = {}
+        Questions([{"question": "1"}], graded, **wrong)
 
 
 def test_an_unawaited_coroutine_is_refused_as_a_reward() -> None:

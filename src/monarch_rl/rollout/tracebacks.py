@@ -17,11 +17,15 @@ REPORT_CHARACTERS = 6000
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _CALLERS = tuple(_PACKAGE + path for path in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_IN_SCORER = "Only scores run in the main thread of a process: use policy.in_scorer."
 _AWAIT = "An episode is a coroutine: await instead, or use asyncio.to_thread."
 _WAYS_OUT = (
-    ("signal only works in main thread", "Only scores run in the main thread of a process: use policy.in_scorer."),
+    ("signal only works in main thread", _IN_SCORER),
+    ("set_wakeup_fd only works in main thread", _IN_SCORER),
     ("cannot be called from a running event loop", _AWAIT),
     ("event loop is already running", _AWAIT),
+    ("while another loop is running", _AWAIT),
+    ("Already running asyncio in this thread", _AWAIT),
     ("it's not the same object as", "Import that module within the function: its objects were sent here by value."),
     ("EOF when reading a line", "Nobody can answer: the processes of a run have no standard input."),
 )
@@ -37,9 +41,10 @@ def describe(error: BaseException) -> tuple[str, str]:
     while start is not None and start.tb_next is not None and _calls(start):
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
+    last = exception_message(error)  # not str(), which the error's own class may have broken
     text = shortened(text, REPORT_CHARACTERS)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start)]
-    ways_out = [way_out for message, way_out in _WAYS_OUT if message in str(error)]
+    ways_out = [way_out for message, way_out in _WAYS_OUT if message in last]
     if isinstance(error, NameError) and frames and frames[-1][0] == "<string>":
         ways_out.append("Text that eval runs finds only what the function itself names: name it in the function.")
     return place_of(frames), "\n".join([text, *ways_out])

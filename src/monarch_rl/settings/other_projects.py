@@ -107,6 +107,10 @@ VERL = {
 }
 """Keys of verl's configuration, to the flag here and a remark."""
 
+ONLY_OF_VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "custom_reward_function.", "data.", "reward_model.")
+"""Beginnings of verl's keys. No flag here begins with them, but other keys of verl end like a key above:
+``reward_model.enable``, ``custom_reward_function.path``."""
+
 OPENRLHF = {
     "pretrain": "--model",
     "actor_learning_rate": "--trainer.lr",
@@ -149,6 +153,8 @@ def hint(given: str) -> str | None:
     last = key.rpartition(".")[2]
     if "." in key and (flag := _of_verl(key)):
         return f"a setting of verl; here: {flag}"
+    if key.startswith(ONLY_OF_VERL):  # its last part alone would name another setting
+        return None
     for project, settings in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
         if last in settings:
             return f"a setting of {project}; here: {settings[last]}"

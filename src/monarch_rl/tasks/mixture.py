@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,8 @@ class Mixture(Task):
         name: str = "mixture",
         seed: int = 0,
     ) -> None:
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"a mixture needs a mapping of tasks to their weights, got {weights!r:.80}")
         object.__setattr__(self, "groups_per_step", groups_per_step)  # a frozen dataclass
         schedule = Schedule(tuple(weights.values()), _block(weights, groups_per_step), seed)
         changes = any(map(callable, weights.values()))
@@ -283,8 +286,11 @@ def _block(weights: Mapping[Task, Weight], groups_per_step: int | None) -> int:
             f"the weights of {', '.join(curricula)}, a mixture within the mixture, are functions of the step, but only "
             "the outer mixture knows the run's step: give its tasks to the outer mixture, with such weights"
         )
+    fixed: dict[Task, Any] = {task: weight for task, weight in weights.items() if not callable(weight)}
     wrong = [
-        f"{task.name} has {weight}" for task, weight in weights.items() if not callable(weight) and not weight >= 0
+        f"{task.name} has {weight!r}"
+        for task, weight in fixed.items()
+        if not (isinstance(weight, numbers.Real) and float(weight) >= 0)
     ]
     if wrong:
         raise ValueError(f"weights of a mixture must be numbers of at least 0: {', '.join(wrong)}")

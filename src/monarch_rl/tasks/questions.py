@@ -27,6 +27,7 @@ from monarch_rl.tasks.task import (
     Task,
     as_outcome,
     check_call,
+    check_plain_call,
     is_coroutine_function,
     returned_by,
 )
@@ -83,6 +84,11 @@ class Questions(Task):
         group_rewards: GroupRewards | None = None,
     ) -> None:
         check_call(reward, "reward", "row", "answer")
+        for argument, text in (("template", template), ("system", system)):
+            if not isinstance(text, str):
+                raise ValueError(f"{argument} must be text, got {text!r:.80}")
+        if (check_row := getattr(reward, "check_row", None)) is not None:
+            check_plain_call(check_row, "check_row", "row")
         episode, rows = _QuestionEpisode(reward, template, system), as_rows(rows)
         sets: Mapping[str, Any]
         if isinstance(held_out, Mapping):
@@ -104,7 +110,7 @@ class Questions(Task):
             name,
             full_context_reward,
             warm_up=getattr(reward, "warm_up", None),
-            check=functools.partial(split.check, getattr(reward, "check_row", None)),
+            check=functools.partial(split.check, check_row),
             group_rewards=group_rewards,
             success_reward=getattr(reward, "success_reward", None) if success_reward is None else success_reward,
         )

@@ -332,6 +332,9 @@ class Task:
             wrong = f"the episode {self.episode!r:.80} of task {self.name} is not a coroutine function"
             raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
         check_call(self.episode, "episode", "item", "policy")
+        check_call(self.items, "items", "cursor")
+        if self.warm_up is not None:
+            check_plain_call(self.warm_up, "warm_up")
         if self.group_rewards is not None:
             check_call(self.group_rewards, "group_rewards", "item", "outcomes")
 
@@ -434,6 +437,13 @@ def check_call(function: Any, role: str, *args: str) -> None:
         pass
     except TypeError as error:
         raise ValueError(f"{place_of(function)} cannot be called as {role}({', '.join(args)}): {error}") from error
+
+
+def check_plain_call(function: Any, role: str, *args: str) -> None:
+    """As :func:`check_call`; a coroutine function is refused, too, because it would never run."""
+    check_call(function, role, *args)
+    if is_coroutine_function(function):
+        raise ValueError(f"{place_of(function)} is `async def`, but {role} is not awaited: write it as `def`")
 
 
 def _is_finite(value: float) -> bool:
