@@ -848,7 +848,7 @@ class Run:
 
 def check_same_task(given: Task, launched: Task) -> None:
     """Refuse a task for :meth:`Run.start` that differs from the one that :func:`launch` was given: in its name, its
-    code, its rewards' marks, its sets of held-out items or its first items. Raises SettingsError."""
+    code, its rewards' marks, its first items or its sets of held-out items. Raises SettingsError."""
     if given is launched:
         return
     compared = [
@@ -858,7 +858,7 @@ def check_same_task(given: Task, launched: Task) -> None:
                 one.episode,
                 one.group_rewards,
                 (one.success_reward, one.full_context_reward),
-                {name: len(one.held_out[name]) for name in one.held_out},
+                {name: (len(held), [held[n] for n in range(min(4, len(held)))]) for name, held in one.held_out.items()},
                 [one.items(cursor) for cursor in range(4)],
             ),
             f"task {one.name}",
