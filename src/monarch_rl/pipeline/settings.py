@@ -34,7 +34,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, cpu_weights, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
@@ -374,10 +374,12 @@ def _check_memory(s: RunSettings, model: ModelConfig, offered: Devices) -> None:
     check_gpu_memory(model, memory_sides(s), offered)
     if offered.kind == "cpu":
         per_process = resource.getrlimit(resource.RLIMIT_AS)[0]
-        ranks, memory = min(s.trainer.ranks, offered.per_host), memory_limit()
+        # On several hosts, the generators may be on others.
+        engines = cpu_weights(model, s.generator, s.trainer.lora) if offered.num_hosts == 1 else 0
+        ranks, memory = min(s.trainer.ranks, offered.per_host), max(0, memory_limit() - engines)
         if per_process != resource.RLIM_INFINITY:  # `ulimit -v`
             memory = min(memory, ranks * per_process)
-        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks)
+        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks, engines)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
