@@ -120,6 +120,10 @@ logger = logging.getLogger("monarch_rl")
 S = TypeVar("S", bound=RunSettings)
 
 
+READ_ROWS = "trainer ranks to read the supervised rows"
+"""What a run waits for; see :meth:`Progress.waiting`."""
+
+
 class Phase(Enum):
     """How far a run has come with its rollouts for training."""
 
@@ -601,7 +605,8 @@ class Run:
         """Start to publish the newest version. Returns after the local copy: decoding and training continue meanwhile.
         Frozen models with ``snapshot_every`` load the policy's weights before this returns, if they are due."""
         await self.publisher.publish(self.version)
-        await take_snapshots(self.actors, self.version, self.folder)
+        async with self._components.progress.waiting("frozen models to load the policy's weights"):
+            await take_snapshots(self.actors, self.version, self.folder)
 
     async def log(self, update_metrics: list[dict[str, float]]) -> dict[str, float]:
         """Gather the other actors' metrics of the step; write and print them together with those of the update.
@@ -664,7 +669,8 @@ class Run:
             return
         actors = self.actors
         self._warm_up_goal = steps
-        await use_rows(actors.trainer, plan)
+        async with self._components.progress.waiting(READ_ROWS):
+            await use_rows(actors.trainer, plan)
         while self.warm_up_steps < steps:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient_settings.update_limit_s)
             await self._log_supervised(await self._updated(work))
@@ -713,7 +719,8 @@ class Run:
             ValueError: the rows cannot be trained; says why.
         """
         plan = await asyncio.to_thread(plan_mixed_rows, rows, self.settings, share)
-        await use_rows(self.actors.trainer, plan)
+        async with self._components.progress.waiting(READ_ROWS):
+            await use_rows(self.actors.trainer, plan)
 
     # -- evaluation, frozen models, saving -------------------------------------------------------------------------
 
@@ -767,7 +774,8 @@ class Run:
                 f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has "
                 f"{existing}. Add it by run.frozen(...) before run.start(...), and pass load_frozen the returned handle"
             )
-        await pools[0].load(folder)
+        async with self._components.progress.waiting(f"frozen model {pools[0].model.name} to load {folder}"):
+            await pools[0].load(folder)
 
     async def save(self) -> None:
         """Write the policy at :attr:`version`, the newest trained one, to ``model/`` in the run's folder, as a Hugging
@@ -775,7 +783,8 @@ class Run:
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         actors = self.actors
-        await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
+        async with self._components.progress.waiting(f"trainer ranks to write {self.folder / SAVED}"):
+            await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
         self.saved = self.folder / SAVED
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -834,13 +843,17 @@ class Run:
         """Wait until the newest version is served, close the buffer, and wait for the workers to end."""
         if self._phase is not Phase.ROLLING_OUT:
             return
-        await self._components.evaluations.end()
-        await self.publisher.wait_until_served()
-        await self._checkpoints.settled()
-        # steps() has done this already, unless the recipe left its loop early.
-        if self.version:
-            await self._checkpoints.after_step(self.version, self._last_controller_state, last=True)
-        await self._checkpoints.settled()
+        progress = self._components.progress
+        async with progress.waiting("the evaluation that runs in parallel"):
+            await self._components.evaluations.end()
+        async with progress.waiting("generators to serve the last version"):
+            await self.publisher.wait_until_served()
+        async with progress.waiting("the last checkpoint to be written"):
+            await self._checkpoints.settled()
+            # steps() has done this already, unless the recipe left its loop early.
+            if self.version:
+                await self._checkpoints.after_step(self.version, self._last_controller_state, last=True)
+            await self._checkpoints.settled()
         self._phase = Phase.ENDED
         # waits: for the buffer, within a deadline; then for the workers, which end with it
         await self._rollouts.aclose()
