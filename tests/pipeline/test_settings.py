@@ -125,6 +125,23 @@ def test_a_curriculum_over_other_steps_than_those_of_the_run_is_refused(tmp_path
             check(settings, CPUS, fitting)
 
 
+def test_a_curriculum_that_ends_before_the_last_groups_of_the_run_is_refused(tmp_path: Path) -> None:
+    """Its items could not be made: groups of up to max_policy_lag steps after the last are started, too."""
+
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    easy, hard = Task(int, episode, name="easy"), Task(int, episode, name="hard")
+    settings = RunSettings(model=str(tmp_path), groups_per_step=16, steps=6)
+    listed = Mixture({easy: [6, 5, 4, 3, 2, 1].__getitem__, hard: 1}, groups_per_step=16)
+    faded = Mixture({easy: lambda step: 7 - step, hard: lambda step: 0}, groups_per_step=16)
+    for task, step in ((listed, 6), (faded, 7)):
+        with pytest.raises(SettingsError, match=f"step {step}.*max-policy-lag"):
+            check(settings, CPUS, task)
+        with pytest.raises(SettingsError, match="config.json"):  # the next check
+            check(replace(settings, steps=step - 2), CPUS, task)
+
+
 def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``tools/play.py`` needs fewer devices than a run; settings that it uses are checked as usual."""
     monkeypatch.setattr("monarch_rl.pipeline.settings.check_environment", lambda: None)  # it checks a machine with GPUs

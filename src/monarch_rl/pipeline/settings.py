@@ -436,6 +436,14 @@ def _check_combinations(s: RunSettings, task: Task | None) -> None:
             f"task {task.name} was created with groups_per_step={task.groups_per_step}, and groups-per-step is "
             f"{s.groups_per_step}: its steps would not be those of the run. Pass groups_per_step=s.groups_per_step"
         )
+    elif isinstance(task, Mixture) and task.items_by_step is not None:
+        try:
+            task.schedule.check_steps(s.steps - 1 + (s.buffer.max_policy_lag or 0))
+        except ValueError as error:
+            refusals.add(
+                f"task {task.name}: {error}. Steps are 0 to {s.steps - 1} (steps), and groups of up to "
+                "buffer.max-policy-lag later ones are started, too"
+            )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"
