@@ -651,6 +651,7 @@ class Run:
         Args:
             rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
                 ``tasks/rows.py``. They are rendered by the model's chat template. Numbers are text as in templates.
+            steps: supervised steps in all: a second call, with other rows, counts those of the first.
             rows_per_step: rows per step; each pass over the rows has another order.
             lr_factor: multiplies ``trainer.lr``: supervised steps usually use a higher rate.
 
@@ -666,6 +667,11 @@ class Run:
         # In a thread, because all rows are checked.
         plan = await asyncio.to_thread(plan_rows, rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if not self._warms_up(steps):
+            if self._warm_up_goal:  # an earlier call of this process has made them, not one before a resume
+                self._components.outputs.note(
+                    f"warning: run.supervised(steps={steps}) trains nothing: {self.warm_up_steps} supervised steps are "
+                    "done, and steps counts those of earlier calls, too"
+                )
             return
         actors = self.actors
         self._warm_up_goal = steps
