@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from monarch_rl.buffer.actor import SavedBuffer
 from monarch_rl.buffer.core import BufferCore, token_lags
 from monarch_rl.buffer.groups import ATTEMPTS
 from monarch_rl.buffer.ledger import (
@@ -496,3 +498,20 @@ def test_tokens_of_rolled_back_versions_are_dropped_and_counted() -> None:
     restarted = rolled_back.admit()
     assert restarted is not None and (restarted.group_id, restarted.attempt) == (2, ATTEMPTS)
     assert not rolled_back.submit(SerializedGroup.read(serialize_group(group(2, [0], [0])))), "an earlier generation's"
+
+
+def test_complete_groups_that_a_resumed_run_cannot_train_are_sampled_anew() -> None:
+    """Their log-probs are of another temperature, for example, or the run's stages fill other columns."""
+    buffer = BufferCore(2, BufferSettings(2))
+    admit(buffer, 2)
+    buffer.submit(SerializedGroup.read(serialize_group(group(0, [0], [0]))))
+    for saved, complete in (
+        (SavedBuffer(Path(), 1), 1),
+        (SavedBuffer(Path(), 1, columns=frozenset()), 1),
+        (SavedBuffer(Path(), 1, resample=True), 0),
+        (SavedBuffer(Path(), 1, columns=frozenset({"teacher"})), 0),
+    ):
+        resumed = BufferCore.restore(2, BufferSettings(2), buffer.state(), 1, usable=saved.usable)
+        assert (resumed.counts().complete, resumed.counts().playing) == (complete, 2 - complete)
+        restarted = resumed.admit()
+        assert restarted is not None and (restarted.group_id, restarted.attempt) == (complete, ATTEMPTS)

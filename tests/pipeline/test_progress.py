@@ -14,6 +14,7 @@ import pytest
 from monarch_rl.buffer.actor import AwaitedBatch
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.checkpoints import NoCheckpoints
 from monarch_rl.pipeline.progress import FIRST_S, Progress, Start, describe_batch, reporting
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.statistics import EpisodeProgress, WorkerProgress
@@ -110,6 +111,32 @@ def test_a_first_evaluation_is_announced_and_a_long_one_reported_with_the_episod
         r": (\d+) of 60 held-out episodes are done after 30 s; longest episode: .*held-out item \d+", first
     )
     assert done and 0 < int(done[1]) < 60, first
+
+
+def test_other_long_waits_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of a run: for an evaluation in parallel, and for a disk."""
+
+    async def slow_disk(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(15)
+
+    async def wait() -> None:
+        settings = run_settings(PLAN, 1e6)
+        async with Run.open(settings, folder=tmp_path) as run:
+            await run.begin(simulated_actors(PLAN, Costs(length=TOKENS), grain=1))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(run._components.evaluations, "end", lambda: asyncio.sleep(70))
+                for method in ("settled", "after_step"):
+                    patch.setattr(NoCheckpoints, method, slow_disk)
+                patch.setattr(run, "_checkpoints", NoCheckpoints())
+                async for _ in run.steps(1):
+                    await run.step()
+                patch.setattr("monarch_rl.pipeline.run.save", lambda *_: asyncio.sleep(40))
+                await run.save()
+
+    run_virtual(wait())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waiting for")]
+    assert ["evaluation" in line for line in lines] == [True, True, False, False], lines
+    assert "checkpoint" in lines[2] and str(tmp_path / "model") in lines[3]
 
 
 class AskedBuffer:

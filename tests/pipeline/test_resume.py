@@ -30,6 +30,7 @@ from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run_folder import note_state, read_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import Actors
+from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.trainer.loss_settings import CriticSettings
@@ -402,6 +403,26 @@ def test_a_resume_compares_with_the_settings_saved_in_the_checkpoint(tmp_path: P
     before = (run / "settings.json").read_text()
     resume.take_folder(replace(settings, model="third/model"), resumed)
     assert (run / "settings.json").read_text() == before, "the checkpoint may be of another model"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout": RolloutSettings(temperature=0.7)},
+        {"rollout": RolloutSettings(top_k=50, top_p=0.9, keep_sampling_mask=True)},
+        {"trainer": TrainerSettings(router_replay="replay")},
+        {"trainer": TrainerSettings(tokens_per_microbatch=4096)},
+    ],
+)
+def test_complete_groups_are_sampled_anew_where_they_do_not_fit_the_changed_settings(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    old, new = RunSettings(output=tmp_path), RunSettings(output=tmp_path, **given)
+    run = finished_step(old)
+    changed = resume.open_run(run, new)
+    assert changed.buffer(()).resample and any("sampled anew" in text for text in changed.differences)
+    larger = RunSettings(output=tmp_path, trainer=TrainerSettings(tokens_per_microbatch=16384, lr=1e-5), steps=300)
+    assert not resume.open_run(run, old).buffer(()).resample and not resume.open_run(run, larger).buffer(()).resample
 
 
 def test_packages_that_differ_are_listed(tmp_path: Path) -> None:

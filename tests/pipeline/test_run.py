@@ -179,15 +179,17 @@ async def test_a_run_has_the_task_of_its_launch_and_no_other() -> None:
         raise RuntimeError(f"spawned {arguments[2].load().name}")
 
     cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
-    launched = questions()
+    apart = {"test": [{"question": "d"}]}
+    launched = questions(held_out=apart)
     others = [
-        questions(lambda row, answer: 0.0),
-        questions(rows="xyz"),
+        questions(held_out={"test": [{"question": "e"}]}),
+        questions(lambda row, answer: 0.0, held_out=apart),
+        questions(rows="xyz", held_out=apart),
         questions(held_out=1),
-        questions(success_reward=0.5),
-        questions(name="mine"),
+        questions(success_reward=0.5, held_out=apart),
+        questions(name="mine", held_out=apart),
     ]
-    others.insert(0, questions(rows=("a", "b", "d")))
+    others.insert(0, questions(rows=("a", "b", "f"), held_out=apart))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, qwen3()))
         patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
@@ -198,7 +200,7 @@ async def test_a_run_has_the_task_of_its_launch_and_no_other() -> None:
                 await run.start(others[-1], advantage=grpo, objective=PPOClip())
         async with Run.open(RunSettings(probe=False), cluster, task=launched) as run:
             assert run.task is launched
-            for same in (None, launched, questions()):
+            for same in (None, launched, questions(held_out=apart)):
                 with pytest.raises(RuntimeError, match="spawned questions"):
                     await run.start(same, advantage=grpo, objective=PPOClip())
             for other in others:

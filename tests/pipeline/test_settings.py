@@ -15,7 +15,9 @@ from monarch_rl.errors import SettingsError, TooFewDevices
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tensors import model_bytes
+from monarch_rl.pipeline.memory import HEAD, STATES, cpu_weights, trainer_memory
 from monarch_rl.pipeline.publishing import TransferGroup
 from monarch_rl.pipeline.settings import (
     RunSettings,
@@ -121,6 +123,23 @@ def test_a_curriculum_over_other_steps_than_those_of_the_run_is_refused(tmp_path
     for fitting in (Mixture(weights, groups_per_step=16), Mixture(dict.fromkeys(weights, 1.0))):
         with pytest.raises(SettingsError, match="config.json"):  # the next check
             check(settings, CPUS, fitting)
+
+
+def test_a_curriculum_that_ends_before_the_last_groups_of_the_run_is_refused(tmp_path: Path) -> None:
+    """Its items could not be made: groups of up to max_policy_lag steps after the last are started, too."""
+
+    async def episode(item: Any, policy: Any) -> float:
+        return 1.0
+
+    easy, hard = Task(int, episode, name="easy"), Task(int, episode, name="hard")
+    settings = RunSettings(model=str(tmp_path), groups_per_step=16, steps=6)
+    listed = Mixture({easy: [6, 5, 4, 3, 2, 1].__getitem__, hard: 1}, groups_per_step=16)
+    faded = Mixture({easy: lambda step: 7 - step, hard: lambda step: 0}, groups_per_step=16)
+    for task, step in ((listed, 6), (faded, 7)):
+        with pytest.raises(SettingsError, match=f"step {step}.*max-policy-lag"):
+            check(settings, CPUS, task)
+        with pytest.raises(SettingsError, match="config.json"):  # the next check
+            check(replace(settings, steps=step - 2), CPUS, task)
 
 
 def test_playing_a_recipe_needs_the_devices_of_one_engine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,3 +348,28 @@ def test_trainer_ranks_are_refused_beyond_the_machines_memory_and_the_limit_of_a
             ):
                 check(settings, CPUS)
             check(replace(settings, trainer=replace(trainer, logprob_chunk=1024)), CPUS)
+
+
+def test_trainer_ranks_have_the_memory_that_the_weights_of_generators_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side would fit alone; the run would be killed in its first step, when AdamW's states are allocated."""
+    settings = RunSettings(
+        model=str(random_model(tmp_path / "tiny")),
+        trainer=TrainerSettings(ranks=1, logprob_chunk=64),
+        generator=GeneratorSettings(replicas=2, max_total_tokens=4096),
+        output=tmp_path / "runs",
+    )
+    config = check(settings, CPUS)
+    weights = cpu_weights(config, settings.generator, settings.trainer.lora)
+    planned = trainer_memory(
+        trained_model(config, settings.trainer.lora), settings.trainer, TransferSettings(), on_gpu=False, served=4
+    )
+    needed = sum(planned.get(purpose, 0) for purpose in (*STATES, HEAD))
+    assert weights > 0.1 * needed
+    monkeypatch.setattr("monarch_rl.pipeline.settings.check_cache", lambda *_: None)
+    monkeypatch.setattr("monarch_rl.pipeline.settings.memory_limit", lambda: needed + weights // 4)
+    with pytest.raises(ValueError, match=r"trainer ranks .*generators.*--generator.replicas"):
+        check(settings, CPUS)
+    monkeypatch.setattr("monarch_rl.pipeline.settings.memory_limit", lambda: 2 * needed + weights)
+    check(settings, CPUS)

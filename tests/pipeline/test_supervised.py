@@ -54,7 +54,9 @@ def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them
     assert not any("weights/swap_ms" in row for row in rows[:3])
     found = {version: read_manifest(path).warm_up_steps for version, path in complete(tmp_path / "checkpoints").items()}
     assert found[8] == 3 and set(found.values()) <= {2, 3}
-    said = [line.split(" |")[0] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "warning" in line and "supervised(steps=3)" in line and "trains nothing" in line]
+    said = [line.split(" |")[0] for line in lines if "|" in line]
     assert said == [*(f"warm-up {n}/3" for n in (1, 2, 3)), *(f"step {n}/{RunSettings().steps}" for n in range(1, 6))]
 
 

@@ -73,9 +73,12 @@ def test_the_programs_of_these_pages_run(page: str) -> None:
     """Runs each indented block but for the loop of a recipe, which the tests of recipes cover."""
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     (block,) = [textwrap.dedent(block) for block in blocks if "launch(" not in block]
-    names: dict[str, object] = {
-        "REWARD_FUNCS": [lambda prompts, completions, word, **_: [float(completions == word == prompts)]]
-    }
+
+    def does_not_apply(completions: list[str], **_: object) -> list[None]:
+        return [None]
+
+    right = lambda prompts, completions, word, **_: [float(completions == word == prompts)]  # noqa: E731
+    names: dict[str, object] = {"REWARD_FUNCS": [right, does_not_apply]}
     exec(block, names)
     if page == "from_trl.md":
         assert names["reward"]({"prompt": "a", "word": "a"}, "a") == {"<lambda>": 1.0}  # type: ignore[operator]

@@ -7,11 +7,14 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
+import monarch_rl
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.monitor import own_report
+from monarch_rl.runtime.monitor import is_user_code, own_report
 from monarch_rl.runtime.wait_registry import WAITS_PER_PROCESS, Wait
 from monarch_rl.watch.process_poller import LoopLag
 from tests.patience import happened, join, wait_until
@@ -145,6 +148,13 @@ def test_a_blocked_loop_is_reported_while_it_is_blocked_and_afterwards(caplog: p
     for _ in range(2):
         lag.name_line("trainer rank 0", report)
     assert caplog.text.count(f"{report.blocked_at} blocks the event loop of trainer rank 0") == 1
+
+
+def test_code_in_a_folder_whose_name_begins_like_the_packages_is_the_users() -> None:
+    package, frames = Path(monarch_rl.__file__).parent, list[FrameType]()
+    for file in (package / "tasks" / "task.py", package.with_name("monarch_rl_mine") / "recipe.py"):
+        exec(compile("frames.append(currentframe())", file, "exec"), {"frames": frames, **vars(inspect)})
+    assert [is_user_code(frame) for frame in frames] == [False, True]
 
 
 def test_progress_is_counted_by_kind() -> None:

@@ -186,6 +186,8 @@ def test_all_tasks_are_checked_and_warmed_up() -> None:
         ({}, {}, "no tasks"),
         ({"a": 1, "b": -1}, {}, "b has -1"),
         ({"a": 1, "b": math.nan}, {}, "b has nan"),
+        ({"a": 1, "b": "2"}, {}, "b has '2'"),
+        ({"a": None}, {}, "a has None"),
         ({"a": math.inf}, {}, "finite"),
         ({"a": 1, "b": "1"}, {}, "b has '1'"),
         ({"a": 0, "b": 0}, {}, "step 0"),

@@ -64,6 +64,7 @@ def test_rates_far_above_those_of_published_runs_are_reported(
     assert len(warnings) == warned
     if warned:
         assert f"trainer.lr {lr:g}" in warnings[0] and "\n" not in warnings[0]
+        assert f" {parameters / 1e9:g}B " in warnings[0], "and not 2.4e+02B"
 
 
 def test_a_rate_of_zero_is_reported() -> None:

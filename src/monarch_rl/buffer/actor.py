@@ -51,6 +51,14 @@ class SavedBuffer:
     """File written by :func:`write_state`."""
     generation: int
     """How often the run was resumed."""
+    resample: bool = False
+    """Whether complete groups are restarted: the trainer computes log-probs otherwise than they were sampled."""
+    columns: frozenset[str] | None = None
+    """Columns that groups have from now on; complete groups with others are restarted. None: they may have any."""
+
+    def usable(self, group: SerializedGroup) -> bool:
+        """Whether a complete group can be trained in the resumed run."""
+        return not self.resample and self.columns in (None, frozenset(group.columns))
 
 
 class Buffer(FailureReports):
@@ -78,7 +86,8 @@ class Buffer(FailureReports):
         self._core = BufferCore(groups_per_step, settings, version, task_cursor, bound)
         if resumed is not None:
             state = read_state(resumed.path)
-            self._core = BufferCore.restore(groups_per_step, settings, state, resumed.generation, bound)
+            generation, usable = resumed.generation, resumed.usable
+            self._core = BufferCore.restore(groups_per_step, settings, state, generation, bound, usable)
             self._failures.note_submitted()  # groups were submitted before the run was resumed
         self._staged: dict[str, Any] | None = None
         """State that the next :meth:`write_checkpoint` writes."""

@@ -15,7 +15,7 @@ This module has no actors and never waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -412,6 +412,7 @@ class BufferCore:
         state: dict[str, Any],
         generation: int = 0,
         bound: GroupBound = UNBOUNDED,
+        usable: Callable[[SerializedGroup], bool] = lambda group: True,
     ) -> BufferCore:
         """Resume from :meth:`state`, once every generator serves its version.
 
@@ -421,6 +422,7 @@ class BufferCore:
 
         Args:
             generation: how often the run was resumed; attempts of earlier generations are ignored.
+            usable: whether a complete group can be trained with the run's settings; others are restarted, too.
 
         Raises:
             ValueError: groups per step, slots, window or replay differ from those of the state.
@@ -442,7 +444,9 @@ class BufferCore:
         core._ledger = Ledger.restore(state["ledger"])
         core.groups = LiveGroups.restore(state, generation)
         for live in core.groups:
-            if live.group is not None and (live.group.newest_version or 0) > core.version:
+            if live.group is None:
+                continue
+            if (live.group.newest_version or 0) > core.version or not usable(live.group):
                 core._ledger.note_wasted(ROLLED_BACK, live.group.trainable)
                 live.group = None
         core.budget.used = sum(live.nbytes for live in core.groups)

@@ -162,7 +162,12 @@ def trainer_memory(
 
 
 def check_cpu_trainer(
-    config: ModelConfig, settings: TrainerSettings, weights: TransferSettings, memory_bytes: int, ranks: int
+    config: ModelConfig,
+    settings: TrainerSettings,
+    weights: TransferSettings,
+    memory_bytes: int,
+    ranks: int,
+    engine_bytes: int = 0,
 ) -> None:
     """Refuse trainer ranks that cannot have enough memory on a machine without GPUs, whatever the episodes.
 
@@ -171,6 +176,7 @@ def check_cpu_trainer(
     Args:
         memory_bytes: memory of the machine, or less if a process may not use all of it.
         ranks: trainer ranks on the machine.
+        engine_bytes: what generators on the machine take of its memory, for the message: ``memory_bytes`` is without.
 
     Raises:
         SettingsError: they have not; states what each rank needs by purpose, and the largest chunk of logits that fits.
@@ -187,11 +193,13 @@ def check_cpu_trainer(
     advice = f"give --trainer.logprob-chunk at most {fitting}" if fitting >= FEWEST_LOGITS else "use a smaller model"
     if fitting < FEWEST_LOGITS and not settings.lora.rank:
         advice += ", or LoRA (--trainer.lora.rank 16)"
+    besides = f", besides {_gib(engine_bytes)} GiB for the weights of generators" if engine_bytes else ""
     raise SettingsError(
         f"{ranks} trainer ranks need {_gib(sum(needed.values()))} GiB each, without activations ({describe(needed)}; "
         f"logits of {chunk} tokens x {config.vocab_size:,} entries of the vocabulary), but "
-        f"{_gib(memory_bytes)} GiB of this machine may be used: {advice}"
+        f"{_gib(memory_bytes)} GiB of this machine may be used{besides}: {advice}"
         + (", or fewer --trainer.ranks" if ranks > 1 else "")
+        + (", or fewer --generator.replicas" if engine_bytes else "")
     )
 
 
@@ -482,6 +490,14 @@ def check_cache(config: ModelConfig, settings: GeneratorSettings, memory_bytes: 
             f"of {settings.replicas} replicas, but this machine has {memory_bytes / 2**30:.1f} GiB: give less than "
             f"{fitting}"
         )
+
+
+def cpu_weights(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings) -> int:
+    """Bytes of the weights of all replicas on a machine without GPUs. The KV cache takes memory only as it fills."""
+    planned = replica_memory(
+        trained_model(config, lora), settings, TransferSettings(), on_gpu=False, tokens=cpu_tokens(settings)
+    )
+    return settings.replicas * settings.tp * planned[WEIGHTS]
 
 
 def cpu_memory(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings) -> dict[str, int]:

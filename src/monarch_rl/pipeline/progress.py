@@ -126,6 +126,11 @@ class Progress:
         """While the evaluation ``when`` ("after step 3") runs so many held-out episodes: how many of them are done."""
         return self._reporting(partial(self._of_evaluation, when, episodes))
 
+    def waiting(self, what: str) -> AbstractAsyncContextManager[None]:
+        """While something else is awaited, such as a write to a slow disk. ``what`` completes the sentence "waiting for
+        ..."."""
+        return self._reporting(partial(_of_wait, what))
+
     def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._note is None else reporting(self._note, describe)
 
@@ -162,6 +167,10 @@ class Progress:
             else:
                 answers.append(answer)
         return answers, silent
+
+
+async def _of_wait(what: str, seconds: float) -> str:
+    return f"waiting for {what} for {seconds:.0f} s"
 
 
 def _longest(answers: Iterable[WorkerProgress]) -> list[str]:

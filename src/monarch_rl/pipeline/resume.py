@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,6 +66,8 @@ TOTAL_STEPS = ("steps", "trainer.epochs", "trainer.minibatches")
 """Settings that determine the run's number of optimiser steps, on which a decay of the learning rate depends."""
 MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
 """Settings that determine the trained tensors."""
+SAMPLED = ("rollout.temperature", "rollout.keep_sampling_mask", "trainer.router_replay")
+"""Settings that determine how the trainer computes log-probs of sampled tokens, and what groups bring along for it."""
 NOT_COMPARED = ("resume", "output")
 
 
@@ -84,6 +86,8 @@ class Resumed:
     """The last generation that ran without a journal, 0 if none did. Journal records of earlier ones are ignored."""
     differences: tuple[str, ...] = ()
     """Changes of settings and packages since the checkpoint, one text each."""
+    resample: bool = False
+    """Whether they prevent that the checkpoint's complete groups are trained: these are restarted."""
 
     @property
     def version(self) -> int:
@@ -94,9 +98,9 @@ class Resumed:
         """Supervised steps among the first versions that are no steps of the run."""
         return self.manifest.warm_up_steps or 0
 
-    @property
-    def buffer(self) -> SavedBuffer:
-        return SavedBuffer(self.checkpoint / GROUPS, self.generation)
+    def buffer(self, columns: Iterable[str]) -> SavedBuffer:
+        """The buffer's state, for a run whose stages fill ``columns``."""
+        return SavedBuffer(self.checkpoint / GROUPS, self.generation, self.resample, frozenset(columns))
 
     def check_base_weights(self, found: Mapping[str, int]) -> None:
         """See :meth:`Manifest.check_base_weights`."""
@@ -228,6 +232,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         before = before | {"model": after["model"]}
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, after)]
     check_same(before, after, manifest.optimizer_steps, run)
+    if resampling := _resampling(before, after):
+        differences.append(f"complete groups are sampled anew, because of {' and '.join(resampling)}")
     if manifest.packages.get("monarch_rl", "").startswith("0.1."):
         _check_normaliser(before, settings)
     installed = versions_of_packages()
@@ -239,7 +245,9 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     resumes = _resumes(run)
     last = _last_generation(run, resumes)
     generation, since = last + 1, _last_without_journal(resumes, last)
-    return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
+    return Resumed(
+        run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences), bool(resampling)
+    )
 
 
 def how_to_resume(run: Path) -> str:
@@ -347,6 +355,16 @@ def check_same(before: dict[str, Any], after: dict[str, Any], optimizer_steps: i
                 f"cannot resume: --{flag} was {old} and is now {new}, but {reasons[name]}. Give the old value, or "
                 f"begin a new run from its weights: python tools/export.py {run} OUT, then --model OUT without --resume"
             )
+
+
+def _resampling(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Changed settings with which the checkpoint's complete groups cannot be trained: their log-probs are of another
+    temperature, they lack masks or routes, or their episodes may be too long."""
+    return [
+        name
+        for name, old, new in changes(before, after)
+        if old is not None and (name in SAMPLED or (name == "trainer.tokens_per_microbatch" and new < old))
+    ]
 
 
 def _total_updates(settings: Mapping[str, Any]) -> int:

@@ -120,6 +120,10 @@ logger = logging.getLogger("monarch_rl")
 S = TypeVar("S", bound=RunSettings)
 
 
+READ_ROWS = "trainer ranks to read the supervised rows"
+"""What a run waits for; see :meth:`Progress.waiting`."""
+
+
 class Phase(Enum):
     """How far a run has come with its rollouts for training."""
 
@@ -601,7 +605,8 @@ class Run:
         """Start to publish the newest version. Returns after the local copy: decoding and training continue meanwhile.
         Frozen models with ``snapshot_every`` load the policy's weights before this returns, if they are due."""
         await self.publisher.publish(self.version)
-        await take_snapshots(self.actors, self.version, self.folder)
+        async with self._components.progress.waiting("frozen models to load the policy's weights"):
+            await take_snapshots(self.actors, self.version, self.folder)
 
     async def log(self, update_metrics: list[dict[str, float]]) -> dict[str, float]:
         """Gather the other actors' metrics of the step; write and print them together with those of the update.
@@ -646,6 +651,7 @@ class Run:
         Args:
             rows: mappings with ``prompt`` (text or messages) and ``answer`` (text): a list, or a reader of
                 ``tasks/rows.py``. They are rendered by the model's chat template. Numbers are text as in templates.
+            steps: supervised steps in all: a second call, with other rows, counts those of the first.
             rows_per_step: rows per step; each pass over the rows has another order.
             lr_factor: multiplies ``trainer.lr``: supervised steps usually use a higher rate.
 
@@ -661,10 +667,16 @@ class Run:
         # In a thread, because all rows are checked.
         plan = await asyncio.to_thread(plan_rows, rows, self.settings, rows_per_step, lr_factor=lr_factor)
         if not self._warms_up(steps):
+            if self._warm_up_goal:  # an earlier call of this process has made them, not one before a resume
+                self._components.outputs.note(
+                    f"warning: run.supervised(steps={steps}) trains nothing: {self.warm_up_steps} supervised steps are "
+                    "done, and steps counts those of earlier calls, too"
+                )
             return
         actors = self.actors
         self._warm_up_goal = steps
-        await use_rows(actors.trainer, plan)
+        async with self._components.progress.waiting(READ_ROWS):
+            await use_rows(actors.trainer, plan)
         while self.warm_up_steps < steps:
             work = supervised_update(actors.trainer, actors.buffer, self.version, self._patient_settings.update_limit_s)
             await self._log_supervised(await self._updated(work))
@@ -713,7 +725,8 @@ class Run:
             ValueError: the rows cannot be trained; says why.
         """
         plan = await asyncio.to_thread(plan_mixed_rows, rows, self.settings, share)
-        await use_rows(self.actors.trainer, plan)
+        async with self._components.progress.waiting(READ_ROWS):
+            await use_rows(self.actors.trainer, plan)
 
     # -- evaluation, frozen models, saving -------------------------------------------------------------------------
 
@@ -767,7 +780,8 @@ class Run:
                 f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has "
                 f"{existing}. Add it by run.frozen(...) before run.start(...), and pass load_frozen the returned handle"
             )
-        await pools[0].load(folder)
+        async with self._components.progress.waiting(f"frozen model {pools[0].model.name} to load {folder}"):
+            await pools[0].load(folder)
 
     async def save(self) -> None:
         """Write the policy at :attr:`version`, the newest trained one, to ``model/`` in the run's folder, as a Hugging
@@ -775,7 +789,8 @@ class Run:
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         actors = self.actors
-        await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
+        async with self._components.progress.waiting(f"trainer ranks to write {self.folder / SAVED}"):
+            await save(actors.trainer, self.folder / SAVED, actors.model_bytes, actors.end_tokens)
         self.saved = self.folder / SAVED
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -834,13 +849,17 @@ class Run:
         """Wait until the newest version is served, close the buffer, and wait for the workers to end."""
         if self._phase is not Phase.ROLLING_OUT:
             return
-        await self._components.evaluations.end()
-        await self.publisher.wait_until_served()
-        await self._checkpoints.settled()
-        # steps() has done this already, unless the recipe left its loop early.
-        if self.version:
-            await self._checkpoints.after_step(self.version, self._last_controller_state, last=True)
-        await self._checkpoints.settled()
+        progress = self._components.progress
+        async with progress.waiting("the evaluation that runs in parallel"):
+            await self._components.evaluations.end()
+        async with progress.waiting("generators to serve the last version"):
+            await self.publisher.wait_until_served()
+        async with progress.waiting("the last checkpoint to be written"):
+            await self._checkpoints.settled()
+            # steps() has done this already, unless the recipe left its loop early.
+            if self.version:
+                await self._checkpoints.after_step(self.version, self._last_controller_state, last=True)
+            await self._checkpoints.settled()
         self._phase = Phase.ENDED
         # waits: for the buffer, within a deadline; then for the workers, which end with it
         await self._rollouts.aclose()
@@ -848,7 +867,7 @@ class Run:
 
 def check_same_task(given: Task, launched: Task) -> None:
     """Refuse a task for :meth:`Run.start` that differs from the one that :func:`launch` was given: in its name, its
-    code, its rewards' marks, its sets of held-out items or its first items. Raises SettingsError."""
+    code, its rewards' marks, its first items or its sets of held-out items. Raises SettingsError."""
     if given is launched:
         return
     compared = [
@@ -858,7 +877,7 @@ def check_same_task(given: Task, launched: Task) -> None:
                 one.episode,
                 one.group_rewards,
                 (one.success_reward, one.full_context_reward),
-                {name: len(one.held_out[name]) for name in one.held_out},
+                {name: (len(held), [held[n] for n in range(min(4, len(held)))]) for name, held in one.held_out.items()},
                 [one.items(cursor) for cursor in range(4)],
             ),
             f"task {one.name}",

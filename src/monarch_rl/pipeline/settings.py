@@ -34,7 +34,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
-from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, cpu_weights, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
@@ -374,10 +374,12 @@ def _check_memory(s: RunSettings, model: ModelConfig, offered: Devices) -> None:
     check_gpu_memory(model, memory_sides(s), offered)
     if offered.kind == "cpu":
         per_process = resource.getrlimit(resource.RLIMIT_AS)[0]
-        ranks, memory = min(s.trainer.ranks, offered.per_host), memory_limit()
+        # On several hosts, the generators may be on others.
+        engines = cpu_weights(model, s.generator, s.trainer.lora) if offered.num_hosts == 1 else 0
+        ranks, memory = min(s.trainer.ranks, offered.per_host), max(0, memory_limit() - engines)
         if per_process != resource.RLIM_INFINITY:  # `ulimit -v`
             memory = min(memory, ranks * per_process)
-        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks)
+        check_cpu_trainer(model, s.trainer, s.transfers, memory, ranks, engines)
 
 
 def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
@@ -434,6 +436,14 @@ def _check_combinations(s: RunSettings, task: Task | None) -> None:
             f"task {task.name} was created with groups_per_step={task.groups_per_step}, and groups-per-step is "
             f"{s.groups_per_step}: its steps would not be those of the run. Pass groups_per_step=s.groups_per_step"
         )
+    elif isinstance(task, Mixture) and task.items_by_step is not None:
+        try:
+            task.schedule.check_steps(s.steps - 1 + (s.buffer.max_policy_lag or 0))
+        except ValueError as error:
+            refusals.add(
+                f"task {task.name}: {error}. Steps are 0 to {s.steps - 1} (steps), and groups of up to "
+                "buffer.max-policy-lag later ones are started, too"
+            )
     missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
     if missing and task is not None:
         existing = ", ".join(task.held_out) or "none"

@@ -40,7 +40,7 @@ from monarch_rl.pipeline.settings import RunSettings, episode_limits, normaliser
 from monarch_rl.rollout.frozen import connect_frozen_models
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.stages import Stage
+from monarch_rl.rollout.stages import Stage, columns_filled
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
@@ -372,7 +372,11 @@ async def start_actors(
     start = Start()
     async with start.reporting():
         spawning = start_buffer(
-            cluster, s.groups_per_step, s.buffer, bound=bound, resumed=resumed.buffer if resumed else None
+            cluster,
+            s.groups_per_step,
+            s.buffer,
+            bound=bound,
+            resumed=resumed.buffer(columns_filled(stages.load())) if resumed else None,
         )
         buffer = await start.part("the import of PyTorch", spawning, "PyTorch is imported")
         starting_frozen = start_all_frozen(

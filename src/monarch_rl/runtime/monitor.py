@@ -31,9 +31,12 @@ from monarch_rl.runtime.wait_registry import Progress, Wait
 
 TASKS_SHOWN = 20
 """Number of asyncio tasks per event loop that the stacks include."""
-_LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"  # a folder next to it may have a name that begins alike
+    for folder in (
+        Path(__file__).parents[1],
+        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
 )
 _EVENT_LOOP = (asyncio.events.__file__, asyncio.base_events.__file__)
 """Files of the code that runs an event loop's callbacks."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +55,7 @@ class Mixture(Task):
     """
 
     groups_per_step: int | None
+    schedule: Schedule
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Mixture(Task):
         object.__setattr__(self, "groups_per_step", groups_per_step)  # a frozen dataclass
         schedule = Schedule(tuple(weights.values()), _block(weights, groups_per_step), seed)
         changes = any(map(callable, weights.values()))
+        object.__setattr__(self, "schedule", schedule)
         tasks = _Tasks(tuple(weights), schedule)
         marks = [task.success_reward for task in weights if task.success_reward is not None]
         super().__init__(
@@ -242,6 +243,17 @@ class Schedule:
         after = tuple(map(sum, zip(before, counts, strict=True)))
         return after, tuple(quota - count for quota, count in zip(quotas, counts, strict=True))
 
+    def check_steps(self, last: int) -> None:
+        """Compute the weights of up to about a thousand of the steps 0 to ``last``, and of that.
+
+        Raises ValueError if a function fails or returns no weight, or none is above 0; names the step.
+        """
+        for step in (*range(0, last, 1 + last // 1000), last):
+            try:
+                self._shares(step)
+            except (ArithmeticError, LookupError, TypeError) as error:
+                raise ValueError(f"a weight of the mixture fails in step {step} ({error!r})") from error
+
     def _shares(self, step: int) -> list[float]:
         weights = [_number(weight(step) if callable(weight) else weight, step) for weight in self._weights]
         total = sum(weights)
@@ -273,6 +285,13 @@ def _number(weight: Any, step: int) -> float:
     return max(0.0, number)
 
 
+def _is_weight(weight: Any) -> bool:
+    try:
+        return callable(weight) or bool(weight >= 0)
+    except TypeError:  # text, None
+        return False
+
+
 def _block(weights: Mapping[Task, Weight], groups_per_step: int | None) -> int:
     """Number of groups of a block; see :class:`Schedule`. Raises ValueError if the mixture is invalid."""
     names = [task.name for task in weights]
@@ -286,12 +305,7 @@ def _block(weights: Mapping[Task, Weight], groups_per_step: int | None) -> int:
             f"the weights of {', '.join(curricula)}, a mixture within the mixture, are functions of the step, but only "
             "the outer mixture knows the run's step: give its tasks to the outer mixture, with such weights"
         )
-    fixed: dict[Task, Any] = {task: weight for task, weight in weights.items() if not callable(weight)}
-    wrong = [
-        f"{task.name} has {weight!r}"
-        for task, weight in fixed.items()
-        if not (isinstance(weight, numbers.Real) and float(weight) >= 0)
-    ]
+    wrong = [f"{task.name} has {weight!r}" for task, weight in weights.items() if not _is_weight(weight)]
     if wrong:
         raise ValueError(f"weights of a mixture must be numbers of at least 0: {', '.join(wrong)}")
     if groups_per_step is None:

@@ -172,7 +172,7 @@ def lr_warnings(settings: TrainerSettings, parameters: int) -> list[str]:
         return []
     return [
         f"trainer.lr {settings.lr:g} is far above the highest rate in published runs of models with about "
-        f"{parameters / 1e9:.2g}B parameters, {highest:g} ({kind}); TRL and verl use 1e-06 for full training "
+        f"{parameters / 1e9:.3g}B parameters, {highest:g} ({kind}); TRL and verl use 1e-06 for full training "
         "(docs/algorithms.md)"
     ]
 
