@@ -6,6 +6,7 @@ import datetime
 import json
 import tempfile
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,8 @@ def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None
         (Fraction(1, 3), "1/3"),
         (datetime.date(2026, 5, 1), "2026-05-01"),
         (True, "True"),
+        (Enum("Colour", {"RED": "red"}, type=str).RED, "red"),
+        (Enum("Share", {"HALF": 0.5}, type=float).HALF, "0.5"),
         ("1e-05", "1e-05"),
     ],
     ids=repr,
@@ -131,6 +134,11 @@ def test_the_text_of_a_number_gives_the_same_number_without_an_exponent(number: 
         (pd.Timestamp("2026-05-01 10:00"), "%d.%m.%Y", "01.05.2026"),
         (np.datetime64("2026-05-01T10:00", "ns"), "%H:%M", "10:00"),
         (np.int64(3), "03d", "003"),
+        (True, ">6", "  True"),
+        (np.True_, "6", "True  "),
+        (True, "d", "1"),
+        (datetime.date(2026, 5, 1), ">12", "  2026-05-01"),
+        (Fraction(1, 3), ">4", " 1/3"),
     ],
 )
 def test_a_format_specification_is_pythons(value: Any, form: str, text: str) -> None:
@@ -309,6 +317,33 @@ def test_python_notation_is_the_same_for_typed_values() -> None:
     typed = {"count": np.float32(0.1), "day": datetime.date(2026, 5, 1)}
     assert fill("{count}", {"count": torch.tensor(0.1)}) == fill("{count!r}", {"count": torch.tensor(0.1)}) == "0.1"
     assert fill("{extra!r}", {"extra": typed}) == fill("{extra!r}", {"extra": {"count": 0.1, "day": "2026-05-01"}})
+
+
+@pytest.mark.parametrize(
+    ("value", "culprit"),
+    [
+        ({"n": np.int64(3), "seen": {1}}, "seen"),
+        ({"n": [1.0, float("nan")]}, r"n\[1\].* nan"),
+        ({"n": pd.NA}, "NA"),
+        (Path("a"), "Path"),
+        (Fraction(1, 3), "Fraction"),
+    ],
+    ids=repr,
+)
+def test_python_notation_of_other_objects_is_refused(value: Any, culprit: str) -> None:
+    with pytest.raises(ValueError, match=f"extra .*{culprit}"):
+        fill("{extra!r}", {"extra": value})
+    assert fill("{extra!r}", {"extra": {1: "a", "b": b"c"}}) == "{1: 'a', 'b': b'c'}"
+
+
+def test_a_timestamp_with_a_width_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="at is a timestamp"):
+        fill("{at:>30}", {"at": datetime.datetime(2026, 5, 1)})
+
+
+def test_a_method_of_a_text_is_no_part_of_a_prompt() -> None:
+    with pytest.raises(ValueError, match=r"book\.title is a builtin"):
+        fill("{book.title}", {"book": "Ulysses"})
 
 
 def test_null_is_refused_in_python_notation_too() -> None:
