@@ -152,6 +152,8 @@ def test_arguments_may_have_values_of_numpy() -> None:
 
 
 CALL = {"function": {"name": "look", "arguments": {}}}
+
+
 @pytest.mark.parametrize("arguments", [None, "", " ", {}])
 def test_a_call_may_have_no_arguments(arguments: Any) -> None:
     (message,) = as_messages({"role": "assistant", "tool_calls": [{"name": "look", "arguments": arguments}]})

@@ -26,6 +26,8 @@ from monarch_rl.tasks.questions import Questions, prompt_of
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.template import as_text, fill
 
+Colour = Enum("Colour", {"RED": "red"}, type=str)
+Share = Enum("Share", {"HALF": 0.5}, type=float)
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
 NUMBER = st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300).filter(lambda number: number != int(number))
 
@@ -107,8 +109,8 @@ def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None
         (Fraction(1, 3), "1/3"),
         (datetime.date(2026, 5, 1), "2026-05-01"),
         (True, "True"),
-        (Enum("Colour", {"RED": "red"}, type=str).RED, "red"),
-        (Enum("Share", {"HALF": 0.5}, type=float).HALF, "0.5"),
+        (Colour.RED, "red"),
+        (Share.HALF, "0.5"),
         ("1e-05", "1e-05"),
     ],
     ids=repr,
@@ -176,6 +178,51 @@ def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path)
     assert rows[0] == written and rows[1]["x"] is None
     task = Questions(Dataset(table), reward, template="{x}")
     assert written in (task.items(0), task.items(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pyarrow.float16(), 0.1),
+        (pyarrow.dictionary(pyarrow.int8(), pyarrow.float32()), 0.1),
+        (pyarrow.list_(pyarrow.float32()), [0.1]),
+        (pyarrow.struct({"one": pyarrow.float32(), "two": pyarrow.float64()}), {"one": 0.1, "two": 0.123456789012}),
+        (pyarrow.struct({"double": pyarrow.list_(pyarrow.float32())}), {"double": [0.1]}),
+        (pyarrow.map_(pyarrow.string(), pyarrow.float32()), {"a": 0.1}),
+    ],
+    ids=str,
+)
+def test_each_number_of_a_column_has_its_own_precision(kind: Any, value: Any, tmp_path: Path) -> None:
+    given = list(value.items()) if pyarrow.types.is_map(kind) else value
+    of = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    column = pyarrow.array([given], of)
+    table = pyarrow.table({"x": column.dictionary_encode() if of != kind else column})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert parquet(tmp_path / "rows.parquet")[0] == {"x": value}
+
+
+def test_a_mapping_with_a_key_twice_is_refused_with_its_file(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    pyarrow.parquet.write_table(
+        pyarrow.table({"limits": pyarrow.array([[("a", 1), ("a", 2)]], kind)}), tmp_path / "rows.parquet"
+    )
+    with pytest.raises(ValueError, match=r"rows\.parquet .*'a'"):
+        len(parquet(tmp_path / "rows.parquet"))
+
+
+class Numbered:
+    """Makes a row for any number, and says how many there are, as data sets of PyTorch do."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index < 9
+        return {"question": f"{index} + 1 ="}
+
+
+def test_rows_that_never_end_are_as_many_as_they_say() -> None:
+    assert len(Questions(Numbered(), reward).check()) == 5  # type: ignore[arg-type]
 
 
 def test_text_of_a_parquet_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
@@ -264,6 +311,12 @@ def test_a_line_that_is_not_unicode_is_named(line: bytes, tmp_path: Path) -> Non
 def test_rows_in_memory_that_are_not_unicode_are_numbered(column: str) -> None:
     with pytest.raises(ValueError, match=f"row 17: column {column} .*Unicode"):
         Questions([*ROWS, ROWS[0] | {column: "half \ud83d"}], reward).check()
+    for value in (["half \ud83d"], {"half \ud83d": 1}, ({"a": "half \ud83d"},)):
+        with pytest.raises(ValueError, match="row 17: column choices .*Unicode"):
+            Questions([*ROWS, ROWS[0] | {"choices": value}], reward, template="{question}").check()
+    with pytest.raises(ValueError, match=r"row 17: column half \\ud83d .*Unicode") as raised:
+        Questions([*ROWS, ROWS[0] | {"half \ud83d": 1}], reward).check()
+    str(raised.value).encode()
 
 
 def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
