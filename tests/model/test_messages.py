@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletionMessage
 from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import Message, ToolCall, as_messages, as_row, assistant, tool, user
+from monarch_rl.model.messages import Message, ToolCall, as_messages, as_row, assistant, system, tool, user
 from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 from tests.model.test_conversation import template, whole
 
@@ -296,3 +296,27 @@ def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any)
 def test_a_failure_of_a_tool_is_not_a_part_of_the_message() -> None:
     """So a conversation that is forked within a turn may be given the same answers again."""
     assert Message("tool", "3", failed="KeyError") == tool("3") and assistant("3") != tool("3")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[system("Hm."), system("Yes."), user("?")], [system("Hm.")], [user("?"), assistant("!"), system("Hm.")]],
+    ids=len,
+)
+def test_a_system_message_that_a_template_drops_is_refused(rows: list[Message]) -> None:
+    """The template writes the last one, with the next user message."""
+    with pytest.raises(ChatError, match="'Hm.'"):
+        Conversation(template("folded")).add(rows)
+    for name in ("qwen3", "folded"):
+        kept = [*rows, user("And?")] if name == "qwen3" else [system("Hm."), user("?"), system("Yes."), user("And?")]
+        text = template(name).decode(Conversation(template(name)).add(kept))
+        assert all(message.content in text for message in kept)
+
+
+def test_a_system_message_between_turns_that_a_template_drops_is_refused() -> None:
+    conversation = Conversation(template("folded"))
+    conversation.add("?")
+    conversation.replied(template("folded").turn("!"), "stop")
+    with pytest.raises(ChatError, match="'Hm.'"):
+        conversation.add(system("Hm."))
+    conversation.add([system("Hm."), user("And?")])
