@@ -20,10 +20,11 @@ def plain(value: Any) -> Any:
     ==================================  =====================================================
     scalars of NumPy, pandas, PyTorch   the number, text or bool (``item()``)
     their arrays, series and tensors    nested lists (``tolist()``)
+    NumPy's records (named fields)      mappings of their fields
     tuples                              lists
     dates and times                     ISO 8601, as text
-    ``Decimal``                         its digits, as text
-    enum members                        their value
+    ``Decimal``                         its digits, as text, without an exponent
+    enum members                        their value, also as keys
     dataclasses and pydantic models     mappings of their fields
     ==================================  =====================================================
 
@@ -63,7 +64,8 @@ def _plain(value: Any, path: str) -> Any:
         return int(value)
     if getattr(getattr(value, "dtype", None), "is_floating_point", False):  # a tensor of PyTorch
         array = value.detach().cpu()
-        return _plain((array if array.element_size() == 8 else array.float()).numpy(), path)
+        numpys = str(array.dtype) in ("torch.float16", "torch.float64")  # NumPy has no bfloat16
+        return _plain((array if numpys else array.float()).numpy(), path)
     if isinstance(value, float) or (_kind(value) == "f" and not value.shape):  # numpy.longdouble is its own item()
         if not math.isfinite(value):
             raise ValueError(f"{_at(path)}{value} is not a number of JSON")
@@ -76,14 +78,17 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, date | time) and value == value:  # NaT of pandas is a date that differs from itself
         return value.isoformat()
     if isinstance(value, Decimal) and value.is_finite():
-        return str(value)
+        return format(value, "f")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path)
     if callable(getattr(type(value), "model_dump", None)):
         return _plain(value.model_dump(), path)
     dates = _kind(value) in tuple("mM")  # NumPy turns some of its dates and durations into bare integers
+    if names := getattr(getattr(value, "dtype", None), "names", None):  # so does ``tolist()``, and drops the names
+        return _plain(list(value) if value.shape else {name: value[name] for name in names}, path)
     if (dates or _kind(value) == "f") and value.shape:
-        return _plain(list(value), path)
+        # The items of a series of pandas have double precision.
+        return _plain(list(value.to_numpy() if _kind(value) == "f" and hasattr(value, "to_numpy") else value), path)
     if hasattr(value, "dtype") and hasattr(value, "tolist") and not dates and not isinstance(value, type):
         return _plain(value.tolist(), path)
     if dates and value.dtype.kind == "M" and value == value:
@@ -97,6 +102,7 @@ def _kind(value: Any) -> str:
 
 
 def _key(key: Any, path: str) -> str:
+    key = key.value if isinstance(key, Enum) else key
     if not isinstance(key, str):
         raise ValueError(f"{_at(path)}the key {key!r:.60} of type {_name(key)} is not text")
     if problem := lone_surrogate(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections import namedtuple
 from dataclasses import make_dataclass
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pydantic
 import pytest
 from hypothesis import event, given, settings
@@ -20,7 +22,7 @@ from openai.types.chat import ChatCompletionMessage
 from monarch_rl.errors import ChatError
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import Message, ToolCall, as_messages, as_row, assistant, tool, user
+from monarch_rl.model.messages import Message, ToolCall, as_messages, as_row, assistant, system, tool, user
 from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 from tests.model.test_conversation import template, whole
 
@@ -150,6 +152,14 @@ def test_arguments_may_have_values_of_numpy() -> None:
 
 
 CALL = {"function": {"name": "look", "arguments": {}}}
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", {}])
+def test_a_call_may_have_no_arguments(arguments: Any) -> None:
+    (message,) = as_messages({"role": "assistant", "tool_calls": [{"name": "look", "arguments": arguments}]})
+    assert message.tool_calls == (ToolCall("look"),)
+
+
 Role = Enum("Role", {"USER": "user"}, type=str)
 
 
@@ -180,7 +190,24 @@ def test_an_attribute_of_an_object_that_the_template_does_not_read_is_refused(ki
         ({"role": "user", "content": [{"type": "image_url", "text": "a"}]}, ["message 1 (user)", "image_url"]),
         ({"role": "user", "content": [{"type": "text", "text": "a", "source": "b"}]}, ["source"]),
         ({"role": "user", "content": float("nan")}, ["message 1 (user)", "nan"]),
-        ({"role": "tool", "content": {"rain": True}}, ["message 1 (tool)", "rain"]),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, ["message 1 (user)", "'text': None"]),
+        ({"role": "user", "content": [{}, "a"]}, ["message 1 (user)", "{}"]),
+        *(
+            ({"role": "tool", "content": content}, ["message 1 (tool)", culprit, "json.dumps"])
+            for content, culprit in [
+                ({"rain": True}, "rain"),
+                ([0.5, 0.25], "0.5"),
+                ([None], "None"),
+                ([["a"]], "['a']"),
+                (["Oslo", "Bergen"], "'Oslo'"),
+                ({"Oslo"}, "'Oslo'"),
+                (bytearray(b"rain"), "114"),
+                (np.arange(1, 3), "int64(1)"),
+                (np.array(3), "array(3)"),
+                ([datetime.date(2026, 5, 1)], "2026, 5, 1"),
+                (pd.DataFrame({"rain": [1]}), "'rain'"),
+            ]
+        ),
         ({"role": "tool", "content": "caf\udce9"}, ["message 1 (tool)", r"caf\udce9"]),
         ({"role": "tool", "content": "!", "name": float("nan")}, ["message 1 (tool)", "name", "nan"]),
         ({"role": "tool", "content": "!", "place": {"a": {1}}}, ["message 1 (tool)", "place.a", "set"]),
@@ -195,6 +222,10 @@ def test_an_attribute_of_an_object_that_the_template_does_not_read_is_refused(ki
         ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, ["not a tool call"]),
         ({"role": "assistant", "tool_calls": [CALL | {"thought": "hm"}]}, ["look", "thought"]),
         ({"role": "assistant", "tool_calls": [CALL | {"id": 7}]}, ["id", "look", "7"]),
+        ({"role": "assistant", "tool_calls": [ToolCall("look", {}, 7)]}, ["id", "look", "7"]),  # type: ignore[arg-type]
+        ({"role": "assistant", "tool_calls": [ToolCall(None)]}, ["name", "None"]),  # type: ignore[arg-type]
+        ({"role": "assistant", "tool_calls": [CALL | {"name": "go"}]}, ["name", "go", "look"]),
+        ({"role": "assistant", "tool_calls": [{"name": "look", "arguments": False}]}, ["look", "False"]),
         ({"role": "assistant", "tool_calls": [CALL | {"id": "a\ud83d"}]}, [r"a\ud83d"]),
         ({"role": "assistant", "tool_calls": [{"name": "a\ud83d", "arguments": {}}]}, [r"a\ud83d"]),
         ({"role": "assistant", "tool_calls": ["look()"]}, ["not a tool call", "look()"]),
@@ -265,3 +296,27 @@ def test_a_thought_reaches_a_template_under_the_key_that_it_reads(tmp_path: Any)
 def test_a_failure_of_a_tool_is_not_a_part_of_the_message() -> None:
     """So a conversation that is forked within a turn may be given the same answers again."""
     assert Message("tool", "3", failed="KeyError") == tool("3") and assistant("3") != tool("3")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[system("Hm."), system("Yes."), user("?")], [system("Hm.")], [user("?"), assistant("!"), system("Hm.")]],
+    ids=len,
+)
+def test_a_system_message_that_a_template_drops_is_refused(rows: list[Message]) -> None:
+    """The template writes the last one, with the next user message."""
+    with pytest.raises(ChatError, match="'Hm.'"):
+        Conversation(template("folded")).add(rows)
+    for name in ("qwen3", "folded"):
+        kept = [*rows, user("And?")] if name == "qwen3" else [system("Hm."), user("?"), system("Yes."), user("And?")]
+        text = template(name).decode(Conversation(template(name)).add(kept))
+        assert all(message.content in text for message in kept)
+
+
+def test_a_system_message_between_turns_that_a_template_drops_is_refused() -> None:
+    conversation = Conversation(template("folded"))
+    conversation.add("?")
+    conversation.replied(template("folded").turn("!"), "stop")
+    with pytest.raises(ChatError, match="'Hm.'"):
+        conversation.add(system("Hm."))
+    conversation.add([system("Hm."), user("And?")])

@@ -377,5 +377,18 @@ def test_a_tool_that_cannot_be_described_to_a_model_is_refused() -> None:
         as_tools([{"type": "function", "function": {}}])
     with pytest.raises(ChatError, match="3 is not a tool"):
         as_tools([3])  # type: ignore[list-item]
+    for one in (add, SEARCH):
+        with pytest.raises(ChatError, match="list"):
+            as_tools(one)  # type: ignore[arg-type]
+    for key in ("input_schema", "inputSchema"):
+        with pytest.raises(ChatError, match=f"'look' has {key}.* parameters"):
+            as_tools([{"name": "look", key: {"type": "object"}}])
+    with pytest.raises(ChatError, match="'look' .*'custom'"):
+        as_tools([{"type": "custom", "name": "look"}])
     with pytest.raises(ChatError, match="add, add"):
         as_tools([add, add])
+
+
+def test_a_tool_in_the_flat_form_is_the_same_tool() -> None:
+    function = {"name": "look", "parameters": {"type": "object"}}
+    assert as_tools([{"type": "function", **function}]) == as_tools([{"type": "function", "function": function}])

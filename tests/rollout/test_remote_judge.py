@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from monarch_rl.errors import ChatError, JudgeFailed
@@ -119,6 +120,16 @@ def test_a_judge_answers_an_openai_request() -> None:
                 "temperature": 0.5,
                 "stop": ["\n"],
             }
+
+    run(test)
+
+
+def test_settings_of_a_request_may_be_numbers_of_numpy() -> None:
+    async def test() -> None:
+        async with serving(answer("yes")) as (server, judge):
+            await judge.reply("right?", max_new_tokens=np.int64(4), temperature=np.float32(0.5))  # type: ignore[arg-type]
+            ((_, body),) = server.asked
+            assert (body["max_tokens"], body["temperature"]) == (4, 0.5)
 
     run(test)
 

@@ -7,11 +7,14 @@ import contextvars
 import sys
 import threading
 from datetime import date
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from monarch_rl.episode.failure import Failure
 from monarch_rl.errors import InfrastructureFailed, SandboxFailed
@@ -19,6 +22,7 @@ from monarch_rl.model.messages import ToolCall, as_messages
 from monarch_rl.model.tools import as_tools
 from monarch_rl.rollout import run_tools as module
 from monarch_rl.rollout.run_tools import run_tools
+from monarch_rl.values import plain
 from tests import patience
 
 SEED: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
@@ -211,6 +215,28 @@ def test_a_tool_that_raises_fails_only_its_call(bad: ToolCall, reason: str, answ
 def test_a_value_is_answered_as_json(kind: str, answer: str) -> None:
     (message,) = asyncio.run(run_tools([call("give", kind=kind)], TOOLS))
     assert (message.content, message.failed) == (answer, "")
+
+
+Colour = Enum("Colour", {"RED": "red"}, type=str)
+RECORD = np.array((3, 0.1, np.datetime64("2026-05-01", "ns")), [("n", "i4"), ("x", "f4"), ("day", "M8[ns]")])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Decimal("100").normalize(), "100"),
+        (Decimal("1E-7"), "0.0000001"),
+        (pd.Series([0.1], dtype="float32"), [0.1]),
+        (pd.Index([0.1], dtype="float32"), [0.1]),
+        (torch.tensor([0.1], dtype=torch.float16), [0.1]),
+        (RECORD, {"n": 3, "x": 0.1, "day": "2026-05-01T00:00:00.000000000"}),
+        (pd.DataFrame({"a": [1], "b": ["x"]}).to_records(index=False), [{"a": 1, "b": "x"}]),
+        ({Colour.RED: 1}, {"red": 1}),
+    ],
+    ids=repr,
+)
+def test_a_typed_value_has_the_json_value_that_a_person_would_write(value: Any, expected: Any) -> None:
+    assert repr(plain(value)) == repr(expected)
 
 
 @pytest.mark.parametrize(

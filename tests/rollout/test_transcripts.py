@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,7 @@ CIRCLE.append(CIRCLE)
         ({"score": float("nan"), "name": "x"}, "{'score': nan, 'name': 'x'}"),
         ({"of": Unspeakable()}, {"of": "<Unspeakable: its representation raised RuntimeError>"}),
         ({1: {"a": (1, 2)}}, {"1": {"a": [1, 2]}}),
+        ({"board": [{(0, 1): "x"}], date(2026, 5, 1): 1}, {"board": [{"(0, 1)": "x"}], "datetime.date(2026, 5, 1)": 1}),
     ],
 )
 def test_any_item_can_be_shown(item: Any, expected: Any) -> None:

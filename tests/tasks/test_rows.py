@@ -6,6 +6,7 @@ import datetime
 import json
 import tempfile
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ from monarch_rl.tasks.questions import Questions, prompt_of
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.template import as_text, fill
 
+Colour = Enum("Colour", {"RED": "red"}, type=str)
+Share = Enum("Share", {"HALF": 0.5}, type=float)
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6)
 NUMBER = st.integers(-(2**53), 2**53) | st.floats(-1e300, 1e300).filter(lambda number: number != int(number))
 
@@ -106,6 +109,8 @@ def test_a_row_is_the_same_from_every_source(rows: list[dict[str, Any]]) -> None
         (Fraction(1, 3), "1/3"),
         (datetime.date(2026, 5, 1), "2026-05-01"),
         (True, "True"),
+        (Colour.RED, "red"),
+        (Share.HALF, "0.5"),
         ("1e-05", "1e-05"),
     ],
     ids=repr,
@@ -131,6 +136,11 @@ def test_the_text_of_a_number_gives_the_same_number_without_an_exponent(number: 
         (pd.Timestamp("2026-05-01 10:00"), "%d.%m.%Y", "01.05.2026"),
         (np.datetime64("2026-05-01T10:00", "ns"), "%H:%M", "10:00"),
         (np.int64(3), "03d", "003"),
+        (True, ">6", "  True"),
+        (np.True_, "6", "True  "),
+        (True, "d", "1"),
+        (datetime.date(2026, 5, 1), ">12", "  2026-05-01"),
+        (Fraction(1, 3), ">4", " 1/3"),
     ],
 )
 def test_a_format_specification_is_pythons(value: Any, form: str, text: str) -> None:
@@ -168,6 +178,51 @@ def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path)
     assert rows[0] == written and rows[1]["x"] is None
     task = Questions(Dataset(table), reward, template="{x}")
     assert written in (task.items(0), task.items(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pyarrow.float16(), 0.1),
+        (pyarrow.dictionary(pyarrow.int8(), pyarrow.float32()), 0.1),
+        (pyarrow.list_(pyarrow.float32()), [0.1]),
+        (pyarrow.struct({"one": pyarrow.float32(), "two": pyarrow.float64()}), {"one": 0.1, "two": 0.123456789012}),
+        (pyarrow.struct({"double": pyarrow.list_(pyarrow.float32())}), {"double": [0.1]}),
+        (pyarrow.map_(pyarrow.string(), pyarrow.float32()), {"a": 0.1}),
+    ],
+    ids=str,
+)
+def test_each_number_of_a_column_has_its_own_precision(kind: Any, value: Any, tmp_path: Path) -> None:
+    given = list(value.items()) if pyarrow.types.is_map(kind) else value
+    of = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    column = pyarrow.array([given], of)
+    table = pyarrow.table({"x": column.dictionary_encode() if of != kind else column})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert parquet(tmp_path / "rows.parquet")[0] == {"x": value}
+
+
+def test_a_mapping_with_a_key_twice_is_refused_with_its_file(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    pyarrow.parquet.write_table(
+        pyarrow.table({"limits": pyarrow.array([[("a", 1), ("a", 2)]], kind)}), tmp_path / "rows.parquet"
+    )
+    with pytest.raises(ValueError, match=r"rows\.parquet .*'a'"):
+        len(parquet(tmp_path / "rows.parquet"))
+
+
+class Numbered:
+    """Makes a row for any number, and says how many there are, as data sets of PyTorch do."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index < 9
+        return {"question": f"{index} + 1 ="}
+
+
+def test_rows_that_never_end_are_as_many_as_they_say() -> None:
+    assert len(Questions(Numbered(), reward).check()) == 5  # type: ignore[arg-type]
 
 
 def test_text_of_a_parquet_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
@@ -256,6 +311,12 @@ def test_a_line_that_is_not_unicode_is_named(line: bytes, tmp_path: Path) -> Non
 def test_rows_in_memory_that_are_not_unicode_are_numbered(column: str) -> None:
     with pytest.raises(ValueError, match=f"row 17: column {column} .*Unicode"):
         Questions([*ROWS, ROWS[0] | {column: "half \ud83d"}], reward).check()
+    for value in (["half \ud83d"], {"half \ud83d": 1}, ({"a": "half \ud83d"},)):
+        with pytest.raises(ValueError, match="row 17: column choices .*Unicode"):
+            Questions([*ROWS, ROWS[0] | {"choices": value}], reward, template="{question}").check()
+    with pytest.raises(ValueError, match=r"row 17: column half \\ud83d .*Unicode") as raised:
+        Questions([*ROWS, ROWS[0] | {"half \ud83d": 1}], reward).check()
+    str(raised.value).encode()
 
 
 def test_other_things_than_rows_are_refused_with_the_way_out() -> None:
@@ -309,6 +370,33 @@ def test_python_notation_is_the_same_for_typed_values() -> None:
     typed = {"count": np.float32(0.1), "day": datetime.date(2026, 5, 1)}
     assert fill("{count}", {"count": torch.tensor(0.1)}) == fill("{count!r}", {"count": torch.tensor(0.1)}) == "0.1"
     assert fill("{extra!r}", {"extra": typed}) == fill("{extra!r}", {"extra": {"count": 0.1, "day": "2026-05-01"}})
+
+
+@pytest.mark.parametrize(
+    ("value", "culprit"),
+    [
+        ({"n": np.int64(3), "seen": {1}}, "seen"),
+        ({"n": [1.0, float("nan")]}, r"n\[1\].* nan"),
+        ({"n": pd.NA}, "NA"),
+        (Path("a"), "Path"),
+        (Fraction(1, 3), "Fraction"),
+    ],
+    ids=repr,
+)
+def test_python_notation_of_other_objects_is_refused(value: Any, culprit: str) -> None:
+    with pytest.raises(ValueError, match=f"extra .*{culprit}"):
+        fill("{extra!r}", {"extra": value})
+    assert fill("{extra!r}", {"extra": {1: "a", "b": b"c"}}) == "{1: 'a', 'b': b'c'}"
+
+
+def test_a_timestamp_with_a_width_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="at is a timestamp"):
+        fill("{at:>30}", {"at": datetime.datetime(2026, 5, 1)})
+
+
+def test_a_method_of_a_text_is_no_part_of_a_prompt() -> None:
+    with pytest.raises(ValueError, match=r"book\.title is a builtin"):
+        fill("{book.title}", {"book": "Ulysses"})
 
 
 def test_null_is_refused_in_python_notation_too() -> None:

@@ -159,7 +159,9 @@ class ChatTemplate:
         if ids is None:
             self.require(*_roles(messages), tools=tools)
             rows, tools, mark = self._rows(messages, tools)
-            first, *rest = self._pieces(self._render(rows, prompt, tools), mark)
+            text = self._render(rows, prompt, tools)
+            _check_system_messages(rows, text)
+            first, *rest = self._pieces(text, mark)
             ids = self.tokenizer.encode(first, add_special_tokens=not self.tokenizer.chat_template)
             ids += [token for piece in rest for token in self._encode(piece)]
         self._openings[key] = ids  # now the most recently used
@@ -189,6 +191,7 @@ class ChatTemplate:
                     f"this model's chat template closes a turn differently before {', '.join(_roles(messages))} "
                     "messages: give the tokenizer another chat template"
                 )
+        _check_system_messages(rows, text)
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
         pieces = self._pieces(shape.end_of_thinking + text if thinking else text, mark)
         return [token for piece in pieces for token in self._encode(piece)]
@@ -405,6 +408,18 @@ class ChatTemplate:
 
 def _roles(messages: Sequence[Message]) -> list[Role]:
     return sorted({message.role for message in messages})
+
+
+def _check_system_messages(rows: Sequence[Row], text: str) -> None:
+    """Raise ChatError for a system message that is not in the rendered text: a template may keep the last one only, or
+    write it with the next user message. One that is the first of a conversation is checked at the start."""
+    for index, row in enumerate(rows):
+        usual = index == 0 and len(rows) > 1 and all(other["role"] != "system" for other in rows[1:])
+        if row["role"] == "system" and not usual and row["content"].strip() not in text:
+            raise ChatError(
+                f"this model's chat template drops the system message {row['content']!r:.60}: write only one, before "
+                "the first user message"
+            )
 
 
 def _watched(row: Row) -> Row:

@@ -188,7 +188,7 @@ def _normalised(message: Message) -> Message:
         raise ChatError(f"its role is {message.role!r:.40}; roles are {', '.join(ROLES)}")
     if isinstance(message.content, str) and not message.tool_calls and not message.more:
         return message
-    content = _text(message.content, beside=message.tool_calls or message.thinking)
+    content = _text(message.content, message.role, beside=message.tool_calls or message.thinking)
     try:
         more = plain(message.more)
     except ValueError as error:
@@ -223,22 +223,23 @@ def _read(given: Any) -> Message:
     )
 
 
-def _text(content: Any, beside: Any) -> str:
+def _text(content: Any, role: str, beside: Any) -> str:
     """The text of a message's content, which may be None ``beside`` calls or a thought."""
     if isinstance(content, str):
         return content
     if content is None and beside:
         return ""
-    if isinstance(content, Iterable) and not isinstance(content, Mapping | bytes):
-        return "".join(map(_part, content))
+    if isinstance(content, Iterable) and not isinstance(content, Mapping | bytes) and not _is_scalar(content):
+        # In an answer of a tool, a list of texts is a value of its own, not one text in parts.
+        texts = isinstance(content, list | tuple) and role != "tool"
+        return "".join(part if texts and isinstance(part, str) else _part(part) for part in content)
     raise ChatError(f"its content is {content!r:.80}, which is not text. {_MEDIA}")
 
 
 def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    given = {key: value for key, value in (_fields(part, ("type", "text")) or {}).items() if not _is_empty(value)}
-    text = given.pop("text", "")
+    fields = _fields(part, ("type", "text")) or {}
+    given = {key: value for key, value in fields.items() if not _is_empty(value)}
+    text = given.pop("text", fields.get("text"))
     if given.pop("type", "text") not in _TEXT_PARTS or not isinstance(text, str) or given:
         raise ChatError(f"its content has the part {part!r:.80}, which is not text alone. {_MEDIA}")
     return text
@@ -247,6 +248,8 @@ def _part(part: Any) -> str:
 def _call(given: Any) -> ToolCall:
     call = given if isinstance(given, ToolCall) else _read_call(given)
     for text in (call.name, call.id):
+        if not isinstance(text, str):
+            raise ChatError(f"name or id of the call {call!r:.80} is {text!r:.40}, which is not text")
         if problem := lone_surrogate(text):
             raise ChatError(f"name or id of a call: {problem}: remove or replace it")
     return replace(call, arguments=_arguments(call.name, call.arguments))
@@ -256,6 +259,9 @@ def _read_call(call: Any) -> ToolCall:
     fields = _fields(call, ("id", "type", "function", "name", "arguments", "error")) or {}
     given = {key: value for key, value in fields.items() if not _is_empty(value) and key != "index"}
     function = _fields(given.pop("function", {}), ("name", "arguments")) or {}
+    for key in function.keys() & given.keys():
+        if function[key] != given[key]:
+            raise ChatError(f"the call {call!r:.80} has another {key} than its function: leave one out")
     function = {key: given.pop(key, function.get(key)) for key in ("name", "arguments")} | function
     name, arguments, identity = function.pop("name"), function.pop("arguments"), given.pop("id", "")
     error = given.pop("error", "")
@@ -271,7 +277,10 @@ def _read_call(call: Any) -> ToolCall:
 def _arguments(name: str, given: Any) -> dict[str, Any]:
     """The arguments of a call: a mapping, or JSON text, as in OpenAI's API."""
     try:
-        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        if isinstance(given, str) and given.strip():
+            arguments = json.loads(given)
+        else:
+            arguments = {} if isinstance(given, str) or _is_empty(given) else given
         if isinstance(arguments := plain(arguments), dict):
             return arguments
     except (ValueError, RecursionError) as error:
@@ -301,4 +310,9 @@ def _value(item: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, Collection) and not len(value))
+    return value is None or (isinstance(value, Collection) and not _is_scalar(value) and not len(value))
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether it is an array or tensor without dimensions, which has no length."""
+    return getattr(value, "shape", None) == ()

@@ -66,6 +66,8 @@ def as_tools(tools: Tools) -> ToolSet:
 
     if isinstance(tools, ToolSet):
         return tools
+    if callable(tools) or isinstance(tools, Mapping):
+        raise ChatError(f"{tools!r:.80} is one tool: give a list of tools")
     schemas, functions = [], {}
     for tool in tools:
         if isinstance(tool, Mapping):
@@ -120,4 +122,9 @@ def _checked(schema: Schema) -> Schema:
     function = schema.get("function", schema)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ChatError(f"{dict(schema)!r:.120} is not a tool: its function has no name")
-    return {"function": function}
+    if (kind := schema.get("type") or "function") != "function":
+        raise ChatError(f"the tool {function['name']!a} has the type {kind!r:.40}: only functions are supported")
+    # Anthropic's and MCP's names of the parameters: calls would not be checked, and few templates read them.
+    if other := next((key for key in ("input_schema", "inputSchema") if key in function), ""):
+        raise ChatError(f"the tool {function['name']!a} has {other}: name it parameters, as in OpenAI's API")
+    return {"function": {key: value for key, value in function.items() if key != "type"}}

@@ -119,8 +119,8 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [_row(message) for message in as_messages(messages)],
-            "max_tokens": self.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            "temperature": temperature,
+            "max_tokens": self.max_new_tokens if max_new_tokens is None else int(max_new_tokens),
+            "temperature": float(temperature),  # also NumPy's, which JSON does not support
         }
         if stop:
             body["stop"] = [stop] if isinstance(stop, str) else list(stop)

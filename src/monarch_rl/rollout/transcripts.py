@@ -174,9 +174,17 @@ def shown(item: Any) -> Any:
     is, if it cannot be copied or written, or contains NaN or infinity: a logged item must not end a run."""
     try:
         value = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
-        return json.loads(json.dumps(value, default=_represented, skipkeys=True, allow_nan=False))
+        return json.loads(json.dumps(_with_text_keys(value), default=_represented, allow_nan=False))
     except Exception:  # copying or writing an object of the task may raise anything
         return _represented(item)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """``value`` with keys that JSON does not support, such as tuples, as their representation."""
+    if isinstance(value, dict):
+        keys = {key: key if isinstance(key, str | int | float | None) else _represented(key) for key in value}
+        return {keys[key]: _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _represented(value: Any) -> str:

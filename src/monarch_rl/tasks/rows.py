@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from monarch_rl.model.control_text import texts_of
 from monarch_rl.tasks.template import DoesNotFit
 from monarch_rl.values import lone_surrogate
 
@@ -238,6 +240,8 @@ def _read_parquet(path: Path) -> list[Row]:
         table = read_table(path)
         single = _single_precision(table.schema)
         return [_as_written(row, single) for row in table.to_pylist(maps_as_pydicts="strict")]
+    except KeyError as error:  # of a map
+        raise ValueError(f"a mapping has the same key twice: {error.args[0]}") from error
     except UnicodeDecodeError as error:
         raise ValueError(_not_utf8(table) or str(error)) from error
     except ArrowException as error:
@@ -299,10 +303,13 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
     Raises ValueError at the end if it raised for some rows; says for which, numbered from 1, and why.
     """
     faults: dict[str, tuple[str, list[int]]] = {}
-    for number, row in enumerate(rows, 1):
+    # As many as it says it has: map-style data sets of PyTorch may make a row for any number.
+    for number, row in enumerate(itertools.islice(rows, len(rows)), 1):
         try:
             _check_row(row)
-            yield read(row)
+            result = read(row)  # its error names the message of a conversation
+            _check_texts(row.items())
+            yield result
         except ValueError as error:
             problem = error.problem if isinstance(error, DoesNotFit) else str(error)
             faults.setdefault(problem, (str(error), []))[1].append(number)
@@ -317,9 +324,16 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
 def _check_row(row: Any) -> None:
     if not isinstance(row, Mapping):
         raise DoesNotFit(f"is a {type(row).__name__}, not a mapping of columns")
-    for column, value in row.items():
-        if isinstance(value, str) and (problem := lone_surrogate(value)):
-            raise DoesNotFit(f"column {column} is not valid Unicode", f": {problem}")
+    _check_texts((column, value) for column, value in row.items() if isinstance(value, str))
+
+
+def _check_texts(columns: Iterable[tuple[Any, Any]]) -> None:
+    """Raise DoesNotFit for text that is not Unicode in columns, their names included."""
+    for column, value in columns:
+        for text in texts_of({column: value}):
+            if isinstance(text, str) and (problem := lone_surrogate(text)):
+                name = str(column).encode(errors="backslashreplace").decode()
+                raise DoesNotFit(f"column {name} is not valid Unicode", f": {problem}")
 
 
 def _named(numbers: Sequence[int]) -> str:
@@ -327,21 +341,22 @@ def _named(numbers: Sequence[int]) -> str:
     return f"row {named}" if len(numbers) == 1 else f"rows {named}{', ...' if len(numbers) > MOST_NAMED else ''}"
 
 
-def _single_precision(schema: Any) -> frozenset[str]:
-    """Columns of an Arrow schema with numbers of single precision."""
-    types = {field.name: str(field.type) for field in schema}  # such as list<element: float>
-    return frozenset(name for name, kind in types.items() if "float" in kind and "double" not in kind)
+def _single_precision(schema: Any) -> dict[str, Any]:
+    """Types of the columns of an Arrow schema that contain numbers of single or half precision, by name."""
+    types = {field.name: field.type for field in schema}
+    return {name: kind for name, kind in types.items() if "float" in str(kind)}  # such as list<element: float>
 
 
-def _as_written(row: Mapping[str, Any], single: Collection[str] = ()) -> dict[str, Any]:
+def _as_written(row: Mapping[str, Any], single: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A row without what columnar formats add (see the top of this file).
 
     Args:
-        single: columns of single precision, whose 0.1 would be read as 0.10000000149011612.
+        single: Arrow types of columns that contain numbers of single or half precision, whose 0.1 would be read as
+            0.10000000149011612.
     """
     if not single:
         return {name: compact(value) for name, value in row.items()}
-    shortest = {name: _shortest(value) if name in single else value for name, value in row.items()}
+    shortest = {name: _shortest(value, single[name]) if name in single else value for name, value in row.items()}
     return _as_written(shortest)
 
 
@@ -354,9 +369,15 @@ def compact(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
-def _shortest(value: Any) -> Any:
+def _shortest(value: Any, kind: Any) -> Any:
+    """``value``, of this Arrow type, with the shortest numbers that give the same in their precision."""
     if isinstance(value, dict):
-        return {key: _shortest(item) for key, item in value.items()}
+        kinds = {field.name: field.type for field in kind} if hasattr(kind, "get_field_index") else {}  # a structure
+        return {key: _shortest(item, kinds.get(key, getattr(kind, "item_type", None))) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortest(item) for item in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+        return [_shortest(item, getattr(kind, "value_type", None)) for item in value]
+    precision = _PRECISION.get(str(getattr(kind, "value_type", kind)))  # also of a dictionary's values
+    return float(str(precision(value))) if precision and isinstance(value, float) else value
+
+
+_PRECISION = {"float": np.float32, "halffloat": np.float16}

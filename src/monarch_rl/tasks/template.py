@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import functools
@@ -10,6 +11,7 @@ import re
 import string
 from collections.abc import Mapping
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
@@ -51,7 +53,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     """
     try:
         # str.format takes a fraction of the formatter's time, and a run makes the prompts of all rows.
-        simple = all(type(value) in (str, int) for value in fields.values())
+        simple = not _has_attributes(template) and all(type(value) in (str, int) for value in fields.values())
         prompt = template.format(**fields) if simple else _TextFormatter().vformat(template, (), fields)
     except DoesNotFit:
         raise
@@ -79,7 +81,7 @@ def as_text(value: Any, form: str = "") -> str:
     """The text of a value of an item.
 
     Numbers, also those of numpy, are written as decimals without an exponent or a fraction of 0: 0.00001, 3 for 3.0.
-    Dates are written as 2026-05-01.
+    Dates are written as 2026-05-01, members of enumerations as their value.
 
     Args:
         form: format specification, with which anything but text is written as Python does; fill, width and alignment
@@ -87,6 +89,8 @@ def as_text(value: Any, form: str = "") -> str:
 
     Raises DoesNotFit if the value is null, not finite, a timestamp without a format, or neither text nor a number.
     """
+    if isinstance(value, Enum):
+        value = value.value
     if is_null(value):
         raise DoesNotFit("is null")
     if not isinstance(value, _KINDS):
@@ -95,13 +99,14 @@ def as_text(value: Any, form: str = "") -> str:
     if isinstance(value, float | np.floating | Decimal):
         return _number_text(value, form)
     if isinstance(value, _TIMES):
-        if not form:
+        if "%" not in form:
             raise DoesNotFit("is a timestamp without a format")
         return format(value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value, form)
-    if isinstance(value, datetime.date | Fraction):
-        return format(value, form)
-    if not isinstance(value, str | int):
+    if not isinstance(value, str | int | datetime.date | Fraction):
         raise DoesNotFit(f"is a {type(value).__name__}, not text", f": {value!r:.80}")
+    by_python = "%" in form if isinstance(value, datetime.date) else re.search("[%.]|[a-zA-Z]$", form)
+    if isinstance(value, bool | datetime.date | Fraction) and not by_python:
+        value = str(value)  # Python would pad True as 1, and write a date with the form >12 as ">12"
     return format(value, form)
 
 
@@ -132,8 +137,12 @@ class _TextFormatter(string.Formatter):
         if is_null(value):
             raise DoesNotFit(f"{self._field} is null")
         if conversion:
-            with contextlib.suppress(ValueError):  # numpy's numbers, and dates, which JSONL has as text
-                value = plain(value)
+            try:
+                value = plain(value)  # numpy's numbers, and dates, which JSONL has as text
+            except ValueError as error:
+                # Mappings with numbers as keys, for example, are literals. Those of NumPy, NaN and objects are none.
+                if not _is_literal(value):
+                    raise DoesNotFit(f"{self._field} has no Python notation", f": {error}: convert it") from None
         return super().convert_field(value, conversion)  # type: ignore[arg-type]
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -149,6 +158,20 @@ class _TextFormatter(string.Formatter):
                 "model should read it in Python notation, or give it to the policy in your own episode (docs/tasks.md)"
             )
             raise error.of(field, advice if "not text" in error.problem else "") from None
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether ``value`` consists of text, numbers and containers of Python."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except Exception:  # its notation may be anything
+        return False
+
+
+@functools.lru_cache
+def _has_attributes(template: str) -> bool:
+    """Whether a field is an attribute, such as ``{title.text}``: text and numbers have methods of many names."""
+    return any("." in (field or "") for _, field, _, _ in string.Formatter().parse(template))
 
 
 @functools.lru_cache
