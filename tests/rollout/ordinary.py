@@ -408,6 +408,20 @@ async def handles_signals_of_the_loop() -> float:
     return 1.0
 
 
+async def leaves(status: int) -> float:
+    sys.exit(status)
+
+
+async def exits_in_a_task() -> float:
+    return sum(await asyncio.gather(plain(1.0), leaves(3), plain(2.0)))
+
+
+async def exits_in_a_group_of_tasks() -> float:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(leaves(3))
+    return await task
+
+
 WORKS: list[Callable[[], Any]] = [
     *(pool_by_default, pool_by_fork, pool_by_spawn, executor_of_processes, process_and_queue, fork, programs, threads),
     *(pools_with_initializer, registry, decorated_global),
@@ -427,6 +441,7 @@ OTHERS: list[Callable[[], Any]] = [
     *(leaves_an_alarm, is_not_interrupted),
     *(leads_a_group, tidies, episode_asks, handles_signals, sets_an_alarm, sets_a_timer),
     *(nests_event_loops, runs_its_own_event_loop, runs_a_new_event_loop, runs_anyio, handles_signals_of_the_loop),
+    *(exits_in_a_task, exits_in_a_group_of_tasks),
 ]
 
 if __name__ == "__main__":

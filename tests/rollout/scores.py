@@ -31,6 +31,11 @@ def touchy_score(text: str) -> float:
     return float(text)
 
 
+def leaves_quietly(text: str) -> float:
+    """As code of an answer does that wants to skip its tests."""
+    os._exit(0)
+
+
 def needs_sandbox(text: str) -> float:
     raise SandboxFailed("no namespaces")
 

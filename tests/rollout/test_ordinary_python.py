@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from monarch_rl.errors import ScoringFailed
+from monarch_rl.rollout.play import value_or_exit
+from monarch_rl.rollout.process_limits import survive_exits
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.tracebacks import describe
 from monarch_rl.runtime.by_value import ByValue
@@ -56,12 +58,14 @@ def results(pickled: Path) -> None:
     found: dict[str, float | str] = {}
 
     async def run() -> None:
+        survive_exits(asyncio.get_running_loop())
         scorer = Scorer(1, AMPLE_S)
         try:
             for name, function in functions.items():
                 try:
                     if asyncio.iscoroutinefunction(function):
-                        found[name] = await function()
+                        ended = await value_or_exit(function())
+                        found[name] = describe(ended)[1] if isinstance(ended, BaseException) else ended
                     else:
                         found[name] = (await scorer.score(function)).reward
                 except ScoringFailed as failed:
@@ -118,6 +122,8 @@ def test_code_of_a_recipe_does_what_it_does_in_a_script(ran: Results, name: str)
         ("runs_a_new_event_loop", ["await", "asyncio.to_thread"]),
         ("runs_anyio", ["await", "asyncio.to_thread"]),
         ("handles_signals_of_the_loop", ["policy.in_scorer"]),
+        ("exits_in_a_task", ["SystemExit: 3", "sys.exit(status)"]),
+        ("exits_in_a_group_of_tasks", ["SystemExit: 3", "sys.exit(status)"]),
     ],
 )
 def test_what_does_not_work_fails_only_its_episode_and_says_what_to_do(

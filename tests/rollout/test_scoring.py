@@ -221,6 +221,8 @@ def test_a_failure_names_its_file_and_line_even_if_the_process_ended() -> None:
 
             ended = await failure(scorer, scores.touchy_score, "2")
             assert ended.reason == "score ended its process" and "exit code 9" in ended.report
+            quiet = await failure(scorer, scores.leaves_quietly, "")
+            assert quiet.reason == "score ended its process" and "exit code 0" in quiet.report
 
             long = await failure(scorer, scores.raises_much, 10**7)
             assert long.reason == "score raised ValueError" and len(long.report) < 20_000

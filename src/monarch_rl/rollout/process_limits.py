@@ -1,5 +1,5 @@
-"""Limits on what episodes' code does to its worker process: printing, open files, forking, alarms. Reaching a limit is
-reported."""
+"""Limits on what episodes' code does to its worker process: printing, open files, forking, alarms, exits. Reaching a
+limit is reported."""
 
 from __future__ import annotations
 
@@ -186,3 +186,21 @@ def _refused_in(pid: int, sets_alarm: Any) -> Any:
         return sets_alarm(*args)
 
     return checked
+
+
+def survive_exits(loop: Any) -> None:
+    """Let an event loop go on after SystemExit or KeyboardInterrupt of a task that an episode has created.
+
+    asyncio stores the exception in the task, so the episode fails with it where it awaits the task. But asyncio also
+    raises it out of ``run_forever``, which would end the worker. Handles of the same iteration run in the next one.
+    """
+    run_once = loop._run_once
+
+    def run_once_or_exit() -> None:
+        try:
+            run_once()
+        except (SystemExit, KeyboardInterrupt) as error:
+            text = f"a task or callback of an episode raised {error!r}; the worker goes on\n"
+            os.write(2, text.encode(errors="replace"))
+
+    loop._run_once = run_once_or_exit

@@ -62,6 +62,10 @@ LOST_SHARE = 0.5
 """Share of a late score's time that the process was stopped, or had no core, from which on the score is computed once
 more. On a busy machine every process waits at times."""
 
+EXIT_BY_SCORE = 159
+"""Exit code of a scoring process whose score calls ``os._exit(0)``: pebble waits until the deadline of the score if a
+process ends with 0."""
+
 PRELOAD = "rollout"
 """Name of the fork server's preload for scoring processes."""
 
@@ -273,7 +277,7 @@ def _end(pool: ProcessPool) -> None:
 def _describe_exit(exit_code: int) -> tuple[str, str]:
     """How a process ended, as a suffix of the reason and as a sentence of the report."""
     if exit_code >= 0:
-        return "", f"it ended with exit code {exit_code}"
+        return "", f"it ended with exit code {0 if exit_code == EXIT_BY_SCORE else exit_code}"
     name = signal_name(-exit_code)
     return f" by {name}", f"it was ended by {name}"
 
@@ -363,7 +367,8 @@ def _raised(error: BaseException) -> Raised:
 
 def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:
     """Compute a score; :class:`Raised` if it raised."""
-    process = os.getpid()
+    process, exits = os.getpid(), os._exit
+    os._exit = functools.partial(_exit_of, process, exits)
     outcome: Any
     try:
         if isinstance(call, BaseException):
@@ -372,10 +377,16 @@ def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -
     except BaseException as error:  # of unpickling
         outcome = _raised(error)
     finally:
+        os._exit = exits
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
     return outcome
+
+
+def _exit_of(process: int, exits: Callable[[int], NoReturn], status: int) -> NoReturn:
+    """``os._exit`` in a score; processes that it forks end with their own status."""
+    exits(EXIT_BY_SCORE if status == 0 and os.getpid() == process else status)
 
 
 def _raise(error: BaseException) -> NoReturn:

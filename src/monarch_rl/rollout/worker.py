@@ -24,7 +24,13 @@ from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenRepli
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
-from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies, refuse_alarms
+from monarch_rl.rollout.process_limits import (
+    bound_printing,
+    check_open_files,
+    end_copies,
+    refuse_alarms,
+    survive_exits,
+)
 from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer, read_nothing
 from monarch_rl.rollout.settings import RolloutSettings
@@ -162,6 +168,7 @@ class RolloutWorker(AsksFrozenModels):
         bound_printing(f"the code of {self._name}")
         end_copies()
         refuse_alarms()
+        survive_exits(asyncio.get_running_loop())
 
     def connect(
         self,
