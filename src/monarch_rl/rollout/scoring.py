@@ -35,6 +35,7 @@ from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.common.process import process_exit
 
 from monarch_rl.episode.failure import UNUSABLE
 from monarch_rl.errors import ScorerBroken, ScoreTookTooLong, ScoringFailed, UnusableReward, is_infrastructure
@@ -238,13 +239,13 @@ class Scorer:
                 message = f"the scoring processes do not start; the end of their output:\n{printed}"
                 raise ScorerBroken(message) from error
             # The old pool must end first: its threads may still read from pipes whose numbers a new pool would get.
-            await asyncio.to_thread(_end, pool)
+            await asyncio.to_thread(_end_pool, pool)
             self._pool, self._works = self._make_pool(), False
             self._pending.give_up(pool)
 
     def close(self) -> None:
         """End the processes. Blocks for a moment; do not call it on the event loop."""
-        _end(self._pool)
+        _end_pool(self._pool)
         self._output.close()
 
 
@@ -269,7 +270,7 @@ def _start_processes(pool: ProcessPool) -> None:
         raise ScoringFailed("scoring processes could not start", detail, infrastructure=True) from error
 
 
-def _end(pool: ProcessPool) -> None:
+def _end_pool(pool: ProcessPool) -> None:
     pool.stop()
     pool.join()  # waits: stop() kills what does not end
 
@@ -284,6 +285,7 @@ def _describe_exit(exit_code: int) -> tuple[str, str]:
 
 def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[Callable[[], object]] | None) -> None:
     die_with_parent(signal.SIGKILL, parent)
+    signal.signal(signal.SIGTERM, _end)
     print_into(output)
     read_nothing()
     run_recipe_code()
@@ -295,6 +297,13 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[
     if warm_up is not None:
         warm_up.load()()
     freeze_heap()
+
+
+def _end(number: int, _: object) -> None:
+    """Handle SIGTERM as pebble does, but let a process that is ending already, because its channel was closed, finish
+    its exit handlers: pebble's own handler would leave out the rest of them."""
+    if not multiprocessing.util.is_exiting():
+        process_exit(number)
 
 
 def _as_forked_by_a_script() -> None:
