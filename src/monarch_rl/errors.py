@@ -36,6 +36,7 @@ defined where their data is (``EpisodeFailed``, ``StageFailed``, ``ReplicaLost``
 from __future__ import annotations
 
 import errno
+import re
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -353,12 +354,10 @@ UNREACHABLE = frozenset(
         ("openai", "APIConnectionError"),
         ("requests", "ChunkedEncodingError"),
         ("requests", "ConnectionError"),
-        ("requests", "RetryError"),
         ("requests", "Timeout"),
         ("socket", "gaierror"),
         ("ssl", "SSLEOFError"),
         ("urllib", "URLError"),
-        ("urllib3", "MaxRetryError"),
         ("urllib3", "ProtocolError"),
         ("urllib3", "TimeoutError"),
         ("websockets", "ConnectionClosed"),
@@ -370,8 +369,12 @@ ANSWERED = ("urllib", "HTTPError")
 UNAVAILABLE = (408, 429, 502, 503, 504, *range(520, 530))
 """HTTP statuses of a server, or a proxy before it, that is overloaded or away; those above 511 are Cloudflare's and
 Anthropic's. 500 may be its answer to what the policy sent."""
-GRPC_UNAVAILABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""Status codes of gRPC of such a server."""
+RETRIED = frozenset({("requests", "RetryError"), ("urllib3", "MaxRetryError")})
+"""Exceptions after several tries, the first of which wraps the second; the text has the status of the last answer."""
+GRPC_UNAVAILABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""Status codes of gRPC of such a server. RESOURCE_EXHAUSTED may also mean that a message was too long."""
+WEBSOCKET_ANSWERED = (1000, 1002, 1003, 1007, 1008, 1009, 1010)
+"""Close codes of a WebSocket (RFC 6455) with which a server ends a session, or refuses what it got."""
 NO_ROUTE = (errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ETIMEDOUT)
 """Errors of connections for which Python has no subclass of ConnectionError."""
 
@@ -380,11 +383,18 @@ def is_infrastructure(error: BaseException | None) -> bool:
     """Whether an error, or its explicit cause (``raise ... from error``), is one of a service that an episode needs: a
     judge, an environment's server, the sandbox, a scoring process. Such an episode says nothing about the policy: it is
     left out of its group and of evaluations. Of an ``ExceptionGroup``, all errors have to be."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:  # "raise error from error" is its own cause
-        seen.add(id(error))
+    return _is_infrastructure(error, frozenset())
+
+
+def _is_infrastructure(error: BaseException | None, seen: frozenset[int]) -> bool:
+    # Errors may be causes of themselves: "raise error from error", "raise group.exceptions[0] from group".
+    while error is not None and id(error) not in seen:
+        seen |= {id(error)}
         if isinstance(error, BaseExceptionGroup):
-            return all(map(is_infrastructure, error.exceptions))
+            if all(_is_infrastructure(member, seen) for member in error.exceptions):
+                return True
+            error = error.__cause__
+            continue
         if _attribute(error, "infrastructure") or isinstance(error, ConnectionError) or _is_unreachable(error):
             return True
         if (status := _http_status(error)) is not None:
@@ -399,6 +409,14 @@ def _is_unreachable(error: BaseException) -> bool:
         return False
     if ("grpc", "RpcError") in kinds and callable(code := _attribute(error, "code")):
         return getattr(code(), "name", "") in GRPC_UNAVAILABLE
+    if ("websockets", "ConnectionClosed") in kinds:
+        return _attribute(_attribute(error, "rcvd"), "code") not in WEBSOCKET_ANSWERED
+    if not kinds.isdisjoint(RETRIED):
+        if answered := re.search(r"too many (\d+) error responses", str(error)):
+            return int(answered[1]) in UNAVAILABLE
+        retried = error if isinstance(_attribute(error, "reason"), Exception) else next(iter(error.args), None)
+        reason = _attribute(retried, "reason")
+        return isinstance(reason, Exception) and _is_unreachable(reason)
     if isinstance(error, TimeoutError) and _raised_by_client(error):
         return True
     # asyncio joins the errors of a name's several addresses, such as ::1 and 127.0.0.1, to one without a number.

@@ -266,6 +266,22 @@ def test_calls_have_the_form_that_the_template_renders(tmp_path: Any) -> None:
 READS_ALL = TAGGED.replace("+ m['content']", "+ (m.name or '') + (m.place or '') + m['content']")
 
 
+def test_a_call_that_a_columnar_format_has_padded_is_read_as_it_was_written() -> None:
+    function = {"name": "look", "arguments": {"city": "Oslo"}}
+    text = {"name": "look", "arguments": '{"city": "Oslo"}'}
+    for call in (text | {"function": {"name": None, "arguments": None}}, text | {"function": function}):
+        (message,) = as_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert message.tool_calls == (ToolCall("look", {"city": "Oslo"}),)
+
+
+@pytest.mark.parametrize(
+    "content", [np.array(["a", "b"]), (text for text in "ab"), ["a", "b"]], ids=["array", "gen", "list"]
+)
+def test_texts_in_any_sequence_are_one_text(content: Any) -> None:
+    (message,) = as_messages([{"role": "user", "content": content}])
+    assert message.content == "ab"
+
+
 def test_other_keys_reach_a_template_that_reads_them(tmp_path: Any) -> None:
     chat = ChatTemplate(write_model(tmp_path, "tagged", READS_ALL))
     row = {"role": "user", "content": "?", "name": "Eve", "place": "Oslo"}
@@ -311,6 +327,31 @@ def test_a_system_message_that_a_template_drops_is_refused(rows: list[Message]) 
         kept = [*rows, user("And?")] if name == "qwen3" else [system("Hm."), user("?"), system("Yes."), user("And?")]
         text = template(name).decode(Conversation(template(name)).add(kept))
         assert all(message.content in text for message in kept)
+
+
+FIRST_ONLY = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
+    "{% endif %}{% for m in messages if m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+REWRITES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'].replace('/no_think', '').rstrip() }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_only_what_a_template_drops_is_refused_wherever_it_stands(tmp_path: Any) -> None:
+    dropping, rewriting = (
+        ChatTemplate(write_model(tmp_path / name, "qwen3", source))
+        for name, source in (("drops", FIRST_ONLY), ("rewrites", REWRITES))
+    )
+    conversation = Conversation(dropping)
+    conversation.add([system("Yes."), user("?")])
+    conversation.replied(dropping.turn("!"), "stop")
+    with pytest.raises(ChatError, match="'Hm.'"):
+        conversation.add([system("Hm."), user("And?")])
+    for rows in ([system("Brief. /no_think")], [system("A /no_think B"), system("C"), user("?")]):
+        assert "/no_think" not in rewriting.decode(Conversation(rewriting).add(rows))
 
 
 def test_a_system_message_between_turns_that_a_template_drops_is_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import _signal
+import asyncio
 import pickle
 import signal
+import sys
 
 import pytest
 
-from monarch_rl.rollout.process_limits import refuse_alarms
+from monarch_rl.rollout.process_limits import refuse_alarms, survive_exits
 
 
 def test_a_refused_function_is_pickled_for_a_process_that_has_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +23,13 @@ def test_a_refused_function_is_pickled_for_a_process_that_has_the_real_one(monke
     sent = [pickle.dumps(function) for function in (signal.alarm, _signal.alarm, signal.setitimer)]
     monkeypatch.undo()
     assert [pickle.loads(function) for function in sent] == [signal.alarm, signal.alarm, signal.setitimer]
+
+
+def test_an_exit_on_the_main_thread_still_ends_the_process() -> None:
+    async def leave() -> None:
+        survive_exits(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        asyncio.run(leave())

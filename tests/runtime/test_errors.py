@@ -126,6 +126,37 @@ def test_a_server_that_does_not_answer_a_client_in_time_is_infrastructure(client
     assert errors.is_infrastructure(raised.value)
 
 
+def test_an_error_that_its_own_group_caused_is_judged_by_itself() -> None:
+    """As in ``except* ... raise group.exceptions[0] from group``."""
+    for member, expected in ((KeyError("x"), False), (ConnectionResetError(), True)):
+        group = ExceptionGroup("tasks", [member, ConnectionResetError()])
+        member.__cause__ = group
+        assert errors.is_infrastructure(member) == expected
+        assert errors.is_infrastructure(group) == expected
+    group = ExceptionGroup("tasks", [KeyError("x")])
+    group.__cause__ = ConnectionResetError()
+    assert errors.is_infrastructure(group)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, True), (1006, True), (1011, True), (1000, False), (1009, False)])
+def test_a_websocket_that_refuses_a_message_is_no_infrastructure(code: int | None, expected: bool) -> None:
+    received = None if code is None else websockets.frames.Close(code, "")
+    assert errors.is_infrastructure(websockets.ConnectionClosedError(received, None)) == expected
+
+
+def test_retries_that_a_server_answered_are_no_infrastructure() -> None:
+    pool = urllib3.HTTPConnectionPool("127.0.0.1")
+    exceptions = urllib3.exceptions
+    for reason, expected in (
+        (exceptions.ResponseError("too many 500 error responses"), False),
+        (exceptions.ResponseError("too many 503 error responses"), True),
+        (exceptions.NewConnectionError(pool, "refused"), True),  # type: ignore[arg-type]
+    ):
+        error = exceptions.MaxRetryError(pool, "/score", reason)
+        assert errors.is_infrastructure(error) == expected
+        assert errors.is_infrastructure(requests.exceptions.RetryError(error)) == expected
+
+
 class Guarded(Exception):
     @property
     def response(self) -> None:

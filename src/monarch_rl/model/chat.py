@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -160,7 +160,7 @@ class ChatTemplate:
             self.require(*_roles(messages), tools=tools)
             rows, tools, mark = self._rows(messages, tools)
             text = self._render(rows, prompt, tools)
-            _check_system_messages(rows, text)
+            _check_system_messages(rows, text, lambda rows: self._render(rows, prompt, tools), opens=True)
             first, *rest = self._pieces(text, mark)
             ids = self.tokenizer.encode(first, add_special_tokens=not self.tokenizer.chat_template)
             ids += [token for piece in rest for token in self._encode(piece)]
@@ -183,15 +183,20 @@ class ChatTemplate:
         rows, tools, mark = self._rows(messages, tools)
         if shape.calls_first and rows and rows[0]["role"] == "tool":
             text = self._after_calls(rows, tools, shape)
+            _check_system_messages(rows, text, lambda rows: self._after_calls(rows, tools, shape))
         else:
             base = [user_row(), {"role": "assistant", "content": TURN_SENTINEL}]
-            text = self._render([*base, *rows], True, tools).partition(TURN_SENTINEL)[2]
+
+            def render(rows: Sequence[Row]) -> str:
+                return self._render([*base, *rows], True, tools).partition(TURN_SENTINEL)[2]
+
+            text = render(rows)
             if not text.startswith(shape.closing):
                 raise ChatError(
                     f"this model's chat template closes a turn differently before {', '.join(_roles(messages))} "
                     "messages: give the tokenizer another chat template"
                 )
-        _check_system_messages(rows, text)
+            _check_system_messages(rows, text, render)
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
         pieces = self._pieces(shape.end_of_thinking + text if thinking else text, mark)
         return [token for piece in pieces for token in self._encode(piece)]
@@ -410,12 +415,22 @@ def _roles(messages: Sequence[Message]) -> list[Role]:
     return sorted({message.role for message in messages})
 
 
-def _check_system_messages(rows: Sequence[Row], text: str) -> None:
+def _check_system_messages(
+    rows: Sequence[Row], text: str, render: Callable[[list[Row]], str], opens: bool = False
+) -> None:
     """Raise ChatError for a system message that is not in the rendered text: a template may keep the last one only, or
-    write it with the next user message. One that is the first of a conversation is checked at the start."""
+    write it with the next user message.
+
+    Args:
+        render: renders other rows in the same place.
+        opens: whether the rows open the conversation: that a template writes their first one is checked at the start.
+    """
     for index, row in enumerate(rows):
-        usual = index == 0 and len(rows) > 1 and all(other["role"] != "system" for other in rows[1:])
-        if row["role"] == "system" and not usual and row["content"].strip() not in text:
+        usual = opens and index == 0 and len(rows) > 1 and all(other["role"] != "system" for other in rows[1:])
+        if row["role"] != "system" or usual or row["content"].strip() in text:
+            continue
+        # A template may also change the text, such as its white space.
+        if TURN_SENTINEL not in render([*rows[:index], row | {"content": TURN_SENTINEL}, *rows[index + 1 :]]):
             raise ChatError(
                 f"this model's chat template drops the system message {row['content']!r:.60}: write only one, before "
                 "the first user message"

@@ -69,7 +69,12 @@ def texts_of(value: Any) -> Iterable[str]:
         yield value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from (key, *texts_of(item))
+            yield key
+            yield from texts_of(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from texts_of(item)
+            if isinstance(item, _WITH_TEXT):  # there may be thousands of numbers
+                yield from texts_of(item)
+
+
+_WITH_TEXT = (str, dict, list, tuple)

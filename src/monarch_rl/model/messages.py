@@ -231,8 +231,7 @@ def _text(content: Any, role: str, beside: Any) -> str:
         return ""
     if isinstance(content, Iterable) and not isinstance(content, Mapping | bytes) and not _is_scalar(content):
         # In an answer of a tool, a list of texts is a value of its own, not one text in parts.
-        texts = isinstance(content, list | tuple) and role != "tool"
-        return "".join(part if texts and isinstance(part, str) else _part(part) for part in content)
+        return "".join(part if isinstance(part, str) and role != "tool" else _part(part) for part in content)
     raise ChatError(f"its content is {content!r:.80}, which is not text. {_MEDIA}")
 
 
@@ -259,9 +258,11 @@ def _read_call(call: Any) -> ToolCall:
     fields = _fields(call, ("id", "type", "function", "name", "arguments", "error")) or {}
     given = {key: value for key, value in fields.items() if not _is_empty(value) and key != "index"}
     function = _fields(given.pop("function", {}), ("name", "arguments")) or {}
+    function = {key: value for key, value in function.items() if not _is_empty(value)}
     for key in function.keys() & given.keys():
-        if function[key] != given[key]:
-            raise ChatError(f"the call {call!r:.80} has another {key} than its function: leave one out")
+        one, other = function[key], given[key]
+        if one != other and (key != "arguments" or _arguments("a tool", one) != _arguments("a tool", other)):
+            raise ChatError(f"the call {call!r:.80} and its function have different values of {key}: leave one out")
     function = {key: given.pop(key, function.get(key)) for key in ("name", "arguments")} | function
     name, arguments, identity = function.pop("name"), function.pop("arguments"), given.pop("id", "")
     error = given.pop("error", "")

@@ -125,6 +125,6 @@ def _checked(schema: Schema) -> Schema:
     if (kind := schema.get("type") or "function") != "function":
         raise ChatError(f"the tool {function['name']!a} has the type {kind!r:.40}: only functions are supported")
     # Anthropic's and MCP's names of the parameters: calls would not be checked, and few templates read them.
-    if other := next((key for key in ("input_schema", "inputSchema") if key in function), ""):
+    if other := next((key for key in ("input_schema", "inputSchema") if function.get(key) is not None), ""):
         raise ChatError(f"the tool {function['name']!a} has {other}: name it parameters, as in OpenAI's API")
     return {"function": {key: value for key, value in function.items() if key != "type"}}

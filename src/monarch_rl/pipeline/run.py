@@ -404,7 +404,8 @@ class Run:
             f"The gradient of a mini-batch is divided by {trainer.loss.normaliser(normaliser_tokens(settings))}, and "
             f"clipped to a norm of {trainer.max_grad_norm:g} (trainer.max-grad-norm)."
         )
-        task_by_value, stages_by_value = sent(task), ByValue(stages, "a stage")
+        task_by_value = ByValue(task, f"task {task.name}") if task is launched else sent(task)  # launch() has tried it
+        stages_by_value = ByValue(stages, "a stage")
         for stage in stages:
             ByValue.checked(stage, f"the stage {stage.name}")
         if settings.probe and self._survivors is None:

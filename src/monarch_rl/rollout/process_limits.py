@@ -193,7 +193,10 @@ def survive_exits(loop: Any) -> None:
 
     asyncio stores the exception in the task, so the episode fails with it where it awaits the task. But asyncio also
     raises it out of ``run_forever``, which would end the worker. Handles of the same iteration run in the next one.
+    On a main thread it is left to end the process.
     """
+    if threading.current_thread() is threading.main_thread():
+        return
     run_once = loop._run_once
 
     def run_once_or_exit() -> None:

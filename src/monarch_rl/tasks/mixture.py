@@ -10,6 +10,7 @@ import functools
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ Weight = float | Callable[[int], float]
 function count as 0."""
 BLOCK = 32
 """Number of groups per block if no weight is a function of the step; each block keeps the proportions."""
+CHECKED_S = 5.0
+"""Seconds after which no more weights are checked before a run."""
 STRIDE = 64
 """Blocks between two cached states."""
 Counts = tuple[int, ...]
@@ -244,14 +247,19 @@ class Schedule:
         return after, tuple(quota - count for quota, count in zip(quotas, counts, strict=True))
 
     def check_steps(self, last: int) -> None:
-        """Compute the weights of up to about a thousand of the steps 0 to ``last``, and of that.
+        """Compute the weights of up to about a thousand of the steps 0 to ``last``, for up to :data:`CHECKED_S`.
 
         Raises ValueError if a function fails or returns no weight, or none is above 0; names the step.
         """
+        ends = time.monotonic() + CHECKED_S
         for step in (*range(0, last, 1 + last // 1000), last):
+            if time.monotonic() > ends:
+                return
             try:
                 self._shares(step)
-            except (ArithmeticError, LookupError, TypeError) as error:
+            except ValueError:
+                raise
+            except Exception as error:  # of the recipe's function
                 raise ValueError(f"a weight of the mixture fails in step {step} ({error!r})") from error
 
     def _shares(self, step: int) -> list[float]:

@@ -308,7 +308,7 @@ def read_all(rows: Sequence[Row], read: Callable[[Row], T], what: str, unfit: st
         try:
             _check_row(row)
             result = read(row)  # its error names the message of a conversation
-            _check_texts(row.items())
+            _check_texts((column, value) for column, value in row.items() if not isinstance(value, str))
             yield result
         except ValueError as error:
             problem = error.problem if isinstance(error, DoesNotFit) else str(error)

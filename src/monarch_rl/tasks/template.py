@@ -104,7 +104,7 @@ def as_text(value: Any, form: str = "") -> str:
         return format(value.astype("datetime64[us]").item() if isinstance(value, np.datetime64) else value, form)
     if not isinstance(value, str | int | datetime.date | Fraction):
         raise DoesNotFit(f"is a {type(value).__name__}, not text", f": {value!r:.80}")
-    by_python = "%" in form if isinstance(value, datetime.date) else re.search("[%.]|[a-zA-Z]$", form)
+    by_python = "%" in form if isinstance(value, datetime.date) else re.search("[%.,_]|[a-zA-Z]$", form)
     if isinstance(value, bool | datetime.date | Fraction) and not by_python:
         value = str(value)  # Python would pad True as 1, and write a date with the form >12 as ">12"
     return format(value, form)
