@@ -135,7 +135,11 @@ def test_a_curriculum_that_ends_before_the_last_groups_of_the_run_is_refused(tmp
     settings = RunSettings(model=str(tmp_path), groups_per_step=16, steps=6)
     listed = Mixture({easy: [6, 5, 4, 3, 2, 1].__getitem__, hard: 1}, groups_per_step=16)
     faded = Mixture({easy: lambda step: 7 - step, hard: lambda step: 0}, groups_per_step=16)
-    mistaken = Mixture({easy: lambda step: 1 if step < 3 else Path(str(step)).read_text(), hard: 1}, groups_per_step=16)  # type: ignore[dict-item, return-value]
+
+    def weight(step: int) -> float:
+        return 1 if step < 3 else float(Path(str(step)).read_text())
+
+    mistaken = Mixture({easy: weight, hard: 1}, groups_per_step=16)
     with pytest.raises(SettingsError, match="step 3 .*FileNotFoundError"):
         check(settings, CPUS, mistaken)
     for task, step in ((listed, 6), (faded, 7)):
