@@ -492,12 +492,13 @@ def check_cache(config: ModelConfig, settings: GeneratorSettings, memory_bytes: 
         )
 
 
+ENGINE_WEIGHTS = "the weights"
+"""Purpose of memory in :func:`cpu_memory`."""
+
+
 def cpu_weights(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings) -> int:
     """Bytes of the weights of all replicas on a machine without GPUs. The KV cache takes memory only as it fills."""
-    planned = replica_memory(
-        trained_model(config, lora), settings, TransferSettings(), on_gpu=False, tokens=cpu_tokens(settings)
-    )
-    return settings.replicas * settings.tp * planned[WEIGHTS]
+    return settings.replicas * cpu_memory(config, settings, lora)[ENGINE_WEIGHTS]
 
 
 def cpu_memory(config: ModelConfig, settings: GeneratorSettings, lora: LoraSettings) -> dict[str, int]:
@@ -505,7 +506,7 @@ def cpu_memory(config: ModelConfig, settings: GeneratorSettings, lora: LoraSetti
     model, tokens = trained_model(config, lora), cpu_tokens(settings)
     planned = replica_memory(model, settings, TransferSettings(), on_gpu=False, tokens=tokens)
     return {
-        "the weights": settings.tp * planned[WEIGHTS],  # all engine ranks are on this machine
+        ENGINE_WEIGHTS: settings.tp * planned[WEIGHTS],  # all engine ranks are on this machine
         f"a KV cache of {tokens} tokens (generator.max-total-tokens)": settings.tp * planned[CACHE],
         "the versions that arrive": model.version * item_bytes(settings, on_gpu=False),
     }
