@@ -156,9 +156,9 @@ async def _failures(
     for item, group_size in items:
         if (left := ends - time.monotonic()) <= 0:
             break
-        # Then only the scorer's deadline counts, after which nothing is reported. On a machine without time for it, the
-        # scorer lengthens that one.
         little = left < PROBE_S / 2
+        # With little time left, only the scorer's deadline counts, after which nothing is reported. On a machine
+        # without time for it, the scorer lengthens that one.
         limited = replace(settings, episode_deadline_s=FOREVER_S if little else 0.8 * PROBE_S)
         what = "a training item" if group_size else "a held-out item"
         try:
