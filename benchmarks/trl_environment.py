@@ -13,6 +13,8 @@ LOCK = ROOT / "locks" / "cpu.txt"
 TRL = "1.16.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Package index for torch only, if pip's configured sources do not have the CPU build."""
+OF_THE_TASK = ("reasoning-gym", "setproctitle", "tyro")
+"""Packages that both sides' task imports (``monarch_rl.tasks.reasoning_gym``)."""
 PIP_SECONDS = 3600.0
 VERSIONS = """
 import json, accelerate, torch, transformers, trl
@@ -27,8 +29,8 @@ def lines_of_lock() -> list[str]:
 def requirements(gpu: bool) -> list[str]:
     """Return the requirements. On a CPU all versions except TRL's are those of the project's lock; on GPUs, vLLM (with
     which TRL generates) determines the version of torch."""
-    task = next(line for line in lines_of_lock() if line.startswith("reasoning-gym=="))
-    return [f"trl[vllm]=={TRL}" if gpu else f"trl=={TRL}", task]
+    ours = [line for line in lines_of_lock() if line.partition("==")[0] in OF_THE_TASK]
+    return [f"trl[vllm]=={TRL}" if gpu else f"trl=={TRL}", *ours]
 
 
 def ensure(gpu: bool) -> Path:
