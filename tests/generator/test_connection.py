@@ -56,6 +56,14 @@ def completion(value: int, reason: str = "stop") -> Completion:
     return Completion(np.array([value], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), reason)
 
 
+async def one(connection: ReplicaConnection, prompt_ids: list[int]) -> Completion:
+    """Ask a single request."""
+    (answer,) = await patiently(connection.ask([(prompt_ids, Sampling())]))
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def connect() -> tuple[ReplicaConnection, Any]:
     replica: Any = Replica()
     return ReplicaConnection(replica), replica
@@ -65,7 +73,7 @@ def test_many_messages_share_one_connection() -> None:
     async def scenario() -> None:
         connection, replica = connect()
         for value in range(1, 20):
-            answer = await patiently(connection.ask([value, 2, 0], Sampling()))
+            answer = await one(connection, [value, 2, 0])
             assert answer.token_ids.tolist() == [value] and answer.finish_reason == "stop"
         assert replica.opened == 1
 
@@ -75,12 +83,13 @@ def test_many_messages_share_one_connection() -> None:
 def test_a_failure_ends_all_requests_and_the_next_one_reconnects() -> None:
     async def scenario() -> None:
         connection, replica = connect()
-        slow, fatal = connection.ask([1, 3, 10**6], Sampling()), connection.ask([0, 1, 30], Sampling())
+        slow, fatal = connection.ask([([1, 3, 10**6], Sampling())]), connection.ask([([0, 1, 30], Sampling())])
         for request, parts in ((slow, 3), (fatal, 1)):
             with pytest.raises(ReplicaLost, match="the engine is gone") as lost:
                 await patiently(request)
-            assert len(lost.value.parts) in (0, parts), "they may arrive after the loss"
-        assert (await patiently(connection.ask([7, 0, 0], Sampling()))).token_ids.tolist() == [7]
+            (received,) = lost.value.received
+            assert len(received.parts) in (0, parts), "they may arrive after the loss"
+        assert (await one(connection, [7, 0, 0])).token_ids.tolist() == [7]
         assert replica.opened == 2
 
     asyncio.run(scenario())
@@ -103,21 +112,21 @@ def test_a_send_error_reaches_the_waiting_caller() -> None:
 
     async def scenario() -> None:
         connection, replica = connect()
-        slow = connection.ask([1, 0, 10**6], Sampling())
-        assert (await patiently(connection.ask([2, 0, 0], Sampling()))).token_ids.tolist() == [2]
+        slow = connection.ask([([1, 0, 10**6], Sampling())])
+        assert (await one(connection, [2, 0, 0])).token_ids.tolist() == [2]
         unreadable: Any = [threading.Lock()]
         with pytest.raises(TypeError, match="cannot pickle"):
-            await patiently(connection.ask(unreadable, Sampling()))
+            await patiently(connection.ask([(unreadable, Sampling())]))
         assert not slow.done() and replica.opened == 1
         replica.generate = Unsendable()
-        for request in (connection.ask([3, 0, 0], Sampling()), slow):
+        for request in (connection.ask([([3, 0, 0], Sampling())]), slow):
             with pytest.raises(ReplicaLost, match="nothing can be sent"):
                 await patiently(request)
         replica.answer, replica.generate = Unsendable(), replica
         with pytest.raises(ReplicaLost, match="nothing can be sent"):
-            await patiently(connection.ask([4, 0, 0], Sampling()))
+            await one(connection, [4, 0, 0])
         replica.answer = replica
-        assert (await patiently(connection.ask([5, 0, 0], Sampling()))).token_ids.tolist() == [5]
+        assert (await one(connection, [5, 0, 0])).token_ids.tolist() == [5]
 
     asyncio.run(scenario())
 
@@ -156,31 +165,43 @@ def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> N
     asyncio.run(scenario())
 
 
-REQUEST = st.tuples(st.integers(-3, 50), st.integers(0, 3), st.integers(0, 20), st.integers(0, 4), st.booleans())
-"""Value (mostly there is one), parts, turns; turns before it is submitted; whether the caller gives it up."""
+REQUEST = st.tuples(st.integers(-3, 50), st.integers(0, 3), st.integers(0, 20))
+"""Value (mostly there is one), parts, turns."""
+ASKED = st.tuples(st.lists(REQUEST, min_size=1, max_size=8), st.integers(0, 4), st.booleans())
+"""Requests that are asked at once; turns before they are; whether the caller gives them up."""
 
 
-@given(st.lists(REQUEST, max_size=40))
+@given(st.lists(ASKED, max_size=20))
 def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
-    requests: list[tuple[int, int, int, int, bool]],
+    asked: list[tuple[list[tuple[int, int, int]], int, bool]],
 ) -> None:
+    """A replica fails at most once for all, so it may be lost when others of the same call have been answered."""
+
     async def scenario() -> None:
         connection, _ = connect()
-        asked = []
-        for value, parts, turns, pause, given_up in requests:
+        pending = []
+        for requests, pause, given_up in asked:
             for _ in range(pause):
                 await asyncio.sleep(0)
-            asked.append((value, parts, connection.ask([value, parts, turns], Sampling())))
+            pending.append((requests, connection.ask([(list(request), Sampling()) for request in requests])))
             if given_up:
-                asked.pop()[2].cancel()
-        for value, parts, request in asked:
+                pending.pop()[1].cancel()
+        for requests, answers in pending:
             try:
-                assert (await patiently(request)).token_ids.tolist() == [value] and value > 0
-            except Refused as error:
-                assert str(error) == str(value) and value < 0
+                for (value, _, _), answer in zip(requests, await patiently(answers), strict=True):
+                    check(value, answer)
             except ReplicaLost as lost:
-                assert any(not other for other, *_ in requests)
-                assert [part.token_ids.tolist() for part in lost.parts] == [[value]] * len(lost.parts)
-                assert len(lost.parts) <= parts
+                assert any(not value for others, _, _ in asked for value, _, _ in others)
+                for (value, parts, _), received in zip(requests, lost.received, strict=True):
+                    assert [part.token_ids.tolist() for part in received.parts] == [[value]] * len(received.parts)
+                    assert len(received.parts) <= parts
+                    if received.answer is not None:
+                        check(value, received.answer)
+
+    def check(value: int, answer: Completion | Exception) -> None:
+        if isinstance(answer, Refused):
+            assert str(answer) == str(value) and value < 0
+        else:
+            assert isinstance(answer, Completion) and answer.token_ids.tolist() == [value] and value > 0
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from monarch.actor import Port
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.generator import dispatcher as module
-from monarch_rl.generator.connection import Answering, ReplicaLost
+from monarch_rl.generator.connection import Answering, Received, ReplicaLost, Request
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import lose, now
@@ -64,7 +64,7 @@ class Replica:
         await self.answering.answer(connection, self)
 
     def broadcast(self, connection: str, requests: bytes) -> None:
-        self.messages.append([prompt[0] for _, prompt, _ in pickle.loads(requests)])
+        self.messages.append([prompt[0] for _, together in pickle.loads(requests) for prompt, _ in together])
         self.answering.start(connection, requests)
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
@@ -256,17 +256,18 @@ class LosingConnection:
         self.arrived: list[int] = []
         """Ids in the parts."""
 
-    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
+        ((prompt_ids, sampling),) = requests
         self.asked.append((prompt_ids, sampling.max_new_tokens))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         whole = sample(prompt_ids, sampling, self._version)
         if self._parts is None:
-            answer.set_result(whole)
+            answer.set_result([whole])
             return answer
         ends = np.cumsum([0, *self._parts]).tolist()
         parts = [part_of(whole, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
         self.arrived = [int(token) for part in parts for token in part.token_ids]
-        answer.set_exception(ReplicaLost("it was killed", parts))
+        answer.set_exception(ReplicaLost("it was killed", [Received(parts)]))
         return answer
 
 
@@ -279,14 +280,15 @@ def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
 class RouteReportingConnection(LosingConnection):
     """Sends routes with its answer, and never with parts of it."""
 
-    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        answer = super().ask(prompt_ids, sampling)
+    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
+        answer = super().ask(requests)
         if answer.exception() is None:
-            whole, start = answer.result(), sampling.expert_routes_from
+            ((prompt_ids, sampling),) = requests
+            (whole,), start = answer.result(), sampling.expert_routes_from
             assert start is not None
             answer = asyncio.get_running_loop().create_future()
             answer.set_result(
-                replace(whole, expert_routes=expert_routes_of(prompt_ids + whole.token_ids.tolist(), start))
+                [replace(whole, expert_routes=expert_routes_of(prompt_ids + whole.token_ids.tolist(), start))]
             )
         return answer
 
@@ -357,6 +359,72 @@ def test_wherever_replicas_are_lost_the_tokens_equal_those_of_a_single_replica(
         versions += [9 - index] * len(connection.arrived)
     versions += [9 - len(losses)] * (len(whole.token_ids) - len(arrived))
     assert found.policy_versions.tolist() == versions
+
+
+class GroupConnection:
+    """Replaces a connection: its replica is lost when the given numbers of tokens of each request have arrived, or, at
+    -1, its whole answer."""
+
+    def __init__(self, version: int, arrived: list[int] | None) -> None:
+        self._version, self._arrived = version, arrived
+
+    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
+        answers: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        wholes = [sample(prompt_ids, sampling, self._version) for prompt_ids, sampling in requests]
+        if self._arrived is None:
+            answers.set_result(wholes)
+            return answers
+        received = [
+            Received(answer=whole) if count < 0 else Received([part_of(whole, 0, count)])
+            for whole, count in zip(wholes, self._arrived, strict=False)
+        ]
+        answers.set_exception(ReplicaLost("it was killed", received))
+        return answers
+
+
+@given(
+    prompt=st.lists(st.integers(1, 19), min_size=1, max_size=3),
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    losses=st.lists(st.lists(st.integers(-1, 12), min_size=5, max_size=5), max_size=3),
+)
+def test_wherever_replicas_are_lost_each_sample_of_a_group_is_whole(
+    prompt: list[int], counts: list[int], losses: list[list[int]]
+) -> None:
+    """Some samples may have been answered when a replica is lost, others only in part."""
+    wanted = [Sampling(max_new_tokens=count, stop_token_ids=STOPS) for count in counts]
+    connections: Any = [GroupConnection(9 - i, arrived) for i, arrived in enumerate([*losses, None])]
+
+    async def scenario() -> list[Completion | Exception]:
+        dispatcher = Dispatcher(connections, LIMIT_S)
+        dispatcher._connections = connections
+        return await dispatcher.generate_group(prompt, wanted, 0)
+
+    for found, sampling in zip(asyncio.run(scenario()), wanted, strict=True):
+        whole = sample(prompt, sampling, 0)
+        assert isinstance(found, Completion) and found.finish_reason == whole.finish_reason
+        assert found.token_ids.tolist() == whole.token_ids.tolist()
+        assert found.logprobs.tolist() == whole.logprobs.tolist()
+        assert sorted(found.policy_versions, reverse=True) == found.policy_versions.tolist()
+
+
+def test_a_refused_sample_of_a_group_leaves_the_others() -> None:
+    async def scenario() -> None:
+        replica = PartSendingReplica(5, 0)
+        sample = replica.sample
+
+        async def refuse_some(prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+            if sampling.seed == 1:
+                raise ValueError("no such seed")
+            return await sample(prompt_ids, sampling, on_part)
+
+        replica.sample = refuse_some  # type: ignore[method-assign]
+        dispatcher = Dispatcher([replica], LIMIT_S)
+        asked = [Sampling(max_new_tokens=3, seed=seed) for seed in range(3)]
+        first, refused, last = await dispatcher.generate_group([4], asked, 0)
+        assert isinstance(first, Completion) and isinstance(last, Completion) and isinstance(refused, ValueError)
+        assert replica.messages == [[4, 4, 4]] and dispatcher.in_flight == (0,)
+
+    asyncio.run(scenario())
 
 
 def test_a_part_that_ends_with_a_stop_token_is_the_answer() -> None:
@@ -441,7 +509,7 @@ def test_an_answer_that_cannot_be_sent_counts_as_the_loss_of_its_replica() -> No
         alone, asked = Mute(), asyncio.get_running_loop().create_future()
         alone.sample = lambda *_: asked  # type: ignore[method-assign,assignment]
         both = asyncio.ensure_future(alone.answering.answer("here", alone))
-        alone.broadcast("here", pickle.dumps([(0, [1], Sampling()), (1, [2], Sampling())]))
+        alone.broadcast("here", pickle.dumps([(0, [([1], Sampling())]), (1, [([2], Sampling())])]))
         await asyncio.sleep(0)
         assert not both.done()
         asked.set_result(COMPLETION)

@@ -36,13 +36,13 @@ def completions(draw: st.DrawFn) -> Completion:
     return Completion(array(IDS, np.int32), logprobs, array(IDS, np.int32), reason, sampling_masks, expert_routes)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), completions() | st.builds(GenerationError, st.text()))))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), completions() | st.builds(GenerationError, st.text()))))
 def test_answers_survive_serialization(answers: list[Answer]) -> None:
     """In their order, errors last."""
-    expected = sorted(answers, key=lambda answer: isinstance(answer[1], Exception))
+    expected = sorted(answers, key=lambda answer: isinstance(answer[2], Exception))
     found = deserialize_answers(serialize_answers(answers))
-    assert [index for index, _ in found] == [index for index, _ in expected]
-    for (_, copy), (_, original) in zip(found, expected, strict=True):
+    assert [answer[:2] for answer in found] == [answer[:2] for answer in expected]
+    for (*_, copy), (*_, original) in zip(found, expected, strict=True):
         if isinstance(original, Exception):
             assert isinstance(copy, GenerationError) and str(copy) == str(original)
             continue
@@ -66,7 +66,7 @@ class Received:
         self.messages: list[tuple[float, list[int]]] = []
 
     def send(self, obj: tuple[str, bytes], /) -> None:
-        answers = [index for index, _ in deserialize_answers(obj[1])]
+        answers = [index for index, _, _ in deserialize_answers(obj[1])]
         self.messages.append((asyncio.get_running_loop().time(), answers))
 
 
@@ -81,7 +81,7 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
         for index, pause in enumerate(pauses):
             await asyncio.sleep(pause)
             added.append(asyncio.get_running_loop().time())
-            sender.add((index, nothing))
+            sender.add((index, 0, nothing))
         await asyncio.sleep(2 * ANSWER_PACE_S)
         return added, port.messages
 

@@ -1,13 +1,14 @@
 """Requests of one caller to one replica, over a persistent channel, and their answers.
 
-Requests share messages, such as those of a group's episodes, and so do answers and partial answers: an engine answers
-hundreds of requests a second. A message is sent at once if none was sent for :data:`PACE_S` or :data:`ANSWER_PACE_S`
-seconds; otherwise it waits until then and collects more.
+What is asked at once, such as the samples of a group's prompt, is one entry of a message and is awaited as one; each
+sample is answered as soon as it is done. Requests share messages, and so do answers and partial answers: an engine
+answers hundreds of requests a second. A message is sent at once if none was sent for :data:`PACE_S` or
+:data:`ANSWER_PACE_S` seconds; otherwise it waits until then and collects more.
 
     caller: ReplicaConnection                 replica: Answering
     answer(channel, port) ------------------->           once; fails when the replica can answer no more
-    generate(channel, numbered requests) ---->
-          <---- port: numbered answers and partial answers
+    generate(channel, numbered lists of requests) ---->
+          <---- port: answers and partial answers, each with its list's number and its place in the list
 
 An error of a request is its answer. Any other error ends the channel, and is the loss of the replica
 (:class:`ReplicaLost`) to all its requests: another replica can continue each of them from the parts that have arrived.
@@ -35,17 +36,27 @@ ANSWER_PACE_S = 0.02
 """Minimum seconds between two messages of answers to one caller."""
 Request = tuple[list[int], Sampling]
 """Prompt ids and sampling settings."""
-Answer = tuple[int, "Completion | Exception"]
-"""Number of a request within its channel, and its answer or partial answer (``UNFINISHED``)."""
+Answer = tuple[int, int, "Completion | Exception"]
+"""Number of a list of requests within its channel, place in the list, and answer or partial answer (``UNFINISHED``)."""
+
+
+@dataclass(slots=True)
+class Received:
+    """What has arrived of the answer to one request."""
+
+    parts: list[Completion] = field(default_factory=list)
+    """Partial answers, in order."""
+    answer: Completion | Exception | None = None
+    """The whole answer, or the error of this request; None until it arrives."""
 
 
 class ReplicaLost(RequestLost):
     """A replica cannot answer its requests because it or its engine ended. Another replica can be asked."""
 
-    def __init__(self, why: str, parts: Sequence[Completion] = ()) -> None:
+    def __init__(self, why: str, received: Sequence[Received] = ()) -> None:
         super().__init__(why)
-        self.parts = list(parts)
-        """The parts of the answer that have arrived, in order."""
+        self.received = list(received)
+        """What has arrived of each answer."""
 
 
 class ReplicaHandle(Protocol):
@@ -62,24 +73,28 @@ class ReplicaHandle(Protocol):
 # -- the caller's side ------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class _PendingRequest:
-    request: Request
-    answer: asyncio.Future[Completion]
-    parts: list[Completion] = field(default_factory=list)
-    """The parts of the answer that have arrived."""
+class _PendingRequests:
+    """Requests that were sent together."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.answer: asyncio.Future[list[Completion | Exception]] = asyncio.get_running_loop().create_future()
+        self._received = [Received() for _ in requests]
+        self._unanswered = len(requests)
 
     def receive(self, answer: Answer) -> None:
-        content = answer[1]
-        if isinstance(content, Exception):
-            self.answer.set_exception(content)
-        elif content.finish_reason == UNFINISHED:
-            self.parts.append(content)
-        else:
-            self.answer.set_result(content)
+        _, place, content = answer
+        received = self._received[place]
+        if isinstance(content, Completion) and content.finish_reason == UNFINISHED:
+            received.parts.append(content)
+            return
+        received.answer = content
+        self._unanswered -= 1
+        if not self._unanswered:
+            self.answer.set_result([each.answer for each in self._received if each.answer is not None])
 
     def lose(self, error: BaseException) -> None:
-        self.answer.set_exception(ReplicaLost(str(error), self.parts))
+        self.answer.set_exception(ReplicaLost(str(error), self._received))
 
 
 class ReplicaConnection:
@@ -92,14 +107,15 @@ class ReplicaConnection:
         self._handle = handle
         self._channel: PersistentChannel | None = None
 
-    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """Send a request. The future holds its completion, or the error of the request or of the replica.
+    def ask(self, requests: Sequence[Request]) -> asyncio.Future[list[Completion | Exception]]:
+        """Send requests together. The future holds the completion of each, or its own error; or it has the error of the
+        replica, or of requests that cannot be sent.
 
-        A ReplicaLost carries the parts of the completion that have arrived. The caller enforces the deadline.
+        A ReplicaLost carries what has arrived. The caller enforces the deadline.
         """
         if self._channel is None or self._channel.closed:
             self._channel = PersistentChannel(self._attend, self._send, deserialize_answers, PACE_S)
-        pending = _PendingRequest((prompt_ids, sampling), asyncio.get_running_loop().create_future())
+        pending = _PendingRequests(requests)
         self._channel.ask(pending, pending)
         return pending.answer
 
@@ -111,8 +127,8 @@ class ReplicaConnection:
     async def _attend(self, channel: str, port: AnswerPort) -> None:
         await self._handle.answer.call_one(channel, port)  # waits: as long as the replica lives
 
-    def _send(self, channel: str, requests: list[tuple[int, _PendingRequest]]) -> None:
-        wanted = [(number, pending.request) for number, pending in requests if not pending.answer.done()]
+    def _send(self, channel: str, asked: list[tuple[int, _PendingRequests]]) -> None:
+        wanted = [(number, pending.requests) for number, pending in asked if not pending.answer.done()]
         if not wanted:  # all were cancelled
             return
         content = _serialized(wanted)  # an error is the requests' own fault, whichever replica is asked
@@ -151,18 +167,19 @@ class Answering:
         if sender is None:
             return
         try:
-            received: list[tuple[int, list[int], Sampling]] = pickle.loads(requests)
+            received: list[tuple[int, list[Request]]] = pickle.loads(requests)
         except Exception as error:
             sender.end(error)
             return
-        for number, prompt_ids, sampling in received:
-            sender.start(self._answer(sender, number, prompt_ids, sampling))
+        for number, together in received:
+            for place, request in enumerate(together):
+                sender.start(self._answer(sender, number, place, *request))
 
     async def _answer(
-        self, sender: AnswerSender[Answer], number: int, prompt_ids: list[int], sampling: Sampling
+        self, sender: AnswerSender[Answer], number: int, place: int, prompt_ids: list[int], sampling: Sampling
     ) -> None:
         def send_part(part: Completion) -> None:
-            sender.add((number, part))
+            sender.add((number, place, part))
 
         try:
             # waits: the caller keeps the deadline
@@ -172,7 +189,7 @@ class Answering:
         except Exception as error:
             sender.end(error)
             return
-        sender.add((number, content))
+        sender.add((number, place, content))
 
 
 # -- encoding of messages ---------------------------------------------------------------------------------------------
@@ -180,23 +197,26 @@ class Answering:
 # a message of answers is three arrays that concatenate those of all answers, and a list of plain values.
 
 
-def _serialized(requests: list[tuple[int, Request]]) -> bytes:
-    """Pickle numbered requests, with one list object for equal prompts, which pickle writes only once."""
+def _serialized(asked: list[tuple[int, Sequence[Request]]]) -> bytes:
+    """Pickle numbered lists of requests, with one list object for equal prompts, which pickle writes only once."""
     prompts: dict[tuple[int, ...], list[int]] = {}
-    shared = [(number, prompts.setdefault(tuple(ids), ids), sampling) for number, (ids, sampling) in requests]
+    shared = [
+        (number, [(prompts.setdefault(tuple(ids), ids), sampling) for ids, sampling in requests])
+        for number, requests in asked
+    ]
     return pickle.dumps(shared, pickle.HIGHEST_PROTOCOL)
 
 
 def serialize_answers(answers: Sequence[Answer]) -> bytes:
     """Encode answers for :func:`deserialize_answers`."""
     rows, errors, completions = [], [], []
-    for index, content in answers:
+    for number, place, content in answers:
         if isinstance(content, Exception):
-            errors.append((index, content))
+            errors.append((number, place, content))
             continue
         plain = content.sampling_masks is None and content.expert_routes is None
         extra = () if plain else (content.sampling_masks, content.expert_routes)
-        rows.append((index, len(content.token_ids), content.finish_reason, extra))
+        rows.append((number, place, len(content.token_ids), content.finish_reason, extra))
         completions.append(content)
     arrays = []
     if completions:
@@ -219,8 +239,8 @@ def deserialize_answers(message: bytes) -> list[Answer]:
             np.frombuffer(data, dtype).copy() for data, dtype in zip(arrays, ("<i4", "<f4", "<i4"), strict=True)
         )
     first = 0
-    for index, tokens, reason, extra in rows:
+    for number, place, tokens, reason, extra in rows:
         part = slice(first, first + tokens)
         first += tokens
-        answers.append((index, Completion(ids[part], logprobs[part], versions[part], reason, *extra)))
+        answers.append((number, place, Completion(ids[part], logprobs[part], versions[part], reason, *extra)))
     return answers + errors

@@ -21,7 +21,7 @@ from monarch.actor import ActorError
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import GenerationError, ProcessLost
-from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
+from monarch_rl.generator.connection import Received, ReplicaConnection, ReplicaHandle, ReplicaLost, Request
 from monarch_rl.generator.parts import finish_reason_of, join_parts
 from monarch_rl.runtime.deadlines import DeadlineClock, within
 
@@ -112,9 +112,21 @@ class Dispatcher:
                 or, if none took requests, lists the lost replicas with reasons.
             ReplicaLost: more replicas were lost during the request than ``max_losses`` allows.
         """
-        answer = _PartialAnswer(prompt_ids, sampling)
+        (answer,) = await self.generate_group(prompt_ids, [sampling], group)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def generate_group(
+        self, prompt_ids: list[int], samplings: Sequence[Sampling], group: int
+    ) -> list[Completion | Exception]:
+        """Generate several turns after one prompt, in one message to one replica.
+
+        Returns, for each sampling, the completion or the error of this request alone. Raises as :meth:`generate` does.
+        """
+        answers = [_PartialAnswer(prompt_ids, sampling) for sampling in samplings]
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
-        return await self._retried(lambda: self._complete(answer, group, clock))
+        return await self._retried(lambda: self._complete(answers, group, clock))
 
     async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Call an endpoint other than ``generate`` of the group's replica; returns its result.
@@ -149,28 +161,38 @@ class Dispatcher:
                     raise
                 # Retried at once: a lost replica is not asked again, and without others _of_replica waits for one.
 
-    async def _complete(self, answer: _PartialAnswer, group: int, clock: DeadlineClock) -> Completion:
-        """Ask the group's replica for what ``answer`` lacks. If the replica is lost, ``answer`` keeps what it sent."""
+    async def _complete(
+        self, answers: list[_PartialAnswer], group: int, clock: DeadlineClock
+    ) -> list[Completion | Exception]:
+        """Ask the group's replica for what ``answers`` lack. If it is lost, they keep what it sent."""
+        missing = [answer for answer in answers if answer.whole is None]
         try:
-            return answer.completed_by(await self._ask(*answer.missing(), group, clock))
+            received = await self._ask([answer.missing() for answer in missing], group, clock)
         except ReplicaLost as error:
-            answer.extend(error.parts)
-            if answer.is_complete:
-                return answer.joined()
-            raise
+            for answer, arrived in zip(missing, error.received, strict=False):
+                answer.extend(arrived)
+            if any(answer.whole is None for answer in answers):
+                raise
+        else:
+            for answer, rest in zip(missing, received, strict=True):
+                answer.complete(rest)
+        return [answer.whole for answer in answers if answer.whole is not None]
 
-    async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int, clock: DeadlineClock) -> Completion:
+    async def _ask(self, requests: list[Request], group: int, clock: DeadlineClock) -> list[Completion | Exception]:
+        count, (prompt_ids, sampling) = len(requests), requests[0]
         what = (
-            f"answer a request of group {group} ({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} "
-            "new tokens)"
+            f"answer {'a request' if count == 1 else f'{count} requests'} of group {group} ({len(prompt_ids)} prompt "
+            f"tokens, at most {sampling.max_new_tokens} new tokens)"
         )
 
-        def ask(replica: int) -> asyncio.Future[Completion]:
-            return self._connections[replica].ask(prompt_ids, sampling)
+        def ask(replica: int) -> asyncio.Future[list[Completion | Exception]]:
+            return self._connections[replica].ask(requests)
 
-        return await self._of_replica(group, what, ask, clock)
+        return await self._of_replica(group, what, ask, clock, count)
 
-    async def _of_replica(self, group: int, what: str, ask: Callable[[int], Awaitable[T]], clock: DeadlineClock) -> T:
+    async def _of_replica(
+        self, group: int, what: str, ask: Callable[[int], Awaitable[T]], clock: DeadlineClock, requests: int = 1
+    ) -> T:
         """Ask the group's replica, waiting for one if necessary.
 
         Args:
@@ -178,6 +200,7 @@ class Dispatcher:
             what: completes "generator 0 to ..." in messages.
             ask: sends the request to a replica, given by its index.
             clock: deadline of the whole request, including earlier attempts on lost replicas.
+            requests: number of requests that are sent, for the replica's load.
 
         Raises:
             ReplicaLost: the replica is lost, and takes no more requests.
@@ -188,7 +211,7 @@ class Dispatcher:
             missing = f"a {self._kind} that takes requests of group {group}{lost}"
             await within(clock, self._changed.wait(), missing, on="controller", flag=self._flag)
         connection = self._connections[replica]
-        self._in_flight[replica] += 1
+        self._in_flight[replica] += requests
         try:
             name = f"{self._kind} {replica}"
             return await within(clock, ask(replica), f"{name} to {what}", on=name, flag=self._flag)
@@ -201,7 +224,7 @@ class Dispatcher:
             # ProcessLost: the controller noticed the loss before the call itself failed.
             raise ReplicaLost(str(error)) from error
         finally:
-            self._in_flight[replica] -= 1
+            self._in_flight[replica] -= requests
 
     def _replica_of(self, group: int) -> int | None:
         """The group's replica, or a new one if that takes no requests; None if no replica takes requests."""
@@ -236,14 +259,11 @@ class _PartialAnswer:
         self._sampled_ids: list[int] = []
         self._finish_reason: str | None = None
         """None while tokens are missing."""
+        self.whole: Completion | Exception | None = None
+        """The answer, or the error of this request; None while something is missing."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is missing. Expert routes come only with a whole answer: until then, they are missing."""
-        return self._finish_reason is not None and self._sampling.expert_routes_from is None
-
-    def missing(self) -> tuple[list[int], Sampling]:
-        """Prompt and sampling of a request for what is missing."""
+    def missing(self) -> Request:
+        """A request for what is missing."""
         if not self._sampled_ids:
             return self._prompt_ids, self._sampling
         # If only expert routes are missing, a replica reads all tokens and samples one more, which is dropped.
@@ -251,24 +271,29 @@ class _PartialAnswer:
         remaining = 1 if finished else self._sampling.max_new_tokens - len(self._sampled_ids)
         return self._prompt_ids + self._sampled_ids, replace(self._sampling, max_new_tokens=remaining)
 
-    def extend(self, parts: Sequence[Completion]) -> None:
-        """Append the parts that a replica sent before it was lost."""
+    def extend(self, received: Received) -> None:
+        """Take what a replica sent in answer to :meth:`missing` before it was lost."""
+        if received.answer is not None:
+            self.complete(received.answer)
+            return
         if self._finish_reason is not None:
             return
-        self._parts.extend(parts)
-        self._sampled_ids.extend(token for part in parts for token in part.token_ids.tolist())
+        self._parts.extend(received.parts)
+        self._sampled_ids.extend(token for part in received.parts for token in part.token_ids.tolist())
         # The replica may have been lost between the last token and the answer. Only the request's own stop tokens are
         # checked here: the replica has more of them, but sends no part that ends with one.
         self._finish_reason = finish_reason_of(self._sampled_ids, self._sampling, self._sampling.stop_token_ids)
+        # Expert routes come only with a whole answer: until then, they are missing.
+        if self._finish_reason is not None and self._sampling.expert_routes_from is None:
+            self.whole = join_parts(self._parts, self._finish_reason)
 
-    def joined(self) -> Completion:
-        """The answer, if it is complete but for expert routes."""
-        assert self._finish_reason is not None
-        return join_parts(self._parts, self._finish_reason)
-
-    def completed_by(self, rest: Completion) -> Completion:
-        """The whole answer, given a replica's answer to :meth:`missing`."""
-        if self._finish_reason is None:
-            return join_parts([*self._parts, rest], rest.finish_reason)
-        routes = rest.expert_routes
-        return replace(self.joined(), expert_routes=None if routes is None else routes[:-1])
+    def complete(self, rest: Completion | Exception) -> None:
+        """Take a replica's answer to :meth:`missing`."""
+        if isinstance(rest, Exception):
+            self.whole = rest
+        elif self._finish_reason is None:
+            self.whole = join_parts([*self._parts, rest], rest.finish_reason)
+        else:
+            routes = rest.expert_routes
+            joined = join_parts(self._parts, self._finish_reason)
+            self.whole = replace(joined, expert_routes=None if routes is None else routes[:-1])
