@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.errors import SandboxFailed
+from monarch_rl.rollout.scoring import TOGETHER_S
 from monarch_rl.tasks.reasoning_gym import extract_answer
 from monarch_rl.tasks.task import Outcome
 
@@ -28,6 +29,12 @@ def touchy_score(text: str) -> float:
             os._exit(9)
         case "3":
             raise SystemExit(1)
+    return float(text)
+
+
+def slow_score(text: str) -> float:
+    """Takes longer than the scores of a group may take together."""
+    time.sleep(2 * TOGETHER_S)
     return float(text)
 
 

@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def with_another_deadline(pool: ProcessPool, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
         (call,) = args
         noted.deadlines.append(timeout)
-        hangs = pickle.loads(call.args) == ("1",)
+        hangs = pickle.loads(call.args)[-1] == ("1",)
         return schedule(pool, function, args=args, timeout=min(timeout, HANGING_S) if hangs else AMPLE_S)
 
     monkeypatch.setattr(ProcessPool, "schedule", with_another_deadline)
@@ -114,6 +114,42 @@ def test_each_failure_affects_one_score_and_has_a_reason() -> None:
             await asyncio.to_thread(scorer.close)
 
     asyncio.run(test())
+
+
+def test_scores_of_a_group_are_those_of_single_calls(calls: Calls, tmp_path: Path) -> None:
+    """In one call of the pool while they are fast; a slow one, or one that ends its process, costs the others
+    nothing but another call."""
+    scorer = Scorer(2, AMPLE_S)
+
+    async def each(function: Any, *texts: str) -> list[Any]:
+        found = await scorer.score_each(function, [(text,) for text in texts])
+        return [each.reward if isinstance(each, Outcome) else each.reason for each in found]
+
+    async def run() -> None:
+        assert await each(scores.touchy_score, "5", "0", "4", "3") == [
+            5.0,
+            "score raised KeyError",
+            4.0,
+            "score raised SystemExit",
+        ]
+        assert len(calls.deadlines) == 1
+        assert await each(scores.touchy_score, "7", "2", "8") == [7.0, "score ended its process", 8.0]
+        before = len(calls.deadlines)
+        assert await each(scores.touchy_score, "5", "6") == [5.0, 6.0]
+        assert len(calls.deadlines) == before + 2, "scored apart, after one that ended its process"
+        scorer._apart = 0
+        assert await each(scores.touchy_score, "6", "9", "1") == [6.0, 9.0, f"score took over {AMPLE_S:g} s"]
+        scorer._apart = 0
+        before = len(calls.deadlines)
+        assert await each(scores.slow_score, "1", "2", "3") == [1.0, 2.0, 3.0]
+        assert len(calls.deadlines) == before + 3, "those that had not begun were computed by all processes"
+        with pytest.raises(TypeError):
+            await scorer.score_each(scores.touchy_score, [((text for text in "5"),), ("5",)])
+
+    try:
+        asyncio.run(run())
+    finally:
+        scorer.close()
 
 
 def test_a_score_that_forks_answers_once() -> None:

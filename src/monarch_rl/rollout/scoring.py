@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,6 +59,11 @@ FUNCTIONS_KEPT = 64
 STUCK_S = 30.0
 """Seconds beyond a score's deadline after which the processes count as stuck, if neither it nor a score requested
 before it has ended by then. A new process needs seconds for its imports and its data."""
+TOGETHER_S = 0.05
+"""Seconds within which several scores of one call have to begin (:meth:`Scorer.score_each`). Later ones are computed by
+all processes at once."""
+APART = 100
+"""Number of groups that are scored call by call after one whose scores were slow or ended their process."""
 LOST_SHARE = 0.5
 """Share of a late score's time that the process was stopped, or had no core, from which on the score is computed once
 more. On a busy machine every process waits at times."""
@@ -111,6 +116,8 @@ class Scorer:
         """The pool whose processes are being started, or were started last."""
         self._replacing = asyncio.Lock()
         self._pending = PendingCalls()
+        self._apart = 0
+        """Number of groups to score call by call."""
 
     @property
     def queue(self) -> str:
@@ -135,12 +142,54 @@ class Scorer:
 
     async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Callable[[Any], T]) -> T:
         """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
-        pickled = to_bytes(args, f"the arguments of {getattr(function, '__name__', function)}")
-        result = await self._compute(_Call(self._by_value(function).data, pickled, convert))
+        (result,) = await self._compute(self._calls(function, [args], convert))
         if isinstance(result, Raised):
             raise result.failure
         converted: T = result
         return converted
+
+    async def score_each(
+        self, function: ScoreFunction, calls: Sequence[tuple[Any, ...]]
+    ) -> list[Outcome | ScoringFailed]:
+        """Like :meth:`score`, for several calls of a function, of which each fails by itself.
+
+        Fast ones are computed one after the other in one process, because a call of the pool takes longer than they do.
+        What has not begun after :data:`TOGETHER_S`, and everything if the process is ended, is scored call by call.
+
+        Raises:
+            ScorerBroken: the processes do not start.
+            TypeError: the function or its arguments cannot be pickled.
+        """
+        results: list[Any] = []
+        if self._apart or len(calls) == 1:
+            self._apart = max(0, self._apart - 1)
+        else:
+            together = self._calls(function, calls, as_outcome, TOGETHER_S)
+            try:
+                results = await self._try(self._pool, together, self.deadline_s)
+            except (_DeadlinePassed, ProcessExpired, BrokenProcessPool):
+                self._output.take_stack()  # it does not tell which score it is of
+            if len(results) < len(calls):
+                self._apart = APART
+        done = [result.failure if isinstance(result, Raised) else result for result in results]
+        # waits: each score has a deadline
+        return done + await asyncio.gather(*(self._score_or_failure(function, args) for args in calls[len(done) :]))
+
+    async def _score_or_failure(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome | ScoringFailed:
+        try:
+            return await self.score(function, *args)  # waits: it has a deadline
+        except ScoringFailed as failed:
+            return failed
+
+    def _calls(
+        self,
+        function: ScoreFunction,
+        calls: Sequence[tuple[Any, ...]],
+        convert: Convert,
+        begin_within_s: float = math.inf,
+    ) -> _Calls:
+        pickled = to_bytes(list(calls), f"the arguments of {getattr(function, '__name__', function)}")
+        return _Calls(self._by_value(function).data, pickled, convert, begin_within_s)
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
         if not _is_stateless(function):  # its state may have changed since the last call
@@ -152,7 +201,7 @@ class Scorer:
                 del self._functions[next(iter(self._functions))]
         return cached[1]
 
-    async def _compute(self, call: _Call) -> Any:
+    async def _compute(self, call: _Calls) -> list[Any]:
         """A score, or :class:`Raised` if it raised; computed twice if necessary. Raises as :meth:`score` does."""
         error: Exception | None = None
         deadline_s = self.deadline_s
@@ -184,8 +233,8 @@ class Scorer:
         killed = not isinstance(error, ProcessExpired) or error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
         raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report, killed) from error
 
-    async def _try(self, pool: ProcessPool, call: _Call, deadline_s: float) -> Any:
-        """Result of a call in a process of the pool.
+    async def _try(self, pool: ProcessPool, call: _Calls, deadline_s: float) -> list[Any]:
+        """Results of calls in a process of the pool.
 
         Raises:
             _DeadlinePassed: the call exceeded its deadline.
@@ -202,13 +251,13 @@ class Scorer:
         try:
             limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
             await self._pending.ends(future, pool, limit_s, half_s, clock.lost_share)
-            result = future.result()
+            results: list[Any] = future.result()
         except TimeoutError as error:
             raise _DeadlinePassed(clock.lost_share()) from error
         finally:
             future.cancel()
         self._works = True
-        return result
+        return results
 
     async def _wait_until_started(self, pool: ProcessPool) -> None:
         """Wait until the processes of a pool have started, which pebble does at the first use of the pool.
@@ -331,23 +380,27 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A function and its arguments for a scoring process. They are unpickled on arrival, before the deadline of the
-    score starts: unpickling a function may import modules for seconds."""
+class _Calls:
+    """A function and the arguments of its calls, for a scoring process. They are unpickled on arrival, before the
+    deadline of the score starts: unpickling a function may import modules for seconds."""
 
     function: bytes
     """By value (:class:`ByValue`)."""
     args: bytes
+    """Of a list with the arguments of each call."""
     convert: Convert
+    begin_within_s: float
+    """Seconds after which no further call begins."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _load_call, (self.function, self.args, self.convert)
+        return _load_calls, (self.function, self.args, self.convert, self.begin_within_s)
 
 
-def _load_call(function: bytes, args: bytes, convert: Convert) -> Any:
-    """The function, its arguments and ``convert``; or the error of unpickling them, which must cost only this score."""
+def _load_calls(function: bytes, args: bytes, convert: Convert, begin_within_s: float) -> Any:
+    """The function, the arguments, ``convert`` and ``begin_within_s``; or the error of unpickling them, which must cost
+    only these scores."""
     try:
-        return ByValue.of_bytes(function).load(), from_bytes(args), convert
+        return ByValue.of_bytes(function).load(), from_bytes(args), convert, begin_within_s
     except BaseException as error:
         return error
 
@@ -374,23 +427,29 @@ def _raised(error: BaseException) -> Raised:
     return Raised(reason, exception_message(error), *describe(error), is_infrastructure(error))
 
 
-def _run(call: tuple[ScoreFunction, tuple[Any, ...], Convert] | BaseException) -> Any:
-    """Compute a score; :class:`Raised` if it raised."""
+def _run(calls: tuple[ScoreFunction, list[tuple[Any, ...]], Convert, float] | BaseException) -> list[Any]:
+    """Compute scores, at least one; each is :class:`Raised` if it raised."""
     process, exits = os.getpid(), os._exit
     os._exit = functools.partial(_exit_of, process, exits)
-    outcome: Any
+    outcomes: list[Any] = []
     try:
-        if isinstance(call, BaseException):
-            raise call
-        outcome = compute(*call)
+        if isinstance(calls, BaseException):
+            raise calls
+        function, arguments, convert, begin_within_s = calls
+        began = time.monotonic()
+        for args in arguments:
+            outcomes.append(compute(function, args, convert))
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
+            if os.getpid() != process or time.monotonic() - began > begin_within_s:
+                break
     except BaseException as error:  # of unpickling
-        outcome = _raised(error)
+        outcomes = [_raised(error)]
     finally:
         os._exit = exits
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
+        signal.setitimer(signal.ITIMER_REAL, 0)
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
-    return outcome
+    return outcomes
 
 
 def _exit_of(process: int, exits: Callable[[int], NoReturn], status: int) -> NoReturn:
