@@ -103,6 +103,11 @@ class Handle:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         return await self._actor.generate.call_one(prompt_ids, sampling, group)
 
+    async def generate_group(
+        self, prompt_ids: list[int], samplings: Sequence[Sampling], group: int
+    ) -> list[Completion | Exception]:
+        return await asyncio.gather(*(self.generate(prompt_ids, sampling, group) for sampling in samplings))
+
 
 SUMS = TaskSettings(
     config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',

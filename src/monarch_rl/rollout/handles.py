@@ -65,6 +65,15 @@ class DispatchedGenerators(GeneratorHandle, Protocol):
     """Several replicas behind one handle, which resends the requests of lost ones (``generator/dispatcher.py``). It
     crosses processes, so it must pickle."""
 
+    async def generate_group(
+        self, prompt_ids: list[int], samplings: Sequence[Sampling], group: int
+    ) -> list[Completion | Exception]:
+        """Generate one turn after ``prompt_ids`` for each sampling, in one request to one replica.
+
+        Returns completions, and the errors of requests that failed by themselves. Raises as :meth:`generate` does.
+        """
+        ...
+
     def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and resend the unanswered requests of the ``lost`` ones to
         others."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.failure import UNUSABLE
@@ -23,7 +24,7 @@ from monarch_rl.errors import (
 )
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, RunningEpisode
+from monarch_rl.rollout.episode_clock import OWN_CODE, RUNNING_EPISODE, EpisodeClock, RunningEpisode
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.policy import EpisodeContext, Rollout, Stops
@@ -41,6 +42,21 @@ LEAVE_S = 5.0
 """Seconds that cancelled episodes get to close what they opened, before their worker ends."""
 CONTEXT_FULL = object()
 """Stands for the return value of a coroutine that a full context ended."""
+
+
+class InProgress(Protocol):
+    """A running episode, or a group that runs as a unit."""
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def length(self) -> tuple[int, int]:
+        """Turns and tokens of the longest conversation so far."""
+        ...
+
+    @property
+    def clock(self) -> EpisodeClock: ...
 
 
 class EpisodeRunner:
@@ -68,8 +84,9 @@ class EpisodeRunner:
         self._context = EpisodeContext(
             generator, scorer, stops, settings.episode_deadline_s, episode_limit, settings.max_turns
         )
-        self._running: dict[Rollout, tuple[str, int]] = {}
-        """Running episodes in the order of their start, with the name of the task and the index of the item."""
+        self._running: dict[int, tuple[InProgress, str, int]] = {}
+        """What is running, by identity and in the order of the start, with the name of the task and the index of the
+        item."""
         self._leaving: set[asyncio.Task[Any]] = set()
         """Code of ended or cancelled episodes that is still running."""
 
@@ -89,11 +106,20 @@ class EpisodeRunner:
             groups: only episodes of these groups; None: only those of held-out items.
         """
         running = [
-            EpisodeProgress(task, item, rollout.group, *rollout.length, *rollout.clock.state)
-            for rollout, (task, item) in self._running.items()
-            if (rollout.group < 0 if groups is None else rollout.group in groups)
+            EpisodeProgress(task, item, one.group, *one.length, *one.clock.state)
+            for one, task, item in self._running.values()
+            if (one.group < 0 if groups is None else one.group in groups)
         ]
         return max(running, key=lambda progress: progress.tokens, default=None)
+
+    @contextmanager
+    def running(self, one: InProgress, task: str, item: int) -> Iterator[None]:
+        """Report ``one`` as running during the block."""
+        self._running[id(one)] = one, task, item
+        try:
+            yield
+        finally:
+            del self._running[id(one)]
 
     async def play(
         self, task: Task, index: int, item: Any, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
@@ -118,18 +144,17 @@ class EpisodeRunner:
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
         rollout = Rollout(self._context, conversation, sampling, group, reward, share)
-        self._running[rollout] = task.name, index
         running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group))
-        try:
-            return rollout.sequences(await self._outcomes(task.episode, item, rollout))
-        except EpisodeFailed as failed:
-            failed.tokens, failed.index = rollout.num_trainable, index
-            failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
-            raise
-        finally:
-            del self._running[rollout]
-            rollout.end()
-            RUNNING_EPISODE.reset(running)
+        with self.running(rollout, task.name, index):
+            try:
+                return rollout.sequences(await self._outcomes(task.episode, item, rollout))
+            except EpisodeFailed as failed:
+                failed.tokens, failed.index = rollout.num_trainable, index
+                failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
+                raise
+            finally:
+                rollout.end()
+                RUNNING_EPISODE.reset(running)
 
     async def _outcomes(self, episode: EpisodeCode, item: Any, rollout: Rollout) -> Outcomes:
         """Outcomes that the coroutine returned; raises as :meth:`play` does."""
@@ -176,13 +201,7 @@ class EpisodeRunner:
             task.cancel()
             if rollout.broken is not None:  # whatever the code waits for
                 raise rollout.broken
-            if rollout.scoring_queue_report:
-                remedy = "raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
-                report = f"{stack}\n{rollout.scoring_queue_report}: {remedy}"
-                reason = f"scores had no process within {self._deadline_s:g} s"
-                raise EpisodeFailed(reason, place, report.lstrip(), infrastructure=True)
-            report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
-            raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
+            raise too_late(self._deadline_s, place, stack, rollout.scoring_queue_report)
         error = None if task.cancelled() else task.exception()
         if rollout.broken is not None:
             raise rollout.broken
@@ -197,6 +216,19 @@ class EpisodeRunner:
         if isinstance(returned, BaseException):
             raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
+
+
+def too_late(deadline_s: float, place: str, stack: str, queue: str) -> EpisodeFailed:
+    """The failure of an episode whose code did not end in time.
+
+    Args:
+        queue: describes the calls that wait for the scoring processes, if the episode waited for them.
+    """
+    if queue:
+        report = f"{stack}\n{queue}: raise --rollout.scorer-processes, or --rollout.episode-deadline-s.".lstrip()
+        return EpisodeFailed(f"scores had no process within {deadline_s:g} s", place, report, infrastructure=True)
+    report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
+    return EpisodeFailed(f"{OWN_CODE} took over {deadline_s:g} s", place, report)
 
 
 async def _with_turn_rewards(coroutine: Awaitable[Returned], rollout: Rollout) -> Any:

@@ -122,12 +122,9 @@ class Rollout:
 
     def note_prompt(self, messages: Sequence[Message]) -> None:
         """Record ``messages`` as the prompt if they come before the first turn."""
-        if self.answer is None and messages:
-            from_user = [message.content for message in messages if message.role == "user"]
-            if from_user:
-                self.prompt = from_user[-1]
-            elif self.prompt is None:
-                self.prompt = "".join(message.content for message in messages)
+        from_user = any(message.role == "user" for message in messages)
+        if self.answer is None and messages and (from_user or self.prompt is None):
+            self.prompt = prompt_text(messages)
 
     def end(self) -> None:
         """End the episode: code of it that is still running cannot generate turns any more."""
@@ -184,10 +181,7 @@ class Rollout:
                 raise EpisodeFailed("episode returned no reward", report="No seat has a turn, or a reward.")
             return found
         if self.sampling.temperature > 0 and not any(turn.trainable.any() for one in found for turn in one.turns):
-            raise EpisodeFailed(
-                "no turn of the episode can be trained",
-                report="All turns were sampled at another temperature than --rollout.temperature, so none is trained.",
-            )
+            raise nothing_to_train()
         excess = self.branches.share.excess(len(found), sum(sequence.num_tokens for sequence in found))
         if excess is not None:
             raise EpisodeFailed(
@@ -379,8 +373,7 @@ class EpisodePolicy:
             # waits: the generator keeps the deadline
             return await self._context.generator.generate(line.conversation.ids, sampling, rollout.group)
         except SamplingMaskMissing as error:
-            reason = "the engine returned no sampling mask for a token"
-            rollout.broken = EpisodeFailed(reason, infrastructure=True)
+            rollout.broken = mask_missing()
             raise rollout.broken from error
         except Exception as error:
             rollout.broken = error
@@ -410,16 +403,46 @@ class EpisodePolicy:
     def _routes_of(self, completion: Completion, rows: int) -> np.ndarray:
         """The ``rows`` of expert routes that a turn adds: one for the last token of the previous turn, and one for each
         token of its context and completion but the last."""
-        expert_routes = completion.expert_routes
-        # A wrong number of rows would align all later rows with the wrong tokens.
-        if expert_routes is None or len(expert_routes) != rows:
-            received = 0 if expert_routes is None else len(expert_routes)
-            self._rollout.broken = ValueError(
-                f"the generators returned expert routes of {received} tokens for turn {len(self._line.turns)} of an "
-                f"episode of group {self._rollout.group}; {rows} were requested"
-            )
-            raise self._rollout.broken
-        return expert_routes
+        try:
+            return expert_routes_of(completion, rows, len(self._line.turns), self._rollout.group)
+        except ValueError as error:
+            self._rollout.broken = error
+            raise
+
+
+# -- what also holds for a group that runs as a unit (``one_turn.py``) -------------------------------------------------
+
+
+def prompt_text(messages: Sequence[Message]) -> str:
+    """The last user message; if there is none, all contents."""
+    from_user = [message.content for message in messages if message.role == "user"]
+    return from_user[-1] if from_user else "".join(message.content for message in messages)
+
+
+def expert_routes_of(completion: Completion, rows: int, turn: int, group: int) -> np.ndarray:
+    """The expert routes of a completion. Raises ValueError unless there are ``rows`` of them."""
+    expert_routes = completion.expert_routes
+    # A wrong number of rows would align all later rows with the wrong tokens.
+    if expert_routes is None or len(expert_routes) != rows:
+        received = 0 if expert_routes is None else len(expert_routes)
+        raise ValueError(
+            f"the generators returned expert routes of {received} tokens for turn {turn} of an episode of group "
+            f"{group}; {rows} were requested"
+        )
+    return expert_routes
+
+
+def mask_missing() -> EpisodeFailed:
+    """The failure of an episode whose engine returned a token without its sampling mask."""
+    return EpisodeFailed("the engine returned no sampling mask for a token", infrastructure=True)
+
+
+def nothing_to_train() -> EpisodeFailed:
+    """The failure of an episode without trainable tokens."""
+    return EpisodeFailed(
+        "no turn of the episode can be trained",
+        report="All turns were sampled at another temperature than --rollout.temperature, so none is trained.",
+    )
 
 
 # -- SGLang's parsers of tool calls, imported where a conversation first has tools -------------------------------------

@@ -59,10 +59,10 @@ FUNCTIONS_KEPT = 64
 STUCK_S = 30.0
 """Seconds beyond a score's deadline after which the processes count as stuck, if neither it nor a score requested
 before it has ended by then. A new process needs seconds for its imports and its data."""
-TOGETHER_S = 0.05
+TOGETHER_S = 0.2
 """Seconds within which several scores of one call have to begin (:meth:`Scorer.score_each`). Later ones are computed by
 all processes at once."""
-APART = 100
+APART = 16
 """Number of groups that are scored call by call after one whose scores were slow or ended their process."""
 LOST_SHARE = 0.5
 """Share of a late score's time that the process was stopped, or had no core, from which on the score is computed once

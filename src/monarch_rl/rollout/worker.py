@@ -22,6 +22,7 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import EpisodeResult, Evaluation, EvaluationPlan, run_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect_frozen_models
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
+from monarch_rl.rollout.one_turn import OneTurnGroups
 from monarch_rl.rollout.play import EpisodeRunner, all_or_none, make_item
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import (
@@ -192,6 +193,9 @@ class RolloutWorker(AsksFrozenModels):
         self._held_out_share = s.bound(episode_limit).share(s.group_size)
         """Bound of a held-out episode: as for an episode of a group, so that it is the same kind of episode."""
         self._runner = EpisodeRunner(generator, resources.template, s, resources.scorer, episode_limit)
+        self._one_turn_groups = OneTurnGroups(
+            generator, resources.template, s, resources.scorer, episode_limit, self._runner
+        )
 
     @concurrent_endpoint
     async def run(self) -> None:
@@ -350,10 +354,12 @@ class RolloutWorker(AsksFrozenModels):
         else:
             seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
             task, item = self._task.owner_of(item)
-            share, group_id = ticket.bound.share(size), ticket.group_id
-            rollouts = await all_or_none(
-                [self._run_episode(task, item, cursor, self._sampling(seed), group_id, share) for seed in seeds]
-            )
+            share, group_id, samplings = ticket.bound.share(size), ticket.group_id, list(map(self._sampling, seeds))
+            rollouts = await self._one_turn_groups.play(task, cursor, item, samplings, group_id, share)
+            if rollouts is None:
+                rollouts = await all_or_none(
+                    [self._run_episode(task, item, cursor, sampling, group_id, share) for sampling in samplings]
+                )
             # An episode without a turn of the policy says nothing about its choices. So it is not compared either: the
             # mean over the episodes in which the policy did choose is the better baseline.
             results = [of for of in rollouts if isinstance(of, EpisodeFailed) or of[0].turns]

@@ -18,19 +18,10 @@ import numpy as np
 
 from monarch_rl.errors import ChatError
 from monarch_rl.model.messages import Message, as_messages, as_row, text_of
+from monarch_rl.tasks.one_turn import OneTurn
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row, as_rows, compact, read_all
-from monarch_rl.tasks.task import (
-    GroupRewards,
-    Outcome,
-    Policy,
-    Task,
-    as_outcome,
-    check_call,
-    check_plain_call,
-    is_coroutine_function,
-    returned_by,
-)
+from monarch_rl.tasks.task import GroupRewards, Task, check_call, check_plain_call
 from monarch_rl.tasks.template import DoesNotFit, check_template, fill
 from monarch_rl.values import lone_surrogate
 
@@ -89,7 +80,7 @@ class Questions(Task):
                 raise ValueError(f"{argument} must be text, got {text!r:.80}")
         if (check_row := getattr(reward, "check_row", None)) is not None:
             check_plain_call(check_row, "check_row", "row")
-        episode, rows = _QuestionEpisode(reward, template, system), as_rows(rows)
+        rows = as_rows(rows)
         sets: Mapping[str, Any]
         if isinstance(held_out, Mapping):
             sets = {set_name: as_rows(apart) for set_name, apart in held_out.items()}
@@ -105,7 +96,7 @@ class Questions(Task):
             sets = {"held_out": _HeldOut(split, count)} if count else {}
         super().__init__(
             split.item,
-            episode.run,
+            OneTurn(functools.partial(_messages, template, system), reward),
             sets,
             name,
             full_context_reward,
@@ -116,22 +107,9 @@ class Questions(Task):
         )
 
 
-class _QuestionEpisode:
-    """Asks the question of a row and rewards the answer."""
-
-    def __init__(self, reward: RewardFunction, template: str, system: str) -> None:
-        self._reward, self._template, self._system = reward, template, system
-        self._in_worker = is_coroutine_function(reward)
-
-    async def run(self, row: Row, policy: Policy) -> Outcome:
-        """Run the episode of a row."""
-        if self._system:
-            policy.read({"role": "system", "content": self._system})
-        reply = await policy.reply(prompt_of(self._template, row, self._system))
-        if self._in_worker:
-            rewarded = await self._reward(row, reply.text)  # waits: EpisodeRunner has a deadline for it
-            return returned_by(self._reward, rewarded, as_outcome)
-        return await policy.in_scorer(self._reward, row, reply.text)
+def _messages(template: str, system: str, row: Row) -> list[Message]:
+    messages = as_messages(prompt_of(template, row, system))
+    return [Message("system", system), *messages] if system else messages
 
 
 def prompt_of(template: str, row: Row, system: str = "") -> str | list[Message]:

@@ -15,13 +15,15 @@ import functools
 import json
 import logging
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
-from monarch_rl.tasks.task import Outcome, Policy, Task
+from monarch_rl.tasks.one_turn import OneTurn
+from monarch_rl.tasks.task import Outcome, Task
 from monarch_rl.tasks.template import check_template, fill
 
 logger = logging.getLogger("monarch_rl")
@@ -77,7 +79,7 @@ class ReasoningGym(Task):
         train, held_out = TaskSource(settings), TaskSource(settings, "held_out")
         super().__init__(
             train.item,
-            functools.partial(_episode, settings),
+            OneTurn(operator.attrgetter("prompt"), score, functools.partial(_score_args, settings)),
             {"held_out": held_out},
             name=name or settings.name,
             full_context_reward=full_context_reward,
@@ -87,9 +89,8 @@ class ReasoningGym(Task):
         )
 
 
-async def _episode(settings: TaskSettings, item: Item, policy: Policy) -> Outcome:
-    reply = await policy.reply(item.prompt)
-    return await policy.in_scorer(score, settings, item.entry, reply.text)
+def _score_args(settings: TaskSettings, item: Item) -> tuple[TaskSettings, dict[str, Any]]:
+    return settings, item.entry
 
 
 @dataclass(frozen=True, slots=True)
