@@ -217,6 +217,10 @@ def test_a_refused_request_does_not_affect_others(replicas: Replicas, run: LoopT
     assert isinstance(refused, GenerationError) and "5000" in str(refused)
 
 
+def ignore(place: int, answer: Completion | Exception) -> None:
+    """An answer that no test looks at."""
+
+
 LONG = Sampling(max_new_tokens=1000, seed=17)
 BEGINNING = replace(LONG, max_new_tokens=200)
 """Submitted in one message with ``LONG``: when it is answered, as many tokens of ``LONG`` have arrived, in parts."""
@@ -228,7 +232,7 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
 
     async def cancel() -> ReplicaLost:
         connection = ReplicaConnection(actor)
-        request, beginning = connection.ask([([5], LONG)]), connection.ask([([5], BEGINNING)])
+        request, beginning = connection.ask([([5], LONG)], ignore), connection.ask([([5], BEGINNING)], ignore)
         await beginning
         connection.cancel_requests("enough")
         with pytest.raises(ReplicaLost, match="enough") as caught:
@@ -241,7 +245,7 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
         return caught.value
 
     lost = run(cancel())
-    arrived = sum(len(part.token_ids) for part in lost.received[0].parts)
+    arrived = sum(len(part.token_ids) for part in lost.parts[0])
     assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < arrived < LONG.max_new_tokens
     assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
 
@@ -265,9 +269,9 @@ def test_unsent_requests_are_cancelled_too() -> None:
     async def cancel() -> None:
         silent = Silent()
         connection = ReplicaConnection(cast(Any, silent))
-        requests = [connection.ask([([5], LONG)])]
+        requests = [connection.ask([([5], LONG)], ignore)]
         await asyncio.sleep(PACE_S / 2)
-        requests.append(connection.ask([([5], LONG)]))
+        requests.append(connection.ask([([5], LONG)], ignore))
         connection.cancel_requests("enough")
         for request in requests:
             with pytest.raises(ReplicaLost, match="enough"):
@@ -289,7 +293,7 @@ def test_a_failure_that_no_request_caused_ends_the_replica(replicas: Replicas, r
         assert not life.done()
         nothing: Any = None
         with pytest.raises(ReplicaLost, match="AttributeError"):
-            await ReplicaConnection(actor).ask([([5], nothing)])
+            await ReplicaConnection(actor).ask([([5], nothing)], ignore)
         with pytest.raises(ActorError, match="AttributeError"):
             await patiently(life, "the end of the replica")
 
@@ -309,7 +313,7 @@ def test_a_killed_replica_ends_its_engine_and_another_one_continues_its_requests
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
         before, dispatcher = await tokens(), Dispatcher(replicas.actors, DEADLINE_S)
-        request = ReplicaConnection(replicas.actors[0]).ask([([5], LONG)])
+        request = ReplicaConnection(replicas.actors[0]).ask([([5], LONG)], ignore)
         running = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
@@ -340,7 +344,7 @@ def test_a_lost_engine_fails_its_requests(replicas: Replicas, run: LoopThread) -
     async def lose() -> None:
         life = asyncio.ensure_future(wait(actor.block_until_lost.call_one()))
         connection = ReplicaConnection(actor)
-        request = connection.ask([([5], Sampling(max_new_tokens=1000))])
+        request = connection.ask([([5], Sampling(max_new_tokens=1000))], ignore)
 
         async def started() -> bool:
             return bool((await actor.stats.call_one())["requests_in_flight"])
@@ -350,7 +354,7 @@ def test_a_lost_engine_fails_its_requests(replicas: Replicas, run: LoopThread) -
         with pytest.raises(ReplicaLost, match=rf"\b{scheduler}\b.* -9\b"):
             await request
         with pytest.raises(ReplicaLost, match=str(scheduler)):
-            await connection.ask([([5], Sampling())])
+            await connection.ask([([5], Sampling())], ignore)
         with pytest.raises(ActorError, match=str(scheduler)):
             await patiently(life, "the end of the replica")
 

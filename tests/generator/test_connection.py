@@ -56,12 +56,18 @@ def completion(value: int, reason: str = "stop") -> Completion:
     return Completion(np.array([value], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), reason)
 
 
+def ask(connection: ReplicaConnection, *prompts: list[int]) -> tuple[asyncio.Future[None], dict[int, Any]]:
+    """Ask requests together; returns their end, and their answers by place."""
+    answers: dict[int, Any] = {}
+    return connection.ask([(prompt, Sampling()) for prompt in prompts], answers.__setitem__), answers
+
+
 async def one(connection: ReplicaConnection, prompt_ids: list[int]) -> Completion:
-    """Ask a single request."""
-    (answer,) = await patiently(connection.ask([(prompt_ids, Sampling())]))
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    """The completion of a single request."""
+    end, answers = ask(connection, prompt_ids)
+    await patiently(end)
+    completion: Completion = answers[0]
+    return completion
 
 
 def connect() -> tuple[ReplicaConnection, Any]:
@@ -83,12 +89,12 @@ def test_many_messages_share_one_connection() -> None:
 def test_a_failure_ends_all_requests_and_the_next_one_reconnects() -> None:
     async def scenario() -> None:
         connection, replica = connect()
-        slow, fatal = connection.ask([([1, 3, 10**6], Sampling())]), connection.ask([([0, 1, 30], Sampling())])
+        slow, fatal = ask(connection, [1, 3, 10**6])[0], ask(connection, [0, 1, 30])[0]
         for request, parts in ((slow, 3), (fatal, 1)):
             with pytest.raises(ReplicaLost, match="the engine is gone") as lost:
                 await patiently(request)
-            (received,) = lost.value.received
-            assert len(received.parts) in (0, parts), "they may arrive after the loss"
+            (arrived,) = lost.value.parts
+            assert len(arrived) in (0, parts), "they may arrive after the loss"
         assert (await one(connection, [7, 0, 0])).token_ids.tolist() == [7]
         assert replica.opened == 2
 
@@ -112,14 +118,14 @@ def test_a_send_error_reaches_the_waiting_caller() -> None:
 
     async def scenario() -> None:
         connection, replica = connect()
-        slow = connection.ask([([1, 0, 10**6], Sampling())])
+        slow = ask(connection, [1, 0, 10**6])[0]
         assert (await one(connection, [2, 0, 0])).token_ids.tolist() == [2]
         unreadable: Any = [threading.Lock()]
         with pytest.raises(TypeError, match="cannot pickle"):
-            await patiently(connection.ask([(unreadable, Sampling())]))
+            await patiently(ask(connection, unreadable)[0])
         assert not slow.done() and replica.opened == 1
         replica.generate = Unsendable()
-        for request in (connection.ask([([3, 0, 0], Sampling())]), slow):
+        for request in (ask(connection, [3, 0, 0])[0], slow):
             with pytest.raises(ReplicaLost, match="nothing can be sent"):
                 await patiently(request)
         replica.answer, replica.generate = Unsendable(), replica
@@ -183,20 +189,20 @@ def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
         for requests, pause, given_up in asked:
             for _ in range(pause):
                 await asyncio.sleep(0)
-            pending.append((requests, connection.ask([(list(request), Sampling()) for request in requests])))
+            pending.append((requests, *ask(connection, *map(list, requests))))
             if given_up:
                 pending.pop()[1].cancel()
-        for requests, answers in pending:
+        for requests, end, answers in pending:
             try:
-                for (value, _, _), answer in zip(requests, await patiently(answers), strict=True):
-                    check(value, answer)
+                await patiently(end)
+                assert sorted(answers) == list(range(len(requests)))
             except ReplicaLost as lost:
                 assert any(not value for others, _, _ in asked for value, _, _ in others)
-                for (value, parts, _), received in zip(requests, lost.received, strict=True):
-                    assert [part.token_ids.tolist() for part in received.parts] == [[value]] * len(received.parts)
-                    assert len(received.parts) <= parts
-                    if received.answer is not None:
-                        check(value, received.answer)
+                for (value, parts, _), arrived in zip(requests, lost.parts, strict=True):
+                    assert [part.token_ids.tolist() for part in arrived] == [[value]] * len(arrived)
+                    assert len(arrived) <= parts
+            for place, answer in answers.items():
+                check(requests[place][0], answer)
 
     def check(value: int, answer: Completion | Exception) -> None:
         if isinstance(answer, Refused):

@@ -16,7 +16,7 @@ from monarch.actor import Port
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.generator import dispatcher as module
-from monarch_rl.generator.connection import Answering, Received, ReplicaLost, Request
+from monarch_rl.generator.connection import Answering, OnAnswer, ReplicaLost, Request
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import lose, now
@@ -86,7 +86,7 @@ def test_groups_go_to_the_replica_with_fewest_requests_in_flight_and_stay_there(
         dispatcher = Dispatcher(replicas, LIMIT_S)
         tasks = [start(dispatcher, group) for group in (0, 0, 0, 1, 2, 0, 1)]
         await until(lambda: all(replica.messages for replica in replicas), "requests at both replicas")
-        assert [replica.messages for replica in replicas] == [[[0, 0, 0, 0]], [[1, 2, 1]]]
+        assert [replica.messages for replica in replicas] == [[[0, 0, 0, 0]], [[1, 1, 2]]], "group by group"
         assert dispatcher.in_flight == (4, 3)
         for replica in replicas:
             replica.open.set()
@@ -256,18 +256,19 @@ class LosingConnection:
         self.arrived: list[int] = []
         """Ids in the parts."""
 
-    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
+    def ask(self, requests: list[Request], on_answer: OnAnswer) -> asyncio.Future[None]:
         ((prompt_ids, sampling),) = requests
         self.asked.append((prompt_ids, sampling.max_new_tokens))
-        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         whole = sample(prompt_ids, sampling, self._version)
         if self._parts is None:
-            answer.set_result([whole])
+            on_answer(0, whole)
+            answer.set_result(None)
             return answer
         ends = np.cumsum([0, *self._parts]).tolist()
         parts = [part_of(whole, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
         self.arrived = [int(token) for part in parts for token in part.token_ids]
-        answer.set_exception(ReplicaLost("it was killed", [Received(parts)]))
+        answer.set_exception(ReplicaLost("it was killed", [parts]))
         return answer
 
 
@@ -280,17 +281,17 @@ def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
 class RouteReportingConnection(LosingConnection):
     """Sends routes with its answer, and never with parts of it."""
 
-    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
-        answer = super().ask(requests)
-        if answer.exception() is None:
-            ((prompt_ids, sampling),) = requests
-            (whole,), start = answer.result(), sampling.expert_routes_from
-            assert start is not None
-            answer = asyncio.get_running_loop().create_future()
-            answer.set_result(
-                [replace(whole, expert_routes=expert_routes_of(prompt_ids + whole.token_ids.tolist(), start))]
-            )
-        return answer
+    def ask(self, requests: list[Request], on_answer: OnAnswer) -> asyncio.Future[None]:
+        ((prompt_ids, sampling),) = requests
+        start = sampling.expert_routes_from
+        assert start is not None
+
+        def with_routes(place: int, whole: Completion | Exception) -> None:
+            assert isinstance(whole, Completion)
+            routes = expert_routes_of(prompt_ids + whole.token_ids.tolist(), start)
+            on_answer(place, replace(whole, expert_routes=routes))
+
+        return super().ask(requests, with_routes)
 
 
 @given(
@@ -368,18 +369,19 @@ class GroupConnection:
     def __init__(self, version: int, arrived: list[int] | None) -> None:
         self._version, self._arrived = version, arrived
 
-    def ask(self, requests: list[Request]) -> asyncio.Future[list[Completion]]:
-        answers: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+    def ask(self, requests: list[Request], on_answer: OnAnswer) -> asyncio.Future[None]:
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wholes = [sample(prompt_ids, sampling, self._version) for prompt_ids, sampling in requests]
+        arrived = self._arrived or [-1] * len(wholes)
+        for place, (whole, count) in enumerate(zip(wholes, arrived, strict=False)):
+            if count < 0:
+                on_answer(place, whole)
         if self._arrived is None:
-            answers.set_result(wholes)
-            return answers
-        received = [
-            Received(answer=whole) if count < 0 else Received([part_of(whole, 0, count)])
-            for whole, count in zip(wholes, self._arrived, strict=False)
-        ]
-        answers.set_exception(ReplicaLost("it was killed", received))
-        return answers
+            end.set_result(None)
+        else:
+            parts = [[part_of(whole, 0, max(count, 0))] for whole, count in zip(wholes, arrived, strict=False)]
+            end.set_exception(ReplicaLost("it was killed", parts))
+        return end
 
 
 @given(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -40,23 +39,13 @@ Answer = tuple[int, int, "Completion | Exception"]
 """Number of a list of requests within its channel, place in the list, and answer or partial answer (``UNFINISHED``)."""
 
 
-@dataclass(slots=True)
-class Received:
-    """What has arrived of the answer to one request."""
-
-    parts: list[Completion] = field(default_factory=list)
-    """Partial answers, in order."""
-    answer: Completion | Exception | None = None
-    """The whole answer, or the error of this request; None until it arrives."""
-
-
 class ReplicaLost(RequestLost):
     """A replica cannot answer its requests because it or its engine ended. Another replica can be asked."""
 
-    def __init__(self, why: str, received: Sequence[Received] = ()) -> None:
+    def __init__(self, why: str, parts: Sequence[Sequence[Completion]] = ()) -> None:
         super().__init__(why)
-        self.received = list(received)
-        """What has arrived of each answer."""
+        self.parts = list(parts)
+        """For each request: the parts of its answer that have arrived, in order."""
 
 
 class ReplicaHandle(Protocol):
@@ -73,28 +62,31 @@ class ReplicaHandle(Protocol):
 # -- the caller's side ------------------------------------------------------------------------------------------------
 
 
+OnAnswer = Callable[[int, "Completion | Exception"], None]
+"""Receives the place of a request in its list, and its completion or error, as soon as it arrives."""
+
+
 class _PendingRequests:
     """Requests that were sent together."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        self.answer: asyncio.Future[list[Completion | Exception]] = asyncio.get_running_loop().create_future()
-        self._received = [Received() for _ in requests]
+    def __init__(self, requests: Sequence[Request], on_answer: OnAnswer) -> None:
+        self.requests, self._on_answer = requests, on_answer
+        self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parts: list[list[Completion]] = [[] for _ in requests]
         self._unanswered = len(requests)
 
     def receive(self, answer: Answer) -> None:
         _, place, content = answer
-        received = self._received[place]
         if isinstance(content, Completion) and content.finish_reason == UNFINISHED:
-            received.parts.append(content)
+            self._parts[place].append(content)
             return
-        received.answer = content
+        self._on_answer(place, content)
         self._unanswered -= 1
         if not self._unanswered:
-            self.answer.set_result([each.answer for each in self._received if each.answer is not None])
+            self.answer.set_result(None)
 
     def lose(self, error: BaseException) -> None:
-        self.answer.set_exception(ReplicaLost(str(error), self._received))
+        self.answer.set_exception(ReplicaLost(str(error), self._parts))
 
 
 class ReplicaConnection:
@@ -107,15 +99,15 @@ class ReplicaConnection:
         self._handle = handle
         self._channel: PersistentChannel | None = None
 
-    def ask(self, requests: Sequence[Request]) -> asyncio.Future[list[Completion | Exception]]:
-        """Send requests together. The future holds the completion of each, or its own error; or it has the error of the
-        replica, or of requests that cannot be sent.
+    def ask(self, requests: Sequence[Request], on_answer: OnAnswer) -> asyncio.Future[None]:
+        """Send requests together. The future is done when all are answered, or has the error of the replica, or of
+        requests that cannot be sent.
 
-        A ReplicaLost carries what has arrived. The caller enforces the deadline.
+        A ReplicaLost carries the parts that have arrived. The caller enforces the deadline.
         """
         if self._channel is None or self._channel.closed:
             self._channel = PersistentChannel(self._attend, self._send, deserialize_answers, PACE_S)
-        pending = _PendingRequests(requests)
+        pending = _PendingRequests(requests, on_answer)
         self._channel.ask(pending, pending)
         return pending.answer
 

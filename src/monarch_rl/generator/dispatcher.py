@@ -21,9 +21,9 @@ from monarch.actor import ActorError
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import GenerationError, ProcessLost
-from monarch_rl.generator.connection import Received, ReplicaConnection, ReplicaHandle, ReplicaLost, Request
-from monarch_rl.generator.parts import finish_reason_of, join_parts
-from monarch_rl.runtime.deadlines import DeadlineClock, within
+from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost, Request
+from monarch_rl.generator.parts import finish_reason_of, join_parts, settle
+from monarch_rl.runtime.deadlines import DeadlineClock, retrieve, within
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
@@ -65,6 +65,10 @@ class Dispatcher:
         self._lost: dict[int, str] = {}
         """Lost replicas, and why they were lost."""
         self._changed = asyncio.Event()
+        self._gathered: dict[int, _Gathered] = {}
+        """By group: what its episodes have asked for in this iteration of the event loop."""
+        self._asking: set[asyncio.Task[None]] = set()
+        """The event loop itself holds no references to tasks."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -112,10 +116,17 @@ class Dispatcher:
                 or, if none took requests, lists the lost replicas with reasons.
             ReplicaLost: more replicas were lost during the request than ``max_losses`` allows.
         """
-        (answer,) = await self.generate_group(prompt_ids, [sampling], group)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        answer = _PartialAnswer(prompt_ids, sampling)
+        gathered = self._gathered.get(group)
+        if gathered is None:
+            gathered = self._gathered[group] = _Gathered()
+            asyncio.get_running_loop().call_soon(self._send_gathered, group)
+        gathered.answers.append(answer)
+        try:
+            return await answer.done  # waits: for _complete_all, which has a deadline
+        except asyncio.CancelledError:
+            gathered.give_up(answer)
+            raise
 
     async def generate_group(
         self, prompt_ids: list[int], samplings: Sequence[Sampling], group: int
@@ -125,8 +136,29 @@ class Dispatcher:
         Returns, for each sampling, the completion or the error of this request alone. Raises as :meth:`generate` does.
         """
         answers = [_PartialAnswer(prompt_ids, sampling) for sampling in samplings]
+        await self._complete_all(answers, group)
+        return [answer.whole for answer in answers if answer.whole is not None]
+
+    def _send_gathered(self, group: int) -> None:
+        """Ask for what the episodes of a group have asked for in one iteration of the event loop, such as their first
+        turns: one request is awaited for all, and each gets its answer as soon as it is done."""
+        gathered = self._gathered.pop(group)
+        gathered.answers = [answer for answer in gathered.answers if not answer.done.cancelled()]
+        if gathered.answers:
+            gathered.asking = asyncio.ensure_future(self._complete_or_fail(gathered.answers, group))
+            self._asking.add(gathered.asking)
+            gathered.asking.add_done_callback(self._asking.discard)
+
+    async def _complete_or_fail(self, answers: list[_PartialAnswer], group: int) -> None:
+        try:
+            await self._complete_all(answers, group)
+        except Exception as error:
+            for answer in answers:
+                answer.fail(error)
+
+    async def _complete_all(self, answers: list[_PartialAnswer], group: int) -> None:
         clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
-        return await self._retried(lambda: self._complete(answers, group, clock))
+        await self._retried(lambda: self._complete(answers, group, clock))
 
     async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Call an endpoint other than ``generate`` of the group's replica; returns its result.
@@ -161,37 +193,38 @@ class Dispatcher:
                     raise
                 # Retried at once: a lost replica is not asked again, and without others _of_replica waits for one.
 
-    async def _complete(
-        self, answers: list[_PartialAnswer], group: int, clock: DeadlineClock
-    ) -> list[Completion | Exception]:
+    async def _complete(self, answers: list[_PartialAnswer], group: int, clock: DeadlineClock) -> None:
         """Ask the group's replica for what ``answers`` lack. If it is lost, they keep what it sent."""
         missing = [answer for answer in answers if answer.whole is None]
-        try:
-            received = await self._ask([answer.missing() for answer in missing], group, clock)
-        except ReplicaLost as error:
-            for answer, arrived in zip(missing, error.received, strict=False):
-                answer.extend(arrived)
-            if any(answer.whole is None for answer in answers):
-                raise
-        else:
-            for answer, rest in zip(missing, received, strict=True):
-                answer.complete(rest)
-        return [answer.whole for answer in answers if answer.whole is not None]
-
-    async def _ask(self, requests: list[Request], group: int, clock: DeadlineClock) -> list[Completion | Exception]:
+        requests = [answer.missing() for answer in missing]
         count, (prompt_ids, sampling) = len(requests), requests[0]
         what = (
             f"answer {'a request' if count == 1 else f'{count} requests'} of group {group} ({len(prompt_ids)} prompt "
             f"tokens, at most {sampling.max_new_tokens} new tokens)"
         )
 
-        def ask(replica: int) -> asyncio.Future[list[Completion | Exception]]:
-            return self._connections[replica].ask(requests)
+        def ask(replica: int) -> asyncio.Future[None]:
+            def take(place: int, whole: Completion | Exception) -> None:
+                self._in_flight[replica] -= 1
+                missing[place].complete(whole)
 
-        return await self._of_replica(group, what, ask, clock, count)
+            return self._connections[replica].ask(requests, take)
+
+        try:
+            await self._of_replica(group, what, ask, clock, lambda: sum(each.whole is None for each in missing))
+        except ReplicaLost as error:
+            for answer, parts in zip(missing, error.parts, strict=False):
+                answer.extend(parts)
+            if any(answer.whole is None for answer in answers):
+                raise
 
     async def _of_replica(
-        self, group: int, what: str, ask: Callable[[int], Awaitable[T]], clock: DeadlineClock, requests: int = 1
+        self,
+        group: int,
+        what: str,
+        ask: Callable[[int], Awaitable[T]],
+        clock: DeadlineClock,
+        unanswered: Callable[[], int] = lambda: 1,
     ) -> T:
         """Ask the group's replica, waiting for one if necessary.
 
@@ -200,7 +233,7 @@ class Dispatcher:
             what: completes "generator 0 to ..." in messages.
             ask: sends the request to a replica, given by its index.
             clock: deadline of the whole request, including earlier attempts on lost replicas.
-            requests: number of requests that are sent, for the replica's load.
+            unanswered: number of requests that count as in flight, whose answers are counted by ``ask``.
 
         Raises:
             ReplicaLost: the replica is lost, and takes no more requests.
@@ -211,7 +244,7 @@ class Dispatcher:
             missing = f"a {self._kind} that takes requests of group {group}{lost}"
             await within(clock, self._changed.wait(), missing, on="controller", flag=self._flag)
         connection = self._connections[replica]
-        self._in_flight[replica] += requests
+        self._in_flight[replica] += unanswered()
         try:
             name = f"{self._kind} {replica}"
             return await within(clock, ask(replica), f"{name} to {what}", on=name, flag=self._flag)
@@ -224,7 +257,7 @@ class Dispatcher:
             # ProcessLost: the controller noticed the loss before the call itself failed.
             raise ReplicaLost(str(error)) from error
         finally:
-            self._in_flight[replica] -= requests
+            self._in_flight[replica] -= unanswered()
 
     def _replica_of(self, group: int) -> int | None:
         """The group's replica, or a new one if that takes no requests; None if no replica takes requests."""
@@ -245,6 +278,19 @@ class Dispatcher:
         return self._in_flight[replica]
 
 
+class _Gathered:
+    """Answers that are awaited together, each by its own episode."""
+
+    def __init__(self) -> None:
+        self.answers: list[_PartialAnswer] = []
+        self.asking: asyncio.Task[None] | None = None
+
+    def give_up(self, answer: _PartialAnswer) -> None:
+        """Nobody waits for this answer any more."""
+        if self.asking is not None and all(other is answer or other.done.done() for other in self.answers):
+            self.asking.cancel()
+
+
 class _PartialAnswer:
     """The answer to a request, as far as lost replicas have sent it.
 
@@ -261,6 +307,7 @@ class _PartialAnswer:
         """None while tokens are missing."""
         self.whole: Completion | Exception | None = None
         """The answer, or the error of this request; None while something is missing."""
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def missing(self) -> Request:
         """A request for what is missing."""
@@ -271,29 +318,36 @@ class _PartialAnswer:
         remaining = 1 if finished else self._sampling.max_new_tokens - len(self._sampled_ids)
         return self._prompt_ids + self._sampled_ids, replace(self._sampling, max_new_tokens=remaining)
 
-    def extend(self, received: Received) -> None:
-        """Take what a replica sent in answer to :meth:`missing` before it was lost."""
-        if received.answer is not None:
-            self.complete(received.answer)
+    def extend(self, parts: Sequence[Completion]) -> None:
+        """Take the parts that a replica sent of its answer to :meth:`missing` before it was lost."""
+        if self.whole is not None or self._finish_reason is not None:
             return
-        if self._finish_reason is not None:
-            return
-        self._parts.extend(received.parts)
-        self._sampled_ids.extend(token for part in received.parts for token in part.token_ids.tolist())
+        self._parts.extend(parts)
+        self._sampled_ids.extend(token for part in parts for token in part.token_ids.tolist())
         # The replica may have been lost between the last token and the answer. Only the request's own stop tokens are
         # checked here: the replica has more of them, but sends no part that ends with one.
         self._finish_reason = finish_reason_of(self._sampled_ids, self._sampling, self._sampling.stop_token_ids)
         # Expert routes come only with a whole answer: until then, they are missing.
         if self._finish_reason is not None and self._sampling.expert_routes_from is None:
-            self.whole = join_parts(self._parts, self._finish_reason)
+            self._settle(join_parts(self._parts, self._finish_reason))
 
     def complete(self, rest: Completion | Exception) -> None:
-        """Take a replica's answer to :meth:`missing`."""
+        """Take a replica's answer to :meth:`missing`, or the error of this request."""
         if isinstance(rest, Exception):
-            self.whole = rest
+            self.fail(rest)
         elif self._finish_reason is None:
-            self.whole = join_parts([*self._parts, rest], rest.finish_reason)
+            self._settle(join_parts([*self._parts, rest], rest.finish_reason))
         else:
             routes = rest.expert_routes
             joined = join_parts(self._parts, self._finish_reason)
-            self.whole = replace(joined, expert_routes=None if routes is None else routes[:-1])
+            self._settle(replace(joined, expert_routes=None if routes is None else routes[:-1]))
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, unless it has ended."""
+        if self.whole is None:
+            self._settle(error)
+
+    def _settle(self, whole: Completion | Exception) -> None:
+        self.whole = whole
+        settle(self.done, whole)
+        self.done.add_done_callback(retrieve)  # in a group that runs as a unit, nobody awaits it
