@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lines import ROOT, TASKS, statement_lines
-from monarch_rl.model.messages import as_messages
+from monarch_rl.model.messages import as_messages, system, user
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
 from monarch_rl.tasks.task import Outcome, Task, as_outcome
@@ -203,11 +203,8 @@ class Policy:
     def __init__(self) -> None:
         self.given: list[Any] = []
 
-    def read(self, messages: Any) -> None:
-        self.given.append(messages)
-
     async def reply(self, messages: Any) -> Any:
-        self.given.append(messages)
+        self.given += as_messages(messages)
         return type("Reply", (), {"text": "12"})
 
     async def in_scorer(self, function: Any, *args: Any) -> Outcome:
@@ -227,11 +224,10 @@ def test_a_function_runs_in_a_scoring_process_and_a_coroutine_in_the_worker() ->
 
     policy = Policy()
     outcome = run_episode(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
-    rules = {"role": "system", "content": "Be brief."}
-    assert outcome == Outcome(1.0) and policy.given == [rules, "11 + 1 =", reward]
+    assert outcome == Outcome(1.0) and policy.given == [system("Be brief."), user("11 + 1 ="), reward]
     policy = Policy()
     outcome = run_episode(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
-    assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]
+    assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == [user("Q: 3 + 1 =")]
 
 
 def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
@@ -246,7 +242,7 @@ def test_a_column_of_messages_is_given_to_the_policy_as_messages() -> None:
 
     policy = Policy()
     assert asyncio.run(play(Questions([row], reward, template="{prompt}"), policy)) == Outcome(1.0)
-    assert policy.given == [as_messages(row["prompt"]), reward]
+    assert policy.given == [*as_messages(row["prompt"]), reward]
     others = [row | {"prompt": [*row["prompt"], {"role": "user", "content": str(number)}]} for number in range(3)]
     task = Questions([*others, row], reward, template="{prompt}", held_out={"test": [row, others[1]]})
     assert [task.items(cursor) for cursor in range(2)] in ([others[0], others[2]], [others[2], others[0]])

@@ -15,6 +15,7 @@ part of the version of the first turn. Otherwise their keys and values are compu
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
@@ -184,6 +185,8 @@ class Requests:
         """False while requests are held back for a commit."""
         self._resets = 0
         """Number of calls of :meth:`reset_versions`. After each, a version number may stand for other weights."""
+        self._id, self._numbers = uuid.uuid4().hex, itertools.count()
+        """A request's id is made of both; SGLang's own ids are random, too."""
         self._unsent: list[_Request] = []
         """Requests for the next message."""
         self._running: dict[str, _Request] = {}
@@ -313,7 +316,7 @@ class Requests:
         unsent, self._unsent = self._unsent, []
         batch = []
         for request in unsent:
-            request_id = uuid.uuid4().hex
+            request_id = f"{self._id}-{next(self._numbers)}"
             seed = request.sampling.seed
             if seed is None and self._seeds is not None:
                 seed = self._seeds.getrandbits(63)

@@ -251,13 +251,16 @@ def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED
     logprobs = np.array(output.output_token_logprobs_val[index] if len(tokens) else (), np.float32)
     if len(logprobs) != len(tokens):
         raise GenerationError(f"SGLang reported log-probs of {len(logprobs)} tokens, but sampled {len(tokens)}")
-    count = output.completion_tokens[index]
-    first = count - len(tokens)
-    versions = np.full(len(tokens), -1, np.int32)
+    first = output.completion_tokens[index] - len(tokens)
+    versions = np.empty(len(tokens), np.int32)
     spans = output.weight_versions[index] if output.weight_versions is not None and len(tokens) else None
-    for span in spans or ():
-        versions[max(0, span.start - first) : max(0, span.end - first)] = int(span.version)
-    if len(tokens) and versions.min() < 0:
+    end = 0
+    for span in spans or ():  # in order, from the first token of the request
+        start, stop = max(0, span.start - first), max(0, span.end - first)
+        versions[start:stop] = int(span.version)
+        if start == end:
+            end = stop
+    if end < len(tokens):
         raise GenerationError(f"SGLang reported no version for some of {len(tokens)} tokens: {spans}")
     return _completion(tokens, logprobs, versions, reason, side)
 
