@@ -167,7 +167,7 @@ class Scorer:
             together = self._calls(function, calls, as_outcome, TOGETHER_S)
             try:
                 results = await self._try(self._pool, together, self.deadline_s)
-            except (_DeadlinePassed, ProcessExpired, BrokenProcessPool):
+            except (_DeadlinePassed, ProcessExpired, BrokenProcessPool, ScoringFailed):  # each call will tell its own
                 self._output.take_stack()  # it does not tell which score it is of
             if len(results) < len(calls):
                 self._apart = APART
