@@ -1,5 +1,5 @@
-"""CPU-seconds of the engine's scheduler per 1,000 tokens on a machine without an accelerator, compared with plain
-SGLang.
+"""CPU-seconds and batches of the engine's scheduler per 1,000 tokens on a machine without an accelerator, compared with
+plain SGLang.
 
     python benchmarks/engine_cpu.py
     python benchmarks/engine_cpu.py --model .cache/smollm2-135m-instruct --rounds 2 --groups 12 --max-new-tokens 64
@@ -13,12 +13,16 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
+import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,13 +34,16 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator import launching
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.parts import ignore_part
-from monarch_rl.generator.scheduler_process import SchedulerTarget, run_plain_scheduler
+from monarch_rl.generator.scheduler_process import SchedulerTarget, run_plain_scheduler, run_scheduler
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import resolve_model
 
 START_DEADLINE_S = 360.0
 ROUND_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 30.0
+COUNTS = "ENGINE_CPU_COUNTS"
+"""Variable with the path of the file to which a scheduler writes its counts."""
+COUNT_FORMAT = struct.Struct("<qq")
 Side = Literal["ours", "plain"]
 SIDES: tuple[Side, Side] = ("ours", "plain")
 
@@ -50,7 +57,7 @@ class Settings:
     groups: int = 128
     """Groups of a round of the main job's load."""
     playing: int = 24
-    """Concurrent groups; when one ends, the next starts. The main job has 48 on two replicas."""
+    """Concurrent groups; when one ends, the next starts. The main job has 64, on all replicas together."""
     group_size: int = 8
     """Episodes of a group, which share their prompt."""
     prompt_tokens: int = 8
@@ -61,6 +68,8 @@ class Settings:
     """Tokens of the prompt of the load of 1 long sequence."""
     long_new_tokens: int = 512
     """Tokens generated for the long sequence."""
+    max_running_requests: int = GeneratorSettings().running_requests(on_gpu=False)
+    """Sequences that an engine decodes at once; the default is the engine's."""
     rounds: int = 5
     """Timed rounds of each load, alternating between the sides, after one that warms up."""
     sides: tuple[Side, ...] = SIDES
@@ -108,34 +117,77 @@ class Round:
     tokens: int
     seconds: float
     scheduler_cpu_s: float
+    batches: int
+    batch_tokens: int
+    """Tokens of all batches, of prompts and of decoding steps."""
+
+
+class CountedTarget(SchedulerTarget):
+    """Starts the scheduler, which counts its batches."""
+
+    @staticmethod
+    def run(*args: Any, **kwargs: Any) -> None:
+        count_batches()
+        run_scheduler(*args, **kwargs)
 
 
 class PlainTarget(SchedulerTarget):
-    """Starts SGLang's scheduler without the changes that monarch_rl makes for speed."""
+    """The same without the changes that monarch_rl makes for speed."""
 
-    run = staticmethod(run_plain_scheduler)
+    @staticmethod
+    def run(*args: Any, **kwargs: Any) -> None:
+        count_batches()
+        run_plain_scheduler(*args, **kwargs)
 
 
-def serve(pipe: Connection, model: str, side: Side) -> None:
+def count_batches() -> None:
+    """Have this process's scheduler write the numbers of its batches and of their tokens to the file ``COUNTS``."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, file, counts = Scheduler.process_batch_result, os.open(os.environ[COUNTS], os.O_WRONLY), [0, 0]
+
+    def process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
+        counts[0] += 1
+        counts[1] += batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
+        os.pwrite(file, COUNT_FORMAT.pack(*counts), 0)
+        process(scheduler, batch, result)
+
+    Scheduler.process_batch_result = process_and_count
+
+
+def serve(pipe: Connection, model: str, side: Side, requests: int) -> None:
     """Run an engine's process: each message is a load to run, until the pipe is closed."""
-    asyncio.run(_serve(pipe, model, side))
+    with tempfile.NamedTemporaryFile() as counts:
+        counts.write(COUNT_FORMAT.pack(0, 0))
+        counts.flush()
+        os.environ[COUNTS] = counts.name
+        asyncio.run(_serve(pipe, model, side, GeneratorSettings(replicas=1, max_running_requests=requests)))
 
 
-async def _serve(pipe: Connection, model: str, side: Side) -> None:
+def read_counts() -> tuple[int, int]:
+    """Batches and their tokens so far."""
+    batches, tokens = COUNT_FORMAT.unpack(Path(os.environ[COUNTS]).read_bytes())
+    return batches, tokens
+
+
+async def _serve(pipe: Connection, model: str, side: Side, settings: GeneratorSettings) -> None:
     extra: dict[str, Any] = {}
+    launching.SchedulerTarget = CountedTarget  # type: ignore[misc]
     if side == "plain":
         launching.SchedulerTarget = PlainTarget  # type: ignore[misc]
         extra["prefill_decode_interval"] = 0
-    engine = await Engine.start(model, GeneratorSettings(replicas=1), **extra)
+    engine = await Engine.start(model, settings, **extra)
     scheduler = psutil.Process(engine.child_pids[0])
     pipe.send(scheduler.pid)
     try:
         while True:
             load, turn = await asyncio.to_thread(pipe.recv)
-            before, started = sum(scheduler.cpu_times()[:2]), time.perf_counter()
+            before, batches_before, started = sum(scheduler.cpu_times()[:2]), read_counts(), time.perf_counter()
             tokens = await load.run(engine, turn)
             seconds = time.perf_counter() - started
-            pipe.send(Round(tokens, seconds, sum(scheduler.cpu_times()[:2]) - before))
+            cpu_s = sum(scheduler.cpu_times()[:2]) - before
+            batches, batch_tokens = (now - then for now, then in zip(read_counts(), batches_before, strict=True))
+            pipe.send(Round(tokens, seconds, cpu_s, batches, batch_tokens))
     except EOFError:
         pass  # the benchmark is over
     finally:
@@ -143,11 +195,11 @@ async def _serve(pipe: Connection, model: str, side: Side) -> None:
 
 
 @contextmanager
-def running(model: str, side: Side) -> Iterator[Connection]:
+def running(model: str, side: Side, requests: int) -> Iterator[Connection]:
     """Start an engine for the duration of the block; it also ends with this process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, model, side), name=f"{side} engine")
+    process = context.Process(target=serve, args=(theirs, model, side, requests), name=f"{side} engine")
     process.start()
     theirs.close()
     try:
@@ -181,6 +233,12 @@ def measure(pipes: dict[Side, Connection], load: Load, rounds: int) -> dict[str,
         medians[f"{side}_cpu_s_per_1000_tokens"] = statistics.median(
             each.scheduler_cpu_s / each.tokens * 1000 for each in side_rounds
         )
+        medians[f"{side}_batches_per_1000_tokens"] = statistics.median(
+            each.batches / each.tokens * 1000 for each in side_rounds
+        )
+        medians[f"{side}_tokens_per_batch"] = statistics.median(
+            each.batch_tokens / each.batches for each in side_rounds
+        )
         medians[f"{side}_tokens_per_s"] = statistics.median(each.tokens / each.seconds for each in side_rounds)
     if len(costs) == len(SIDES):
         pairs = zip(costs["ours"], costs["plain"], strict=True)
@@ -202,7 +260,7 @@ def main(s: Settings) -> None:
     }
     result: dict[str, Any] = {"benchmark": "engine_cpu", "model": s.model}
     with ExitStack() as stack:
-        pipes = {side: stack.enter_context(running(str(model), side)) for side in s.sides}
+        pipes = {side: stack.enter_context(running(str(model), side, s.max_running_requests)) for side in s.sides}
         for name, load in loads.items():
             found = measure(pipes, load, s.rounds)
             print(f"{name}: " + ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)

@@ -64,6 +64,46 @@ def test_sequences_attended_to_together_equal_each_alone(
         assert (attended.double() - expected).abs().max() < 2e-6
 
 
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(), data=st.data())
+def test_equal_sequences_are_computed_once(batch: list[tuple[int, int]], data: st.DataObject) -> None:
+    """A copy has the tokens, the cached prefix and the new keys and values of another sequence, in other entries."""
+    from monarch_rl.generator.cpu import attention
+
+    torch.manual_seed(0)
+    kinds = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=12))
+    lengths, new = ([batch[kind][i] for kind in kinds] for i in (0, 1))
+    # Few ids, so that sequences differ only in their prefix, or in a few of their tokens, or not at all.
+    tokens = {kind: torch.randint(2, (batch[kind][1],)) for kind in set(kinds)}
+    prefixes = {kind: torch.randint(20, (batch[kind][0] - batch[kind][1],)) for kind in set(kinds)}
+    table = torch.arange(20, 20 + 12 * MOST_KEYS).view(12, MOST_KEYS).int()
+    requests = torch.randperm(12)[: len(kinds)]
+    keys, values = (torch.randn(20 + 12 * MOST_KEYS, KV_HEADS, width) for width in (WIDTH, VALUE_WIDTH))
+    queries: dict[tuple[bytes, bytes], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    query = []
+    for kind, request in zip(kinds, requests, strict=True):
+        length, count = batch[kind]
+        table[request, : length - count] = prefixes[kind].int()
+        drawn = torch.randn(count, HEADS, WIDTH), torch.randn(count, KV_HEADS, WIDTH), torch.randn(count, KV_HEADS, 6)
+        same = (prefixes[kind].numpy().tobytes(), tokens[kind].numpy().tobytes())
+        rows, new_keys, new_values = queries.setdefault(same, drawn)
+        own = table[request, length - count : length].long()
+        keys[own], values[own] = new_keys, new_values
+        query.append(rows)
+    distinct = attention.find_distinct(table, requests, lengths, new, torch.cat([tokens[kind] for kind in kinds]))
+    assert (distinct is None) == (len(queries) == len(kinds))
+    if distinct is None:
+        return
+    assert len(distinct.rows) == sum(len(rows) for rows, _, _ in queries.values())
+    output = torch.full((len(distinct.rows), HEADS, VALUE_WIDTH), torch.nan)
+    attention.attend(distinct.calls, torch.cat(query)[distinct.rows], output, keys, values, 0.3)
+    for rows, attended, request, length in zip(
+        query, output[distinct.source].split(new), requests, lengths, strict=True
+    ):
+        expected = attended_alone(rows, keys, values, table[request, :length], 0.3)
+        assert (attended.double() - expected).abs().max() < 2e-6
+
+
 @settings(max_examples=100, deadline=None)
 @given(batch=batches())
 def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:

@@ -55,8 +55,9 @@ def test_every_forward_equals_sglangs_own(engine: Engine, run: LoopThread, model
             *(engine.generate(*each, ignore_part) for each in zip(asked, samplings, strict=True))
         )
 
-    completions = [*run(generate(prompts)), *run(generate(longer))]
-    asked = list(zip(prompts + longer, completions, strict=True))
+    group = [rng.integers(3, VOCABULARY, 12).tolist()] * 4  # so short that all are computed in one batch
+    completions = [*run(generate(prompts)), *run(generate(longer)), *run(generate(group))]
+    asked = list(zip(prompts + longer + group, completions, strict=True))
     dense = model.name != "deepseek"
     for (_, sampled), reference in zip(asked, reference_logprobs(model, asked) if dense else (), strict=dense):
         assert np.abs(sampled.logprobs - reference).max() < LOGPROB_BOUND

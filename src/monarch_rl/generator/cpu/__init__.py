@@ -7,6 +7,7 @@ never a silent difference.
 ====================================== ===========================================================================
 attention                              a few calls per layer for a whole batch (``attention.py``)
 layers of dense models                 plain PyTorch (``forward.py``)
+equal prompts in a batch               computed once (``attention.py``, ``forward.py``)
 prompts that share a prefix            computed once, if long: the others wait for the first (``admission.py``)
 requests to an idle engine             start together: it waits 3 ms after the first (``admission.py``)
 entries of the prefix cache            only if they save more than they cost (``prefix_cache.py``)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
@@ -126,6 +127,52 @@ def _together(
     )
 
 
+@dataclass
+class Distinct:
+    """The distinct sequences of a batch of prompts, in which some occur repeatedly."""
+
+    rows: torch.Tensor
+    """int64[distinct new tokens]: indices of the new tokens of the first sequence of each kind."""
+    source: torch.Tensor
+    """int64[new tokens]: for each new token of the batch, the index in ``rows`` of the token that it equals."""
+    calls: list[Call]
+    """Calls of the distinct sequences, whose query has only the tokens of ``rows``."""
+
+
+def find_distinct(
+    table: torch.Tensor, requests: torch.Tensor, lengths: list[int], new: list[int], ids: torch.Tensor
+) -> Distinct | None:
+    """Find sequences with the same new tokens after the same cached prefix: all their rows are equal in every layer.
+
+    The episodes of a group have the same prompt.
+
+    Args:
+        table: see :func:`plan`.
+        requests: see :func:`plan`.
+        lengths: see :func:`plan`.
+        new: see :func:`plan`.
+        ids: int64[new tokens] of all sequences.
+
+    Returns:
+        None if all sequences are distinct.
+    """
+    tokens, starts = ids.numpy(), [0, *accumulate(new)]
+    firsts: dict[tuple[bytes, bytes], int] = {}
+    kinds = []  # for each sequence, the index of the first one that equals it
+    for i, (request, length, count, start) in enumerate(zip(requests.tolist(), lengths, new, starts, strict=False)):
+        prefix = table[request, : length - count].numpy().tobytes() if length > count else b""
+        kinds.append(firsts.setdefault((prefix, tokens[start : start + count].tobytes()), i))
+    if len(firsts) == len(kinds):
+        return None
+    chosen = list(firsts.values())
+    counts = [new[i] for i in chosen]
+    places = dict(zip(chosen, [0, *accumulate(counts)], strict=False))
+    rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
+    source = np.concatenate([np.arange(places[i], places[i] + new[i]) for i in kinds])
+    calls = plan(table, requests[chosen], [lengths[i] for i in chosen], counts)
+    return Distinct(torch.from_numpy(rows), torch.from_numpy(source), calls)
+
+
 def _mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
     """float32[B, 1, Q, keys]: the causal mask of rows at int64[B, Q] positions in their sequences."""
     hidden = torch.arange(keys) > positions[..., None]
@@ -194,16 +241,30 @@ class BatchedAttention(TorchNativeAttnBackend):
     """Replaces SGLang's ``torch_native`` backend for causal self-attention over a cache of the query's dtype; the rest
     is left to SGLang."""
 
-    calls: list[Call]
-    """Calls of the current forward pass."""
+    _batch: tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
+    """Arguments of :func:`plan` in the current forward pass."""
+    _calls: list[Call] | None = None
+    """Calls of the current forward pass, once they are planned."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan the calls of a forward pass, which are the same in every layer."""
+        """Note the sequences of a forward pass."""
         super().init_forward_metadata(forward_batch)
         lengths = forward_batch.seq_lens.tolist()
         decodes = forward_batch.forward_mode.is_decode_or_idle()
         new = [1] * len(lengths) if decodes else forward_batch.extend_seq_lens.tolist()
-        self.calls = plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, lengths, new)
+        self._batch = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, lengths, new
+        self._calls = None
+
+    @property
+    def calls(self) -> list[Call]:
+        """Calls of the current forward pass for all sequences, which are the same in every layer."""
+        if self._calls is None:
+            self._calls = plan(*self._batch)
+        return self._calls
+
+    def distinct(self, ids: torch.Tensor) -> Distinct | None:
+        """The distinct sequences of a batch of prompts with new tokens ``ids``, int64[tokens]; None if all are."""
+        return find_distinct(*self._batch, ids)
 
     def _run_sdpa_forward_extend(self, *args: Any, **options: Any) -> torch.Tensor:
         return self._batched(super()._run_sdpa_forward_extend, *args, **options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from monarch_rl.generator.cpu.attention import BatchedAttention, attend
+from monarch_rl.generator.cpu.attention import BatchedAttention, Call, attend
 
 
 def forward_model(
@@ -34,27 +34,51 @@ def forward_model(
         eligible = model._monarch_rl_lean = is_plain(model)
     if not eligible or input_embeds is not None or type(backend) is not BatchedAttention or not len(input_ids):
         return original(model, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+    # Equal sequences, such as a group's prompt, are computed once. All of them need keys and values in their own cache
+    # entries, from which they continue to decode.
+    distinct = None if forward_batch.forward_mode.is_decode() else backend.distinct(input_ids)
+    if distinct is None:
+        calls, source = backend.calls, None
+    else:
+        calls, source = distinct.calls, distinct.source
+        input_ids, positions = input_ids[distinct.rows], positions[distinct.rows]
     hidden = model.embed_tokens(input_ids)
     rotary = model.layers[0].self_attn.rotary_emb
     cos, sin = rotary.cos_sin_cache.index_select(0, positions)[:, None].chunk(2, -1)
     rotation = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     for layer in model.layers:
         x = rms_norm(hidden, hidden.shape[-1:], layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-        hidden = hidden + _attention(layer.self_attn, x, rotation, forward_batch, backend)
+        hidden = hidden + _attention(
+            layer.self_attn, x, rotation, forward_batch.out_cache_loc, backend.token_to_kv_pool, calls, source
+        )
         norm, mlp = layer.post_attention_layernorm, layer.mlp
         x = rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
         gate, up = linear(x, mlp.gate_up_proj.weight).chunk(2, -1)
         hidden = hidden + linear(silu(gate).mul_(up), mlp.down_proj.weight)
-    return rms_norm(hidden, hidden.shape[-1:], model.norm.weight, model.norm.variance_epsilon)
+    hidden = rms_norm(hidden, hidden.shape[-1:], model.norm.weight, model.norm.variance_epsilon)
+    return hidden if source is None else hidden[source]
 
 
 def _attention(
     module: Any,
     x: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor],
-    forward_batch: Any,
-    backend: BatchedAttention,
+    entries: torch.Tensor,
+    pool: Any,
+    calls: list[Call],
+    source: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Attention of one layer, float32[tokens, hidden].
+
+    Args:
+        module: the layer's attention.
+        x: float32[tokens, hidden], normalised.
+        rotation: cosines and signed sines, each float32[tokens, 1, width].
+        entries: int64[rows]: cache entries of the batch's tokens.
+        pool: the cache.
+        calls: calls of the ``tokens``.
+        source: int64[rows]: the token that each row equals; None if the tokens are the rows.
+    """
     heads, kv_heads, width = module.num_heads, module.num_kv_heads, module.head_dim
     qkv = linear(x, module.qkv_proj.weight, module.qkv_proj.bias).view(len(x), -1, width)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
@@ -65,12 +89,12 @@ def _attention(
     qk = torch.cat((q, k), 1)
     cos, signed_sin = rotation
     q, k = torch.addcmul(qk * cos, qk.roll(width // 2, -1), signed_sin).split((heads, kv_heads), 1)
-    pool, layer = backend.token_to_kv_pool, module.attn.layer_id
+    layer = module.attn.layer_id
     k_cache, v_cache = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
-    k_cache.index_copy_(0, forward_batch.out_cache_loc, k)
-    v_cache.index_copy_(0, forward_batch.out_cache_loc, v)
+    k_cache.index_copy_(0, entries, k if source is None else k[source])
+    v_cache.index_copy_(0, entries, v if source is None else v[source])
     out = torch.empty_like(q)
-    attend(backend.calls, q, out, k_cache, v_cache, module.attn.scaling)
+    attend(calls, q, out, k_cache, v_cache, module.attn.scaling)
     return linear(out.view(len(x), -1), module.o_proj.weight, module.o_proj.bias)
 
 
