@@ -174,7 +174,7 @@ def _described(value: Any) -> str:
 
 def flat(advantages: BatchAdvantages) -> list[np.ndarray]:
     """For each group, float32[values]: the advantages of all its sequences, concatenated."""
-    return [np.concatenate([values.reshape(-1).numpy() for values in of_group]) for of_group in advantages]
+    return [torch.cat([values.reshape(-1) for values in of_group]).numpy() for of_group in advantages]
 
 
 def fingerprint(advantages: BatchAdvantages) -> int:
