@@ -87,16 +87,21 @@ class Turn:
             sampling_masks: sampling masks of the trainable tokens only.
             trainable_columns: float32[trainable tokens] by name.
         """
-        lengths, versions, trainable = zip(*spans, strict=True) if spans else ((), (), ())
-        mask = np.repeat(np.asarray(trainable, bool), lengths)
+        # Slices of whole arrays: a turn has few spans, and for so few np.repeat takes longer.
+        mask, versions, start = np.zeros(len(token_ids), bool), np.empty(len(token_ids), np.int32), 0
+        for length, version, is_trainable in spans:
+            end = start + length
+            mask[start:end], versions[start:end] = is_trainable, version
+            start = end
+        if start != len(token_ids):
+            raise ValueError(f"the spans of a turn cover {start} of its {len(token_ids)} tokens")
         logprobs = _spread(mask, trainable_logprobs)
         columns = {name: _spread(mask, values) for name, values in (trainable_columns or {}).items()}
         if sampling_masks is not None:
             counts = np.zeros(len(token_ids), np.int32)
             counts[mask] = sampling_masks.counts
             sampling_masks = SamplingMasks(counts, sampling_masks.ids)
-        versions_by_token = np.repeat(np.asarray(versions, np.int32), lengths)
-        return cls(token_ids, logprobs, versions_by_token, mask, sampling_masks, columns=columns)
+        return cls(token_ids, logprobs, versions, mask, sampling_masks, columns=columns)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -231,7 +236,7 @@ class Episode:
 
     @property
     def num_trainable(self) -> int:
-        return int(sum(turn.trainable.sum() for turn in self.turns))
+        return sum(int(np.count_nonzero(turn.trainable)) for turn in self.turns)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ import math
 import struct
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -272,14 +272,18 @@ def deserialize_episode(data: bytes | memoryview) -> Episode:
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
         start += -expert_routes.nbytes % 4
     columns = {name: take("f4", trainable) for name in head.get("columns", ())}
-    ends = np.cumsum(trainable_lengths)[:-1]
-    ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
+    ids_by_turn, logprobs_by_turn = _split(ids, lengths), _split(logprobs, trainable_lengths)
     masks_by_turn = [None] * len(lengths) if sampling_masks is None else sampling_masks.split(trainable_lengths)
-    split = {name: np.split(values, ends) for name, values in columns.items()}
+    split = {name: _split(values, trainable_lengths) for name, values in columns.items()}
     columns_by_turn = [{name: values[i] for name, values in split.items()} for i in range(len(lengths))]
-    by_turn = zip(head["turns"], ids_by_turn, np.split(logprobs, ends), masks_by_turn, columns_by_turn, strict=True)
+    by_turn = zip(head["turns"], ids_by_turn, logprobs_by_turn, masks_by_turn, columns_by_turn, strict=True)
     turns = [Turn.from_spans(*of_turn) for of_turn in by_turn]
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
+
+
+def _split(values: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """Consecutive parts of these lengths, as views. Does the same as ``np.split``, in a tenth of its time."""
+    return [values[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def column_names(group: Group) -> list[str]:

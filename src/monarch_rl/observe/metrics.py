@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from monarch_rl.observe.disk_thread import DiskThread
@@ -81,9 +82,10 @@ class Metrics:
         if self._board is None and written:
             self._board = self._open_board()
         try:
-            for name, value in numbers.items():
-                if self._board is not None:
-                    self._board.add_scalar(name, value, step)
+            if self._board is not None:
+                # One event for all values: TensorBoard computes its checksums in Python, byte by byte.
+                summary = Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()])
+                self._board._get_file_writer().add_summary(summary, step)
         except OSError as error:  # raised by TensorBoard's own writer thread, at a later call
             logger.error("TensorBoard's file cannot be written (%s): the run continues without it", error)
             self._drop_board()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -24,37 +24,49 @@ BatchAdvantages = list[list[torch.Tensor]]
 
 
 def group_views(batch: PackedShard) -> list[GroupView]:
-    """The input of an advantage function for each group."""
-    return [_group_view(batch, number) for number in range(len(batch.rewards))]
+    """The input of an advantage function for each group.
 
+    Its tensors are copies, because an advantage may write into its arguments, and metrics and the critic read the batch
+    afterwards. They are views of one tensor for all groups, because many small ones take longer than any advantage.
+    """
+    if not batch.rewards:
+        return []
+    sizes = [len(of_group) for of_group in batch.rewards]
 
-def _group_view(batch: PackedShard, group: int) -> GroupView:
-    lengths, rewards = batch.turn_lengths[group], batch.turn_rewards[group]
-    # Copies: an advantage may write into its arguments, and metrics and the critic read the batch afterwards.
-    columns = {name: list(map(torch.tensor, by_group[group])) for name, by_group in batch.columns.items()}
-    return GroupView(
-        rewards=torch.tensor(batch.rewards[group]),
-        lengths=torch.tensor(batch.lengths[group]),
-        cut=torch.tensor(batch.cut[group]),
-        rollouts=torch.tensor(batch.plays[group]),
-        seats=list(batch.seats[group]),
-        forks=list(batch.forks[group]),
-        parts=[dict(parts) for parts in batch.parts[group]],
-        turn_lengths=_by_sequence(lengths, lengths, torch.int32),
-        turn_rewards=_by_sequence([[reward or 0.0 for reward in turns] for turns in rewards], lengths, torch.float32),
-        columns=Columns(columns),
-        task=batch.tasks[group],
-        item=batch.items[group],
+    def by_group(values: list[np.ndarray]) -> Sequence[torch.Tensor]:
+        views: Sequence[torch.Tensor] = torch.from_numpy(np.concatenate(values)).split(sizes)
+        return views
+
+    rewards, lengths, cut = by_group(batch.rewards), by_group(batch.lengths), by_group(batch.cut)
+    rollouts = by_group(batch.plays)
+    turn_lengths = _by_turn(batch.turn_lengths, torch.int32)
+    turn_rewards = _by_turn(
+        [[[reward or 0.0 for reward in turns] for turns in of_group] for of_group in batch.turn_rewards], torch.float32
     )
+    return [
+        GroupView(
+            rewards=rewards[group],
+            lengths=lengths[group],
+            cut=cut[group],
+            rollouts=rollouts[group],
+            seats=list(batch.seats[group]),
+            forks=list(batch.forks[group]),
+            parts=[dict(parts) for parts in batch.parts[group]],
+            turn_lengths=turn_lengths[group],
+            turn_rewards=turn_rewards[group],
+            columns=Columns({name: list(map(torch.tensor, column[group])) for name, column in batch.columns.items()}),
+            task=batch.tasks[group],
+            item=batch.items[group],
+        )
+        for group in range(len(sizes))
+    ]
 
 
-def _by_sequence(
-    values: Sequence[Sequence[float]], turns: Sequence[Sequence[int]], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """One tensor per sequence, with a value for each of its turns."""
-    # Views of one tensor: making many tensors would take longer than anything else here.
-    joined = torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
-    return list(joined.split([len(of_sequence) for of_sequence in turns]))
+def _by_turn(values: Sequence[Sequence[Sequence[float]]], dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """For each group and sequence, a tensor with a value for each turn."""
+    joined = torch.tensor(list(chain.from_iterable(chain.from_iterable(values))), dtype=dtype)
+    views = iter(joined.split([len(turns) for of_group in values for turns in of_group]))
+    return [list(islice(views, len(of_group))) for of_group in values]
 
 
 def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
@@ -174,7 +186,7 @@ def _described(value: Any) -> str:
 
 def flat(advantages: BatchAdvantages) -> list[np.ndarray]:
     """For each group, float32[values]: the advantages of all its sequences, concatenated."""
-    return [np.concatenate([values.reshape(-1).numpy() for values in of_group]) for of_group in advantages]
+    return [torch.cat([values.reshape(-1) for values in of_group]).numpy() for of_group in advantages]
 
 
 def fingerprint(advantages: BatchAdvantages) -> int:

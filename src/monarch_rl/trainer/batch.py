@@ -108,7 +108,7 @@ def pack(
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    counts, sampling_masks = torch.tensor(rows.counts, dtype=torch.int64, device=device), rows.sampling_masks
+    counts, sampling_masks = rows.counts.to(device), rows.sampling_masks
     token_ids = [*layout.own_inputs([episode.token_ids for episode in episodes]), padding]
     positions = [*layout.own_inputs([np.arange(len(path)) for path in layout.paths]), padding]
     routes = [e.expert_routes for e in episodes if e.expert_routes is not None and layout.width]
@@ -120,7 +120,7 @@ def pack(
         targets=on_device(rows.targets),
         rows=None if rows.kinds is None else on_device(rows.kinds),
         behaviour_logprobs=on_device(rows.logprobs),
-        advantages=_trainable_only(episodes, advantages).to(device),
+        advantages=_trainable_only(episodes, rows.counts, advantages).to(device),
         weights=_per_token(weights, counts, device),
         lags=version - on_device(rows.versions).long(),
         sequences=torch.arange(len(episodes), device=device).repeat_interleave(counts),
@@ -151,19 +151,35 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
-def _trainable_only(episodes: Sequence[Episode], advantages: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """float32[N]: advantages, or other values of sampled tokens, restricted to the trainable ones: see :func:`pack`."""
-    found = [torch.zeros(0)]
-    for episode, values in zip(episodes, advantages, strict=True):
-        trained = torch.from_numpy(episode.trainable[1:])
-        if values.ndim:
+def _trainable_counts(episodes: Sequence[Episode]) -> torch.Tensor:
+    """int64[E]: targets of each episode, its trainable tokens except a first one, which nothing predicts."""
+    return torch.tensor([np.count_nonzero(episode.trainable[1:]) for episode in episodes], dtype=torch.int64)
+
+
+def _trainable_only(
+    episodes: Sequence[Episode], counts: torch.Tensor, values: Sequence[torch.Tensor] | torch.Tensor
+) -> torch.Tensor:
+    """float32[N]: advantages, or other values of sampled tokens, restricted to the trainable ones: see :func:`pack`.
+
+    Args:
+        counts: int64[E]: trainable tokens of each episode.
+    """
+    if len(values) != len(episodes):
+        raise ValueError(f"{len(episodes)} episodes have values for {len(values)}")
+    if not episodes:
+        return torch.zeros(0)
+    if all(not of_episode.ndim for of_episode in values):
+        return torch.stack([*values]).float().repeat_interleave(counts)
+    found = []
+    for episode, count, of_episode in zip(episodes, counts.tolist(), values, strict=True):
+        if of_episode.ndim:
             sampled = torch.from_numpy(episode.trainable | (episode.policy_versions != NO_VERSION))
-            if (count := int(sampled.sum())) != len(values):
-                raise ValueError(f"an episode with {count} sampled tokens has advantages for {len(values)} tokens")
-            by_token = torch.zeros(len(sampled)).masked_scatter(sampled, values.float())
-            found.append(by_token[1:][trained])
+            if (tokens := int(sampled.sum())) != len(of_episode):
+                raise ValueError(f"an episode with {tokens} sampled tokens has advantages for {len(of_episode)} tokens")
+            by_token = torch.zeros(len(sampled)).masked_scatter(sampled, of_episode.float())
+            found.append(by_token[1:][torch.from_numpy(episode.trainable[1:])])
         else:
-            found.append(values.float().expand(int(trained.sum())))
+            found.append(of_episode.float().expand(count))
     return torch.cat(found)
 
 
@@ -198,10 +214,10 @@ def pack_shard(
         def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
             return [values[group][episode_index] for group, episode_index, _ in places]
 
-        groups = [group for group, _, _ in places]
+        groups, counts = [group for group, _, _ in places], _trainable_counts(episodes)
         batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
         for name, values in (columns or {}).items():
-            batch.columns[name] = _trainable_only(episodes, of_episodes(values)).to(device)
+            batch.columns[name] = _trainable_only(episodes, counts, of_episodes(values)).to(device)
         return batch
 
     microbatches = zip(shard.places, shard.deserialize(), strict=True)
@@ -220,8 +236,8 @@ T = TypeVar("T")
 class SampledRows:
     """The N trainable tokens of a micro-batch, episode after episode, and the M distinct ones among them."""
 
-    counts: list[int]
-    """Trainable tokens of each episode."""
+    counts: torch.Tensor
+    """int64[E]: trainable tokens of each of the E episodes."""
     logprobs: np.ndarray
     """float32[N]: the engine's log-probs."""
     versions: np.ndarray
@@ -241,12 +257,11 @@ class SampledRows:
     def of(cls, episodes: Sequence[Episode], layout: RowLayout, column_names: Sequence[str] = ()) -> SampledRows:
         """Raises ValueError if only some episodes have sampling masks, or an episode lacks a column."""
         _check_columns(episodes, column_names)
-        masks = [episode.trainable[1:] for episode in episodes]
+        mask = np.concatenate([*(episode.trainable[1:] for episode in episodes), np.zeros(0, bool)])
 
         def trainable(values: list[np.ndarray], dtype: type) -> np.ndarray:
             """The values of the trainable tokens, given for each episode one value per token except the first."""
-            chosen = [of_episode[mask] for of_episode, mask in zip(values, masks, strict=True)]
-            return np.concatenate([*chosen, np.zeros(0, dtype)]).astype(dtype, copy=False)
+            return np.concatenate([*values, np.zeros(0, dtype)])[mask].astype(dtype, copy=False)
 
         places = trainable(layout.paths, np.int64)
         targets = trainable([episode.token_ids[1:] for episode in episodes], np.int64)
@@ -257,7 +272,7 @@ class SampledRows:
             places, targets = places[first], targets[first]
             sampling_masks = None if sampling_masks is None else sampling_masks[first]
         return cls(
-            [int(mask.sum()) for mask in masks],
+            _trainable_counts(episodes),
             trainable([episode.logprobs[1:] for episode in episodes], np.float32),
             trainable([episode.policy_versions[1:] for episode in episodes], np.int32),
             places,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import time
@@ -61,8 +62,10 @@ class TrainerCheckpoint:
         """Optimizer steps of this process outside of the schedule."""
         self._staged = StagedTensors(device)
         self._version, self._counted = 0, self._updates()
-        self._noted = self._remembered = _saved({})
-        """State of the functions after the last complete update, and the staged copy of it."""
+        self._noted: dict[str, Any] = {}
+        """A copy of the functions' state after the last complete update."""
+        self._remembered = b""
+        """That of the staged version, serialized."""
         self._random = f"random.{dist.get_rank()}"
 
     @property
@@ -88,7 +91,8 @@ class TrainerCheckpoint:
         Args:
             remembered: state of this rank's advantage and objective.
         """
-        self._version, self._counted, self._noted = version, self._updates(), _saved(remembered)
+        # A copy, because the functions continue to change their state.
+        self._version, self._counted, self._noted = version, self._updates(), copy.deepcopy(dict(remembered))
 
     def stage(self, new_group: bool = False) -> Staged:
         """Copy the state to host memory.
@@ -108,7 +112,7 @@ class TrainerCheckpoint:
                 f"the update of version {self._version} was interrupted: no checkpoint can be made of its weights"
             )
         self._staged.stage(self._trained() | self._random_states())
-        self._remembered = self._noted
+        self._remembered = _saved(self._noted)
         return Staged(self._version, self.optimizer_steps, time.perf_counter() - started)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[FileSum]:
@@ -211,10 +215,9 @@ class TrainerCheckpoint:
                 torch.cuda.set_rng_state(state, self._device)
 
 
-def _saved(remembered: Mapping[str, Any]) -> bytes:
-    """A serialized copy, because the functions continue to change their state."""
+def _saved(remembered: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(dict(remembered), buffer)
+    torch.save(remembered, buffer)
     return buffer.getvalue()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +117,12 @@ def _turn_metrics(shard: PackedShard) -> dict[str, float]:
 # Tensor-parallel ranks compute the same tokens: only one of them counts them.
 
 
+def _all_reduce(values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce ``values`` in place. A single rank, which has nothing to wait for, does not wake gloo's thread."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, op=op)
+
+
 def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) -> dict[str, float]:
     """Add up the sums of all ranks, and divide each by the number of tokens that it covers, if there are any.
 
@@ -136,7 +143,7 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
         "for every micro-batch, even for one without tokens",
     )
     values = torch.cat([totals[name].to(torch.float32).reshape(-1) for name in names])
-    dist.all_reduce(values if counts else values.zero_())
+    _all_reduce(values if counts else values.zero_())
     reduced = dict(zip(names, values.cpu().split([totals[name].numel() for name in names]), strict=True))
     from_vectors = _expert_route_metrics(reduced, sparse_layers) | _difference_metrics(reduced)
     sums = {name: float(value) for name, value in reduced.items()}
@@ -155,14 +162,14 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
 def summed(value: float, device: torch.device) -> float:
     """The sum over all ranks."""
     total = torch.tensor(value, device=device)
-    dist.all_reduce(total)
+    _all_reduce(total)
     return float(total)
 
 
 def check_agreement(value: int, device: torch.device, complaint: str) -> None:
     """Raise ValueError with ``complaint`` on all ranks unless all pass the same value."""
     bounds = torch.tensor([value, -value], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    _all_reduce(bounds, dist.ReduceOp.MAX)
     most, least = bounds.tolist()
     if most != -least:
         raise ValueError(complaint)
@@ -200,8 +207,8 @@ def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device, coun
     separate = float(sum(batch.separate_tokens for batch in microbatches))
     own = [float(largest.sum()), padding, separate, 1.0]
     sums = torch.tensor(own, device=device) * counts
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    _all_reduce(sums)
+    _all_reduce(largest, dist.ReduceOp.MAX)
     computed, padding, separate, ranks = sums.tolist()
     return {
         "padding": padding / computed,

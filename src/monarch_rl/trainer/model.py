@@ -34,7 +34,8 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class ShardedModel:
-    """A torchtitan model with the weights of a Hugging Face folder, sharded by FSDP2 over all ranks.
+    """A torchtitan model with the weights of a Hugging Face folder, sharded by FSDP2 over all ranks. A single rank that
+    computes in float32 has plain tensors instead.
 
     With LoRA (``settings.lora``) these weights are frozen, and only LoRA is trained.
 
@@ -112,9 +113,8 @@ class ShardedModel:
         """Whole tensors of LoRA by peft's names, gathered one parameter at a time (all experts of a layer at once). All
         ranks iterate together."""
         for key, value in self._parameters(lora=True).items():
-            assert isinstance(value, DTensor)
             names = [name for name, _ in self._named_shapes({key: value})]
-            whole = value.full_tensor()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
             yield from zip(names, whole if EXPERT.search(names[0]) else [whole], strict=True)
 
     def _parameters(self, *, lora: bool) -> dict[str, torch.Tensor]:
@@ -160,17 +160,24 @@ def _build(
         if settings.lora.rank:
             remove_untargeted_lora(module, settings.lora)
     checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    recomputed, dtype = checkpointing[settings.activation_checkpoint], settings.computes_in(device.type == "cuda")
     if settings.compile:
         prepare_to_compile()
-    module = family.parallelize(
-        module,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param=settings.computes_in(device.type == "cuda")),
-        parallelism=parallelism,
-        compile_config=CompileConfig(enable=settings.compile, components=["model"]),
-        ac_config=checkpointing[settings.activation_checkpoint],
-        dump_folder="",
-    )
+    if settings.ranks == 1 and dtype == "float32" and not settings.compile:
+        # Nothing to shard and nothing to cast. FSDP2 would still copy all parameters and gradients of each block
+        # through collectives of one rank (python benchmarks/trainer_profile.py).
+        if recomputed is not None:
+            recomputed.build(dump_folder="").apply(module)
+    else:
+        module = family.parallelize(
+            module,
+            parallel_dims=dims,
+            training=TrainingConfig(mixed_precision_param=dtype),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=settings.compile, components=["model"]),
+            ac_config=recomputed,
+            dump_folder="",
+        )
     force_sum_reduction(module)
     module.to_empty(device=device)
     with torch.no_grad():
