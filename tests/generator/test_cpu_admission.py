@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from itertools import takewhile
+from operator import eq
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +62,35 @@ def test_requests_wait_only_for_tokens_that_the_first_one_computes() -> None:
     assert held(scheduler(waiting, LARGE)) == [same, forked]
     assert held(scheduler(waiting, LARGE), cached=20) == [same]
     assert held(scheduler(waiting[1:], LARGE, chunked=first)) == [same, forked]
+
+
+@given(
+    groups=st.integers(1, 6), size=st.integers(1, 8), template=st.integers(16, 60), own=st.integers(PROMPT_FROM + 1, 60)
+)
+def test_prompts_behind_one_chat_template_are_each_computed_once(
+    groups: int, size: int, template: int, own: int
+) -> None:
+    """The template, too: whoever would compute tokens that another request computes waits for them."""
+    waiting = [request([*range(template), *[100 + group] * own]) for group in range(groups) for _ in range(size)]
+    published: list[list[int]] = [[]]
+    computed = 0
+
+    def cached(_scheduler: Any, req: Any) -> int:
+        prompt = req.origin_input_ids.tolist()
+        shared = [sum(1 for _ in takewhile(bool, map(eq, prompt, other))) for other in published]
+        return min(max(shared), len(prompt) - 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "_cached", cached)
+        for _ in range(4):
+            behind = set(map(id, admission._held_back(scheduler(waiting, LARGE))))
+            begun = [req for req in waiting if id(req) not in behind]
+            computed += sum(len(req.origin_input_ids) - cached(None, req) for req in begun)
+            published += [req.origin_input_ids.tolist() for req in begun]
+            waiting = [req for req in waiting if id(req) in behind]
+    assert not waiting
+    last_tokens = groups * (size - 1)  # always computed, so that the first token can be sampled
+    assert computed == template + groups * own + last_tokens
 
 
 @settings(max_examples=100, deadline=None)

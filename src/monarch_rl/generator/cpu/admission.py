@@ -81,14 +81,22 @@ def _held_back(scheduler: Any) -> list[Any]:
         scheduler._monarch_rl_parameters = count_parameters(scheduler)
     worth = WORTH_A_BATCH / attributes["_monarch_rl_parameters"]
     held: set[int] = set()
-    for leader, *others in groups.values():
-        shared = {id(req): _common(leader.origin_input_ids, req.origin_input_ids) for req in others}
-        if sum(shared.values()) < worth:
+    for of_start in groups.values():
+        if sum(len(req.origin_input_ids) for req in of_start) < worth:
             continue
-        cached = _cached(scheduler, leader)
-        if len(leader.origin_input_ids) - cached < PROMPT_FROM:  # it would not be published
-            continue
-        saved = {req: tokens - cached for req, tokens in shared.items() if tokens > cached}
+        # Prompts of several groups may begin with the same chat template, so each distinct prompt has its own reader.
+        cached: dict[bytes, int] = {}
+        saved: dict[int, int] = {}
+        readers: list[Any] = []
+        for req in of_start:
+            prompt = req.origin_input_ids.tobytes()
+            if prompt not in cached:
+                cached[prompt] = _cached(scheduler, req)
+            shared = max((_common(reader.origin_input_ids, req.origin_input_ids) for reader in readers), default=0)
+            if shared - cached[prompt] >= PROMPT_FROM:
+                saved[id(req)] = shared - cached[prompt]
+            elif len(req.origin_input_ids) - cached[prompt] >= PROMPT_FROM:  # otherwise it would not be published
+                readers.append(req)
         if sum(saved.values()) >= worth:
             held |= saved.keys()
     return [req for req in waiting if id(req) in held]
