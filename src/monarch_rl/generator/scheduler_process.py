@@ -17,12 +17,14 @@ from typing import Any
 
 from monarch_rl.generator import error_file
 from monarch_rl.generator.error_file import ErrorFile
-from monarch_rl.generator.patch import check_parameters
+from monarch_rl.generator.patch import check_parameters, replace_method
 from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.runtime.process import die_with_parent, freeze_heap
 
 ENGINE_PRELOAD = "engine"
 """Name of the fork server's preload for engines and their schedulers: ``sglang_imports.py``."""
+HTTP_SERVER = ("sglang.srt.entrypoints.openai.protocol", "sglang.srt.parser.reasoning_parser", "sglang.srt.rust_server")
+"""Modules for SGLang's HTTP server, which that preload need not import: engines here take and return tokens."""
 
 
 class SchedulerTarget:
@@ -83,6 +85,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.managers.scheduler_components import output_streamer
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from tqdm import std
 
     from monarch_rl.generator import scheduler_operations, tempered
@@ -99,6 +102,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
+    replace_method(TpModelWorker, "_init_dllm_algorithm", _diffusion_if_asked_for, "")
     tempered.install()
     scheduler_operations.install(Scheduler)  # first, so that it sees no results that a pause has processed
     Scheduler.pause_generation = partialmethod(pause_generation, Scheduler.pause_generation)
@@ -151,6 +155,16 @@ def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
 def _without_bar(self: Any, original: Any, *args: Any, **kwargs: Any) -> None:
     """Disable the progress bar of weight loading, which would disturb the run's own display."""
     original(self, *args, **kwargs | {"disable": True})
+
+
+def _diffusion_if_asked_for(worker: Any, original: Callable[[Any], None]) -> None:
+    """Replaces ``TpModelWorker._init_dllm_algorithm``: do not import the algorithms of diffusion models for another
+    model. They import TorchInductor, which takes a CPU-second."""
+    from sglang.srt.runtime_context import get_exec
+
+    worker.dllm_algorithm = None
+    if get_exec().dllm.dllm_algorithm is not None:
+        original(worker)
 
 
 def quiet_imports() -> None:

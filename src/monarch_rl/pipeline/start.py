@@ -25,7 +25,7 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
-from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, HTTP_SERVER
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.config import ModelConfig, read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -48,6 +48,7 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.machine_memory import check_free, free_memory
+from monarch_rl.tasks.reasoning_gym import NOT_NEEDED
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
@@ -55,7 +56,7 @@ from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
 PRELOADS = (
-    Preload("torch", ("torch", "torch.distributed.tensor")),
+    Preload("torch", ("torch", "torch.distributed.tensor", "torch._dynamo")),
     Preload(
         "trainer",
         ("monarch_rl.trainer.policy", "monarch_rl.weights.delta"),
@@ -67,12 +68,18 @@ PRELOADS = (
         ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
         after="torch",
     ),
-    Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
+    Preload(
+        SCORING_PRELOAD,
+        ("reasoning_gym.factory", "monarch_rl.rollout.scoring"),
+        after="text",
+        not_needed=NOT_NEEDED,
+    ),
     Preload(
         ENGINE_PRELOAD,
         ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
         after="text",
         asks_for_accelerators=True,
+        not_needed=HTTP_SERVER,
     ),
 )
 """Modules that the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it
@@ -189,27 +196,34 @@ async def start_generators(
     return generators
 
 
+Engines = tuple[ActorPool[Generator], Sequence[FrozenPool]]
+"""The engines that rollout workers ask: those of the policy, and those of each frozen model."""
+
+
 async def start_rollout(
     cluster: Cluster,
     settings: RolloutSettings,
     task: ByValue[Task],
     model: Path,
     buffer: Buffer,
-    generators: ActorPool[Generator],
+    engines: asyncio.Future[Engines],
     episode_limit: int,
     expert_routes: bool = False,
     stages: ByValue[Sequence[Stage]] | None = None,
-    frozen: Sequence[FrozenPool] = (),
+    asks_frozen: bool = False,
     survivors: ActorPool[RolloutWorker] | None = None,
 ) -> tuple[ActorPool[RolloutWorker], tuple[int, ...]]:
     """Spawn the rollout workers on the first host, each with its own process mesh and a dispatcher over all replicas.
     Returns them, and the ids at which the policy's turns end.
 
+    The workers load what episodes need while the engines start.
+
     Args:
+        engines: the engines that episodes may ask, once they run.
         episode_limit: maximum tokens of a sequence, prompts included; a longer one is cut there.
         expert_routes: whether episodes record the generators' experts for each token.
         stages: applied to each rolled-out group before it is submitted.
-        frozen: the engines of the frozen models that episodes may call.
+        asks_frozen: whether there are frozen models. The task may ask one while it is loaded, so it is loaded later.
         survivors: workers with the same settings, task and stages that survive a warm restart; those that can be set up
             again are reused, for ``buffer``.
     """
@@ -222,11 +236,14 @@ async def start_rollout(
         return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes, stages)
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
+        name = f"rollout worker {index}"
+        if not asks_frozen:
+            await within(SET_UP_DEADLINE_S, worker.load.call_one(), f"{name} to load the task", on=name)
+        generators, frozen = await asyncio.shield(engines)  # waits: the starts of the engines have deadlines
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
         models = [(pool.model, pool.dispatcher()) for pool in frozen]
         dispatcher = Dispatcher(replicas, settings.generate_limit_s)
         set_up = worker.setup.call_one(buffer, dispatcher, episode_limit, models)
-        name = f"rollout worker {index}"
         nonlocal end_tokens
         end_tokens = await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
@@ -389,47 +406,55 @@ async def start_actors(
         if frozen:
             names = ", ".join(plan.model.name for plan in frozen)
             starting_frozen = start.part("the frozen models' engines", starting_frozen, f"frozen models up: {names}")
-        trainer, generators, pools, _ = await asyncio.gather(
-            start.part(
-                "the trainer to load the model",
-                start_trainer(cluster, plan, buffer, first_device=0),
-                f"trainer ranks up: {s.trainer.ranks}",
-            ),
-            start.part(
-                "the generators' engines",
-                start_generators(
-                    cluster,
-                    model,
-                    s.generator,
-                    s.first_replica_device,
-                    s.trainer.lora,
-                    routes,
-                    survivors.generators if survivors else None,
-                    s.colocate,
+        engines: asyncio.Future[Engines] = asyncio.get_running_loop().create_future()
+        starting_rollout = asyncio.ensure_future(
+            start_rollout(
+                cluster,
+                s.rollout,
+                task,
+                model.folder,
+                buffer,
+                engines,
+                episode_limit,
+                routes,
+                stages,
+                asks_frozen=bool(frozen),
+                survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
+            )
+        )
+        try:
+            trainer, generators, pools, _ = await asyncio.gather(
+                start.part(
+                    "the trainer to load the model",
+                    start_trainer(cluster, plan, buffer, first_device=0),
+                    f"trainer ranks up: {s.trainer.ranks}",
                 ),
-                f"generators up: {s.generator.replicas}",
-            ),
-            starting_frozen,
-            set_up_buffer(cluster, buffer),
-        )
-        if resumed is not None:
-            steps, nbytes = resumed.manifest.optimizer_steps, resumed.manifest.nbytes
-            restoring = restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
-            await start.part("the checkpoint to be read", restoring, f"checkpoint read: step {resumed.version}")
-        await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
-        starting_rollout = start_rollout(
-            cluster,
-            s.rollout,
-            task,
-            model.folder,
-            buffer,
-            generators,
-            episode_limit,
-            routes,
-            stages,
-            pools,
-            survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
-        )
+                start.part(
+                    "the generators' engines",
+                    start_generators(
+                        cluster,
+                        model,
+                        s.generator,
+                        s.first_replica_device,
+                        s.trainer.lora,
+                        routes,
+                        survivors.generators if survivors else None,
+                        s.colocate,
+                    ),
+                    f"generators up: {s.generator.replicas}",
+                ),
+                starting_frozen,
+                set_up_buffer(cluster, buffer),
+            )
+            if resumed is not None:
+                steps, nbytes = resumed.manifest.optimizer_steps, resumed.manifest.nbytes
+                restoring = restore_trainer(trainer, resumed.checkpoint, resumed.version, steps, nbytes)
+                await start.part("the checkpoint to be read", restoring, f"checkpoint read: step {resumed.version}")
+            await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
+            engines.set_result((generators, pools))
+        except BaseException:
+            starting_rollout.cancel()  # it waits for the engines
+            raise
         up = f"rollout workers up: {s.rollout.workers}"
         workers, end_tokens = await start.part("the rollout workers", starting_rollout, up)
     return Actors(

@@ -124,6 +124,12 @@ class RolloutWorker(AsksFrozenModels):
         self._transcripts = Transcripts()
 
     @concurrent_endpoint
+    async def load(self) -> None:
+        """Load what episodes need. May be called before :meth:`setup`, while the generators start. Raises what loading
+        raises (OSError, ValueError)."""
+        await self._loaded()
+
+    @concurrent_endpoint
     async def setup(
         self,
         buffer: BufferHandle,
@@ -131,27 +137,28 @@ class RolloutWorker(AsksFrozenModels):
         episode_limit: int | None = None,
         frozen: Sequence[tuple[FrozenModel, FrozenReplicas]] = (),
     ) -> tuple[int, ...]:
-        """Load what episodes need; returns the ids at which turns end. Raises what loading raises (OSError,
-        ValueError).
+        """Load what episodes need, unless that is done; returns the ids at which turns end. Raises what loading raises
+        (OSError, ValueError).
 
-        When called again, the worker cancels its episodes, continues with the given buffer and restarts its counters;
-        loaded resources are kept.
+        When called again, the worker cancels its episodes, continues with the given buffer and restarts its counters.
 
         Args:
             episode_limit: maximum tokens of a sequence, prompts included; None means no limit.
             frozen: models that episodes may ask, and their engines.
         """
         await connect_frozen_models(frozen)
-        if self._resources is not None:
-            await self._cancel_all()
-            self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
-            self.connect(buffer, generator, self._resources, episode_limit)
-            return self._template.stop_token_ids
-        self.guard_process()
-        self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
-        self.connect(buffer, generator, self._resources, episode_limit)
-        freeze_heap(COLLECT_AFTER)
+        resources = await self._loaded()
+        await self._cancel_all()
+        self._statistics = Statistics(self._name)  # earlier counts are in the checkpoint
+        self.connect(buffer, generator, resources, episode_limit)
         return self._template.stop_token_ids
+
+    async def _loaded(self) -> Resources:
+        if self._resources is None:
+            self.guard_process()
+            self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
+            freeze_heap(COLLECT_AFTER)
+        return self._resources
 
     async def _cancel_all(self) -> None:
         """Cancel training and held-out episodes, whose caller no longer exists."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -149,12 +152,32 @@ def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
             )
 
 
+@contextmanager
+def _without_torchtitans_trainer() -> Iterator[None]:
+    """Within the block, ``torchtitan.trainer.Trainer.Config`` is a class that has no instances.
+
+    ``update_from_config`` imports it only to ask whether the config is one. The import also loads pandas, ``datasets``
+    and TensorBoard, which takes more than a CPU-second in every rank.
+    """
+    name = "torchtitan.trainer"
+    if name in sys.modules:
+        yield
+        return
+    module: Any = types.ModuleType(name)
+    module.Trainer = types.SimpleNamespace(Config=type("Config", (), {}))
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 def _build(
     config: Decoder.Config, family: TitanFamily, settings: TrainerSettings, dims: ParallelDims, device: torch.device
 ) -> Decoder:
     """Build the sharded model on ``device``, without loading its weights. Adds the sharding to ``config``."""
-    parallelism = parallelism_config(settings)
-    config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
+    with _without_torchtitans_trainer():
+        config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism_config(settings)))
     with torch.device("meta"):
         module = config.build()
         if settings.lora.rank:
@@ -173,7 +196,7 @@ def _build(
             module,
             parallel_dims=dims,
             training=TrainingConfig(mixed_precision_param=dtype),
-            parallelism=parallelism,
+            parallelism=parallelism_config(settings),
             compile_config=CompileConfig(enable=settings.compile, components=["model"]),
             ac_config=recomputed,
             dump_folder="",
