@@ -52,7 +52,7 @@ class _Deferred:
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
         for name, module in list(sys.modules.items()):
-            if isinstance(module, _StandIn) and module.__spec__ is not None and module.__spec__.loader is self:
+            if isinstance(module, _StandIn) and getattr(module.__spec__, "loader", None) is self:
                 del sys.modules[name]
                 package, _, leaf = name.rpartition(".")
                 if package in sys.modules and vars(sys.modules[package]).get(leaf) is module:
