@@ -23,8 +23,6 @@ from monarch_rl.runtime.process import die_with_parent, freeze_heap
 
 ENGINE_PRELOAD = "engine"
 """Name of the fork server's preload for engines and their schedulers: ``sglang_imports.py``."""
-HTTP_SERVER = ("sglang.srt.entrypoints.openai.protocol", "sglang.srt.parser.reasoning_parser", "sglang.srt.rust_server")
-"""Modules for SGLang's HTTP server, which that preload need not import: engines here take and return tokens."""
 
 
 class SchedulerTarget:

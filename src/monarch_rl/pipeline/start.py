@@ -25,7 +25,7 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
-from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, HTTP_SERVER
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.config import ModelConfig, read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -48,7 +48,6 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.machine_memory import check_free, free_memory
-from monarch_rl.tasks.reasoning_gym import NOT_NEEDED
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
@@ -68,18 +67,12 @@ PRELOADS = (
         ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
         after="torch",
     ),
-    Preload(
-        SCORING_PRELOAD,
-        ("reasoning_gym.factory", "monarch_rl.rollout.scoring"),
-        after="text",
-        not_needed=NOT_NEEDED,
-    ),
+    Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
     Preload(
         ENGINE_PRELOAD,
         ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
         after="text",
         asks_for_accelerators=True,
-        not_needed=HTTP_SERVER,
     ),
 )
 """Modules that the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it

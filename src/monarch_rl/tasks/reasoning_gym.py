@@ -20,7 +20,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from monarch_rl.runtime.forking.deferred_import import imported_on_first_use
 from monarch_rl.settings.cli import NotAFlag
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 from monarch_rl.tasks.one_turn import OneTurn
@@ -40,8 +39,6 @@ MAX_HELD_OUT_SHARE = 0.5
 """Maximum share of training questions that are held out; even at a half, 64 skips in a row do not happen (5e-20)."""
 SAMPLED = 16
 """Number of prompts that are made before a run, to check that they differ and fit."""
-NOT_NEEDED = ("matplotlib",)
-"""Libraries that reasoning-gym imports and its data sets do not call: one uses a library that can also draw."""
 UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
 """Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or are not repeatable under a seed."""
 
@@ -206,8 +203,7 @@ def extract_answer(text: str) -> str:
 @functools.lru_cache(maxsize=8)
 def load_data_set(settings: TaskSettings, split: Split) -> Any:
     """The reasoning-gym data set of a split, cached in the process. Raises ValueError saying what to change."""
-    with imported_on_first_use(*NOT_NEEDED):
-        from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     if settings.name not in DATASETS:
         close = difflib.get_close_matches(settings.name, DATASETS, n=5, cutoff=0.4)

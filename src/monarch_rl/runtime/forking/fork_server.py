@@ -37,7 +37,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from monarch_rl.runtime.forking.deferred_import import imported_on_first_use
 from monarch_rl.runtime.forking.fork_client import FIXED_FDS, NUMBER, REFUSED, address_of, close_all, take_claim
 from monarch_rl.runtime.forking.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.process import (
@@ -74,8 +73,6 @@ class Preload:
     """Name of the preload that it builds upon, if any."""
     asks_for_accelerators: bool = False
     """Importing these modules queries accelerators, so they are preloaded only on machines without any."""
-    not_needed: tuple[str, ...] = ()
-    """Modules that these import but that processes may never use, so they are imported on first use."""
 
 
 def preloads_to_text(preloads: Sequence[Preload]) -> str:
@@ -335,7 +332,7 @@ def _run_stage(
     show_title(f"fork server, {preload.name}")
     try:
         gc.disable()  # imported objects do not become garbage
-        with compiled_on_first_call(), imported_on_first_use(*preload.not_needed):
+        with compiled_on_first_call():
             for module in preload.modules:
                 importlib.import_module(module)
                 _check_forkable(module)
