@@ -165,7 +165,7 @@ def test_the_project_sets_the_nccl_variables_that_sglang_would_set() -> None:
 
 def test_automatic_values_follow_the_device() -> None:
     settings = GeneratorSettings()
-    assert (settings.running_requests(on_gpu=True), settings.running_requests(on_gpu=False)) == (256, 256)
+    assert (settings.running_requests(on_gpu=True), settings.running_requests(on_gpu=False)) == (256, 128)
     assert (settings.start_limit_s(on_gpu=True), settings.start_limit_s(on_gpu=False)) == (1200, 300)
     own = GeneratorSettings(max_running_requests=7, start_deadline_s=77)
     assert {own.running_requests(gpu) for gpu in (True, False)} == {7}

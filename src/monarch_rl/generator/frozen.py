@@ -44,7 +44,7 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
     context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
     """Maximum tokens of prompt and answer together; 0 takes the model's own limit."""
     max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
-    """Requests that a replica computes at once; more wait in the engine. None is 256 on a GPU, and 64 on a CPU."""
+    """Requests that a replica computes at once; more wait in the engine. None is 256 on a GPU, and 128 on a CPU."""
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
     """Tokens in the KV cache of a replica. 0 is what fits a GPU, and 65,536 on a CPU."""
     memory_fraction: Annotated[float, Range(0, 0.99, "0 is automatic")] = 0.0

@@ -39,7 +39,7 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Maximum tokens of prompt and answer together; 0 takes the model's own limit."""
     max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
     """Sequences that a replica decodes at once; further requests wait. More give more tokens/s and need more KV cache.
-    None is 256."""
+    None is 256 on a GPU, and 128 on a CPU."""
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
     """Tokens in the KV cache of a replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a CPU.
     With fewer than the running sequences need, the engine retracts and recomputes some of them."""
@@ -79,11 +79,12 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
         return self.start_deadline_s or START_DEADLINE_S["cuda" if on_gpu else "cpu"] + bytes_s(model_bytes)
 
 
-RUNNING_REQUESTS = {"cuda": 256, "cpu": 256}
+RUNNING_REQUESTS = {"cuda": 256, "cpu": 128}
 """Default sequences decoded at once. On a GPU this is also the largest batch for which SGLang captures a graph; 256 is
 SGLang's own choice for GPUs of 60 to 160 GB (``arg_groups/memory_hook.py``). It runs fewer if the KV cache is full.
-On a CPU a batch of a small model costs more than its rows: with the main job's 512 requests in flight, 256 need a third
-of the batches of 64, and 512 hardly fewer (``benchmarks/engine_cpu.py --playing 64 --max-running-requests 64``)."""
+On a CPU a batch of a small model costs more than its rows, so 64 cost the main job's engine half as much CPU time again
+as 128 (``benchmarks/cpu_by_process.py --generator.max-running-requests 64``); 256 save nothing more, and their tokens
+are trained later."""
 START_DEADLINE_S = {"cuda": 1200.0, "cpu": 300.0}
 ATTENTION_BACKENDS = (
     *("aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla"),
@@ -99,7 +100,7 @@ UNLIMITED_FRACTION = 0.98
 """SGLang's ``mem_fraction_static`` where ``max_total_tokens`` bounds the KV cache, on CPUs and on devices shared with
 the trainer: so high that it does not reduce the cache further."""
 CPU_KV_TOKENS = 65_536
-"""KV cache of a replica on a CPU: 256 sequences of 256 tokens, or 64 of 1,024; 1.5 GB for SmolLM2-135M in float32."""
+"""KV cache of a replica on a CPU: 128 sequences of 512 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
 CPU_BATCH_S = 3000.0
