@@ -24,6 +24,8 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.runtime.deadlines import now
+from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.task import Outcome, Policy, Task
@@ -49,6 +51,21 @@ def reward(row: dict[str, str], answer: str) -> Any:
 
 async def reward_in_worker(row: dict[str, str], answer: str) -> Any:
     return reward(row, answer)
+
+
+@dataclass
+class Rows:
+    """Rows that a worker makes; they may hold what cannot be sent to a scoring process."""
+
+    prompts: list[str]
+    sendable: bool
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = {"question": self.prompts[index]}
+        return row if self.sendable else row | {"held": (number for number in range(3))}
 
 
 def closest(row: dict[str, str], outcomes: Sequence[Outcome]) -> list[float]:
@@ -176,7 +193,8 @@ async def rolled_out(
             await worker._submitter.submit(ticket, item, group)
     stats = worker._statistics.stats()
     messages = dict(worker._transcripts._groups)
-    failures = [(failure.reason, failure.place, failure.report.splitlines()[-1:]) for failure in buffer.failures]
+    # The first failure of a kind may be another episode's, and the place is one of another coroutine.
+    failures = {failure.reason for failure in buffer.failures}
     return (buffer.submitted, buffer.dropped, failures, stats, messages), generators
 
 
@@ -192,7 +210,7 @@ async def rolled_out(
     limit=st.sampled_from([None, 8, 40]),
     bound=st.sampled_from([None, 100]),
     compared=st.booleans(),
-    in_worker=st.booleans(),
+    kind=st.sampled_from(["scorer", "scorer", "worker", "unpicklable"]),
     seed=st.integers(0, 1000),
 )
 def test_a_unit_gives_the_groups_of_the_coroutine(
@@ -209,14 +227,13 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
     limit: int | None,
     bound: int | None,
     compared: bool,
-    in_worker: bool,
+    kind: str,
     seed: int,
 ) -> None:
     """Bytes, failures, counters and messages; and the unit is used unless the coroutine is needed."""
-    rows = [{"question": prompt} for prompt in prompts]
-    task = Questions(
-        rows, reward_in_worker if in_worker else reward, system=system, group_rewards=closest if compared else None
-    )
+    rows: Any = Rows(prompts, kind != "unpicklable")
+    rewarded = reward_in_worker if kind == "worker" else reward
+    task = Questions(rows, rewarded, system=system, group_rewards=closest if compared else None)
     s = RolloutSettings(
         max_new_tokens=6, group_size=size, seed=seed, logged_groups=1, keep_sampling_mask=True, **sampling
     )
@@ -231,10 +248,45 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
         if limit is None and bound is None:
             with_tokens = sum(map(bool, prompts))  # an empty prompt fails where it is made
             assert (generators.groups, generators.single) == (
-                (0, size * with_tokens) if in_worker else (with_tokens, 0)
+                (0, size * with_tokens) if kind == "worker" else (with_tokens, 0)
             )
         return unit, coroutine
 
     unit, coroutine = runner.run(patiently(both()))
     for found, expected in zip(unit, coroutine, strict=True):
         assert found == expected
+
+
+class Stuck:
+    """Takes the place of the scoring processes: no score ever ends."""
+
+    def __init__(self, queue: str) -> None:
+        self.queue = queue
+
+    async def score(self, *_: object) -> Outcome:
+        return await asyncio.get_running_loop().create_future()
+
+    score_each = score
+
+
+@pytest.mark.parametrize("queue", ["", "5 calls wait for the 2 scoring processes of the worker"])
+def test_scores_that_do_not_end_fail_their_episodes_in_time(templates: dict[bool, ChatTemplate], queue: str) -> None:
+    """In virtual time; with the reason that the coroutine has, which blames the processes if calls wait for them."""
+    task = Questions([{"question": "a"}], reward)
+    s = RolloutSettings(max_new_tokens=6, group_size=3, seed=1, logged_groups=1, episode_deadline_s=50.0)
+    stuck: Any = Stuck(queue)
+
+    async def both() -> list[Any]:
+        resources, tickets = Resources(templates[True], task, stuck), [Ticket(0, 0, AdmissionSteps(1))]
+        began = now()
+        found = [
+            (await rolled_out(one, tickets, s, resources, None, False, 0.0))[0] for one in (task, by_coroutine(task))
+        ]
+        assert 100.0 <= now() - began < 102.0
+        return found
+
+    unit, coroutine = run_virtual(both())
+    assert unit == coroutine
+    _, _, (reason,), stats, _ = unit
+    assert stats.failed == {reason: 3} and ("process" in reason) == bool(queue)
+    assert stats.infrastructure == (3 if queue else 0)

@@ -82,9 +82,9 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
 RUNNING_REQUESTS = {"cuda": 256, "cpu": 128}
 """Default sequences decoded at once. On a GPU this is also the largest batch for which SGLang captures a graph; 256 is
 SGLang's own choice for GPUs of 60 to 160 GB (``arg_groups/memory_hook.py``). It runs fewer if the KV cache is full.
-On a CPU a batch of a small model costs more than its rows, so 64 cost the main job's engine half as much CPU time again
-as 128 (``benchmarks/cpu_by_process.py --generator.max-running-requests 64``); 256 save nothing more, and their tokens
-are trained later."""
+On a CPU a batch of a small model costs more than its rows: with 64 the main job's tokens take twice as many batches and
+a third more CPU time than with 128 (``benchmarks/engine_cpu.py --playing 64 --max-running-requests 64``). With 256 they
+take hardly less, and are trained later."""
 START_DEADLINE_S = {"cuda": 1200.0, "cpu": 300.0}
 ATTENTION_BACKENDS = (
     *("aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla"),

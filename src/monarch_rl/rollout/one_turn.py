@@ -17,7 +17,7 @@ import numpy as np
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.errors import SamplingMaskMissing, ScoringFailed
+from monarch_rl.errors import LoopBlocked, SamplingMaskMissing, ScoringFailed
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import Message, ParsedReply, as_messages
 from monarch_rl.rollout.episode_clock import EpisodeClock
@@ -93,9 +93,9 @@ class OneTurnGroups:
         if not isinstance(episode, OneTurn) or episode.rewards_in_worker:
             return None
         try:
-            messages = as_messages(episode.prompt(item))
+            messages, reward_args = as_messages(episode.prompt(item)), episode.reward_args(item)
             prompt_ids = self._template.opening(messages)
-        except Exception:  # raised again by the coroutine, where it is reported with its place
+        except (Exception, LoopBlocked):  # raised again by the coroutine, where it is reported with its place
             return None
         limits = [limit for limit in (self._episode_limit, share.max_tokens) if limit is not None]
         if not prompt_ids or any(len(prompt_ids) + max_new_tokens > limit for limit in limits):
@@ -110,8 +110,8 @@ class OneTurnGroups:
                     self._answer(prompt_ids, sampling, completion, group)
                     for sampling, completion in zip(samplings, completions, strict=True)
                 ]
-                texts = [answer.reply.text for answer in answers if isinstance(answer, _Answer)]
-                outcomes = iter(await self._outcomes(episode, item, texts, clock))
+                calls = [(*reward_args, answer.reply.text) for answer in answers if isinstance(answer, _Answer)]
+                outcomes = iter(await self._outcomes(episode, calls, clock))
             finally:
                 clock.end()
         results: list[EpisodeResult] = []
@@ -135,20 +135,19 @@ class OneTurnGroups:
         return _Answer(turn, self._template.read(sampled), completion.finish_reason, routes)
 
     async def _outcomes(
-        self, episode: OneTurn, item: Any, texts: list[str], clock: EpisodeClock
+        self, episode: OneTurn, calls: list[tuple[Any, ...]], clock: EpisodeClock
     ) -> Sequence[Outcome | ScoringFailed | EpisodeFailed]:
-        """Outcome or failure of each answer."""
-        try:
-            arguments = episode.reward_args(item)
-            scoring = asyncio.ensure_future(
-                self._scorer.score_each(episode.reward, [(*arguments, text) for text in texts])
-            )
-            if await ends_in_time(scoring, lambda: clock.deadline, self._deadline_s):
+        """Outcome or failure of each call of the reward."""
+        if not calls:
+            return []
+        scoring = asyncio.ensure_future(self._scorer.score_each(episode.reward, calls))
+        if await ends_in_time(scoring, lambda: clock.deadline, self._deadline_s):
+            try:
                 return scoring.result()
-        except TypeError as error:  # the reward or its arguments cannot be pickled
-            return [EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error))] * len(texts)
+            except TypeError as error:  # the reward or its arguments cannot be pickled
+                return [EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) for _ in calls]
         scoring.cancel()
-        return [too_late(self._deadline_s, definition(episode.reward)[1], "", self._scorer.queue) for _ in texts]
+        return [too_late(self._deadline_s, definition(episode.reward)[1], "", self._scorer.queue) for _ in calls]
 
 
 def _result(
@@ -162,8 +161,7 @@ def _result(
     reply = answer.reply if isinstance(answer, _Answer) else None
     rows = as_rows([*messages, Message("assistant", "" if reply is None else reply.raw)])
     if isinstance(answer, _Answer) and isinstance(outcome, Outcome):
-        trainable = temperature == 0 or answer.turn.trainable.any()
-        if trainable:
+        if temperature == 0 or answer.turn.trainable.any():
             episode = Episode(
                 [answer.turn], outcome.reward, answer.finish_reason, outcome.info, answer.expert_routes, outcome.parts
             )
