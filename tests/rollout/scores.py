@@ -38,6 +38,11 @@ def slow_score(text: str) -> float:
     return float(text)
 
 
+def pops(row: dict[str, str]) -> float:
+    """Changes its row."""
+    return float(row.pop("answer"))
+
+
 def leaves_quietly(text: str) -> float:
     """As code of an answer does that wants to skip its tests."""
     os._exit(0)

@@ -266,7 +266,7 @@ class Stuck:
     async def score(self, *_: object) -> Outcome:
         return await asyncio.get_running_loop().create_future()
 
-    score_each = score
+    score_each: Any = score
 
 
 @pytest.mark.parametrize("queue", ["", "5 calls wait for the 2 scoring processes of the worker"])

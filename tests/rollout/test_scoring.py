@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def with_another_deadline(pool: ProcessPool, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
         (call,) = args
         noted.deadlines.append(timeout)
-        hangs = pickle.loads(call.args)[-1] == ("1",)
+        hangs = pickle.loads(call.args[-1]) == ("1",)
         return schedule(pool, function, args=args, timeout=min(timeout, HANGING_S) if hangs else AMPLE_S)
 
     monkeypatch.setattr(ProcessPool, "schedule", with_another_deadline)
@@ -122,8 +122,10 @@ def test_scores_of_a_group_are_those_of_single_calls(calls: Calls, tmp_path: Pat
     scorer = Scorer(2, AMPLE_S)
 
     async def each(function: Any, *texts: str) -> list[Any]:
-        found = await scorer.score_each(function, [(text,) for text in texts])
-        return [each.reward if isinstance(each, Outcome) else each.reason for each in found]
+        found: dict[int, Any] = {}
+        await scorer.score_each(function, [(text,) for text in texts], found.__setitem__)
+        outcomes = [found[place] for place in range(len(texts))]
+        return [each.reward if isinstance(each, Outcome) else each.reason for each in outcomes]
 
     async def run() -> None:
         assert await each(scores.touchy_score, "5", "0", "4", "3") == [
@@ -143,8 +145,13 @@ def test_scores_of_a_group_are_those_of_single_calls(calls: Calls, tmp_path: Pat
         before = len(calls.deadlines)
         assert await each(scores.slow_score, "1", "2", "3") == [1.0, 2.0, 3.0]
         assert len(calls.deadlines) == before + 3, "those that had not begun were computed by all processes"
+        found: dict[int, Any] = {}
         with pytest.raises(TypeError):
-            await scorer.score_each(scores.touchy_score, [((text for text in "5"),), ("5",)])
+            await scorer.score_each(scores.touchy_score, [((text for text in "5"),), ("5",)], found.__setitem__)
+        row = {"answer": "5"}
+        scorer._apart = 0
+        await scorer.score_each(scores.pops, [(row,), (row,)], found.__setitem__)
+        assert found == {0: Outcome(5.0), 1: Outcome(5.0)}, "each call has its own row"
 
     try:
         asyncio.run(run())

@@ -28,7 +28,7 @@ def replica(
 
 
 async def sample(one: SimulatedReplica, group: int = 0, seed: int = 0, limit: int = 10**6) -> tuple[Completion, float]:
-    found = await one.ask([group, 0, 0], Sampling(limit, seed=seed))
+    found = await one.begin([group, 0, 0], Sampling(limit, seed=seed))
     return found, now()
 
 

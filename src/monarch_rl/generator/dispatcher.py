@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -120,7 +121,8 @@ class Dispatcher:
         gathered = self._gathered.get(group)
         if gathered is None:
             gathered = self._gathered[group] = _Gathered()
-            asyncio.get_running_loop().call_soon(self._send_gathered, group)
+            # In a context of its own, not in that of the first episode.
+            asyncio.get_running_loop().call_soon(self._send_gathered, group, context=Context())
         gathered.answers.append(answer)
         try:
             return await answer.done  # waits: for _complete_all, which has a deadline
@@ -137,7 +139,9 @@ class Dispatcher:
         """
         answers = [_PartialAnswer(prompt_ids, sampling) for sampling in samplings]
         await self._complete_all(answers, group)
-        return [answer.whole for answer in answers if answer.whole is not None]
+        wholes = [answer.whole for answer in answers if answer.whole is not None]
+        assert len(wholes) == len(answers)
+        return wholes
 
     def _send_gathered(self, group: int) -> None:
         """Ask for what the episodes of a group have asked for in one iteration of the event loop, such as their first
@@ -195,13 +199,11 @@ class Dispatcher:
 
     async def _complete(self, answers: list[_PartialAnswer], group: int, clock: DeadlineClock) -> None:
         """Ask the group's replica for what ``answers`` lack. If it is lost, they keep what it sent."""
-        missing = [answer for answer in answers if answer.whole is None]
+        missing = [answer for answer in answers if answer.is_awaited]
         requests = [answer.missing() for answer in missing]
-        count, (prompt_ids, sampling) = len(requests), requests[0]
-        what = (
-            f"answer {'a request' if count == 1 else f'{count} requests'} of group {group} ({len(prompt_ids)} prompt "
-            f"tokens, at most {sampling.max_new_tokens} new tokens)"
-        )
+        count, prompt = len(requests), max(len(prompt_ids) for prompt_ids, _ in requests)
+        tokens = f"{prompt} prompt tokens, at most {max(each.max_new_tokens for _, each in requests)} new tokens"
+        what = f"answer {'a request' if count == 1 else f'{count} requests'} of group {group} ({tokens})"
 
         def ask(replica: int) -> asyncio.Future[None]:
             def take(place: int, whole: Completion | Exception) -> None:
@@ -215,7 +217,7 @@ class Dispatcher:
         except ReplicaLost as error:
             for answer, parts in zip(missing, error.parts, strict=False):
                 answer.extend(parts)
-            if any(answer.whole is None for answer in answers):
+            if any(answer.is_awaited for answer in answers):
                 raise
 
     async def _of_replica(
@@ -308,6 +310,11 @@ class _PartialAnswer:
         self.whole: Completion | Exception | None = None
         """The answer, or the error of this request; None while something is missing."""
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is missing, and its episode still waits for it."""
+        return self.whole is None and not self.done.cancelled()
 
     def missing(self) -> Request:
         """A request for what is missing."""

@@ -389,33 +389,22 @@ async def start_actors(
             resumed=resumed.buffer(columns_filled(stages.load())) if resumed else None,
         )
         buffer = await start.part("the import of PyTorch", spawning, "PyTorch is imported")
-        starting_frozen = start_all_frozen(
-            cluster,
-            frozen,
-            s.first_frozen_device,
-            generator_bytes=0 if survivors else engine_bytes,  # surviving generators have their memory already
-            survivors=survivors.frozen if survivors else (),
-        )
-        if frozen:
-            names = ", ".join(plan.model.name for plan in frozen)
-            starting_frozen = start.part("the frozen models' engines", starting_frozen, f"frozen models up: {names}")
+        reusable = await _reusable_workers(survivors, (task, stages)) if survivors else None
         engines: asyncio.Future[Engines] = asyncio.get_running_loop().create_future()
-        starting_rollout = asyncio.ensure_future(
-            start_rollout(
+
+        async def start_engines() -> tuple[Trainer, ActorPool[Generator], Sequence[FrozenPool]]:
+            starting_frozen = start_all_frozen(
                 cluster,
-                s.rollout,
-                task,
-                model.folder,
-                buffer,
-                engines,
-                episode_limit,
-                routes,
-                stages,
-                asks_frozen=bool(frozen),
-                survivors=await _reusable_workers(survivors, (task, stages)) if survivors else None,
+                frozen,
+                s.first_frozen_device,
+                generator_bytes=0 if survivors else engine_bytes,  # surviving generators have their memory already
+                survivors=survivors.frozen if survivors else (),
             )
-        )
-        try:
+            if frozen:
+                names = ", ".join(plan.model.name for plan in frozen)
+                starting_frozen = start.part(
+                    "the frozen models' engines", starting_frozen, f"frozen models up: {names}"
+                )
             trainer, generators, pools, _ = await asyncio.gather(
                 start.part(
                     "the trainer to load the model",
@@ -445,11 +434,35 @@ async def start_actors(
                 await start.part("the checkpoint to be read", restoring, f"checkpoint read: step {resumed.version}")
             await connect_frozen_models([(pool.model, pool.dispatcher()) for pool in pools])
             engines.set_result((generators, pools))
-        except BaseException:
-            starting_rollout.cancel()  # it waits for the engines
-            raise
-        up = f"rollout workers up: {s.rollout.workers}"
-        workers, end_tokens = await start.part("the rollout workers", starting_rollout, up)
+            return trainer, generators, pools
+
+        starting_engines = asyncio.ensure_future(start_engines())
+        starting_workers = asyncio.ensure_future(
+            start.part(
+                "the rollout workers",
+                start_rollout(
+                    cluster,
+                    s.rollout,
+                    task,
+                    model.folder,
+                    buffer,
+                    engines,
+                    episode_limit,
+                    routes,
+                    stages,
+                    asks_frozen=bool(frozen),
+                    survivors=reusable,
+                ),
+                f"rollout workers up: {s.rollout.workers}",
+            )
+        )
+        try:
+            (trainer, generators, pools), (workers, end_tokens) = await asyncio.gather(
+                starting_engines, starting_workers
+            )
+        finally:  # of what is still starting when another part has failed
+            starting_engines.cancel()
+            starting_workers.cancel()
     return Actors(
         buffer,
         trainer,

@@ -140,14 +140,17 @@ class OneTurnGroups:
         """Outcome or failure of each call of the reward."""
         if not calls:
             return []
-        scoring = asyncio.ensure_future(self._scorer.score_each(episode.reward, calls))
+        outcomes: dict[int, Outcome | ScoringFailed] = {}
+        scoring = asyncio.ensure_future(self._scorer.score_each(episode.reward, calls, outcomes.__setitem__))
         if await ends_in_time(scoring, lambda: clock.deadline, self._deadline_s):
             try:
-                return scoring.result()
+                scoring.result()
             except TypeError as error:  # the reward or its arguments cannot be pickled
                 return [EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) for _ in calls]
-        scoring.cancel()
-        return [too_late(self._deadline_s, definition(episode.reward)[1], "", self._scorer.queue) for _ in calls]
+        else:
+            scoring.cancel()
+        place, queue = definition(episode.reward)[1], self._scorer.queue
+        return [outcomes.get(call) or too_late(self._deadline_s, place, "", queue) for call in range(len(calls))]
 
 
 def _result(

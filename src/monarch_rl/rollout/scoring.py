@@ -62,6 +62,8 @@ before it has ended by then. A new process needs seconds for its imports and its
 TOGETHER_S = 0.2
 """Seconds within which several scores of one call have to begin (:meth:`Scorer.score_each`). Later ones are computed by
 all processes at once."""
+TOGETHER_DEADLINE_S = 2.0
+"""Deadline in seconds of a call with several scores: longer ones are scored call by call, with their own deadline."""
 APART = 16
 """Number of groups that are scored call by call after one whose scores were slow or ended their process."""
 LOST_SHARE = 0.5
@@ -149,37 +151,46 @@ class Scorer:
         return converted
 
     async def score_each(
-        self, function: ScoreFunction, calls: Sequence[tuple[Any, ...]]
-    ) -> list[Outcome | ScoringFailed]:
-        """Like :meth:`score`, for several calls of a function, of which each fails by itself.
+        self,
+        function: ScoreFunction,
+        calls: Sequence[tuple[Any, ...]],
+        take: Callable[[int, Outcome | ScoringFailed], None],
+    ) -> None:
+        """Like :meth:`score`, for several calls of a function. Each has its own copies of its arguments, and fails by
+        itself.
 
         Fast ones are computed one after the other in one process, because a call of the pool takes longer than they do.
-        What has not begun after :data:`TOGETHER_S`, and everything if the process is ended, is scored call by call.
+        What has not begun after :data:`TOGETHER_S` is scored call by call, and so is everything if the process is ended
+        meanwhile: a score may then be computed twice.
+
+        Args:
+            take: receives the place of a call and its outcome or failure.
 
         Raises:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        results: list[Any] = []
+        done: list[Any] = []
         if self._apart or len(calls) == 1:
             self._apart = max(0, self._apart - 1)
         else:
             together = self._calls(function, calls, as_outcome, TOGETHER_S)
             try:
-                results = await self._try(self._pool, together, self.deadline_s)
+                done = await self._try(self._pool, together, min(self.deadline_s, TOGETHER_DEADLINE_S))
             except (_DeadlinePassed, ProcessExpired, BrokenProcessPool, ScoringFailed):  # each call will tell its own
                 self._output.take_stack()  # it does not tell which score it is of
-            if len(results) < len(calls):
+            if len(done) < len(calls):
                 self._apart = APART
-        done = [result.failure if isinstance(result, Raised) else result for result in results]
-        # waits: each score has a deadline
-        return done + await asyncio.gather(*(self._score_or_failure(function, args) for args in calls[len(done) :]))
+        for place, result in enumerate(done):
+            take(place, result.failure if isinstance(result, Raised) else result)
 
-    async def _score_or_failure(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome | ScoringFailed:
-        try:
-            return await self.score(function, *args)  # waits: it has a deadline
-        except ScoringFailed as failed:
-            return failed
+        async def score_alone(place: int) -> None:
+            try:
+                take(place, await self.score(function, *calls[place]))  # waits: it has a deadline
+            except ScoringFailed as failed:
+                take(place, failed)
+
+        await asyncio.gather(*map(score_alone, range(len(done), len(calls))))  # waits: each score has a deadline
 
     def _calls(
         self,
@@ -188,7 +199,8 @@ class Scorer:
         convert: Convert,
         begin_within_s: float = math.inf,
     ) -> _Calls:
-        pickled = to_bytes(list(calls), f"the arguments of {getattr(function, '__name__', function)}")
+        what = f"the arguments of {getattr(function, '__name__', function)}"
+        pickled = [to_bytes(args, what) for args in calls]
         return _Calls(self._by_value(function).data, pickled, convert, begin_within_s)
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
@@ -386,8 +398,8 @@ class _Calls:
 
     function: bytes
     """By value (:class:`ByValue`)."""
-    args: bytes
-    """Of a list with the arguments of each call."""
+    args: list[bytes]
+    """The arguments of each call."""
     convert: Convert
     begin_within_s: float
     """Seconds after which no further call begins."""
@@ -396,11 +408,11 @@ class _Calls:
         return _load_calls, (self.function, self.args, self.convert, self.begin_within_s)
 
 
-def _load_calls(function: bytes, args: bytes, convert: Convert, begin_within_s: float) -> Any:
-    """The function, the arguments, ``convert`` and ``begin_within_s``; or the error of unpickling them, which must cost
-    only these scores."""
+def _load_calls(function: bytes, args: list[bytes], convert: Convert, begin_within_s: float) -> Any:
+    """The function, the arguments of each call, ``convert`` and ``begin_within_s``; or the error of unpickling them,
+    which must cost only these scores. Each call has its own copies of its arguments, which it may change."""
     try:
-        return ByValue.of_bytes(function).load(), from_bytes(args), convert, begin_within_s
+        return ByValue.of_bytes(function).load(), list(map(from_bytes, args)), convert, begin_within_s
     except BaseException as error:
         return error
 
@@ -442,8 +454,8 @@ def _run(calls: tuple[ScoreFunction, list[tuple[Any, ...]], Convert, float] | Ba
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
             if os.getpid() != process or time.monotonic() - began > begin_within_s:
                 break
-    except BaseException as error:  # of unpickling
-        outcomes = [_raised(error)]
+    except BaseException as error:  # of unpickling, or of an alarm after a score
+        outcomes.append(_raised(error))
     finally:
         os._exit = exits
         signal.setitimer(signal.ITIMER_REAL, 0)

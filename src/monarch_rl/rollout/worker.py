@@ -115,6 +115,7 @@ class RolloutWorker(AsksFrozenModels):
         self._guard: LoopGuard | None = None
         self._scorer: Scorer | None = None
         self._resources: Resources | None = None
+        self._loading = asyncio.Lock()
         self._running: asyncio.Task[None] | None = None
         self._evaluating: set[asyncio.Task[Evaluation]] = set()
         self._held_out_ended = 0
@@ -154,10 +155,11 @@ class RolloutWorker(AsksFrozenModels):
         return self._template.stop_token_ids
 
     async def _loaded(self) -> Resources:
-        if self._resources is None:
-            self.guard_process()
-            self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
-            freeze_heap(COLLECT_AFTER)
+        async with self._loading:  # waits: for another call that loads; the caller keeps the deadline
+            if self._resources is None:
+                self.guard_process()
+                self._resources = await Resources.load(self._settings, self._pickled_task, self._model)
+                freeze_heap(COLLECT_AFTER)
         return self._resources
 
     async def _cancel_all(self) -> None:

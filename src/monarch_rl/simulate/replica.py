@@ -13,13 +13,16 @@ import math
 import os
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.connection import OnAnswer, Request
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.simulate.costs import Costs
 
@@ -75,9 +78,16 @@ class SimulatedReplica:
 
     # -- for a dispatcher ----------------------------------------------------------------------------------------------
 
-    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """Like ``ReplicaConnection.ask``. The prompt's first token ID identifies the group; the seed, which is
-        required, identifies the episode."""
+    def ask(self, requests: Sequence[Request], on_answer: OnAnswer) -> asyncio.Future[None]:
+        """Like ``ReplicaConnection.ask``."""
+        answers = [self.begin(*request) for request in requests]
+        for place, answer in enumerate(answers):
+            answer.add_done_callback(partial(_pass_on, on_answer, place))
+        return asyncio.ensure_future(_all_done(answers))
+
+    def begin(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        """Begin one sequence. The prompt's first token ID identifies the group; the seed, which is required, identifies
+        the episode."""
         group = prompt_ids[0]
         tokens = self._costs.length.draw(group, sampling.seed)
         length = min(max(1, round(tokens / self._grain)), sampling.max_new_tokens)
@@ -224,3 +234,12 @@ class SimulatedReplica:
         marks = self._marks[first:]
         starts = [0, *(min(one.length, max(0, math.ceil(at - one.began - ALMOST))) for at, _ in marks[1:]), one.length]
         return np.repeat(np.asarray([version for _, version in marks], np.int32), np.diff(starts))
+
+
+def _pass_on(on_answer: OnAnswer, place: int, answer: asyncio.Future[Completion]) -> None:
+    if not answer.cancelled():
+        on_answer(place, answer.result())  # waits: it is done
+
+
+async def _all_done(answers: Sequence[asyncio.Future[Completion]]) -> None:
+    await asyncio.gather(*answers)  # waits: for a simulated engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import time
@@ -62,10 +61,8 @@ class TrainerCheckpoint:
         """Optimizer steps of this process outside of the schedule."""
         self._staged = StagedTensors(device)
         self._version, self._counted = 0, self._updates()
-        self._noted: dict[str, Any] = {}
-        """A copy of the functions' state after the last complete update."""
-        self._remembered = b""
-        """That of the staged version, serialized."""
+        self._noted = self._remembered = NOTHING
+        """State of the functions after the last complete update, and the staged copy of it."""
         self._random = f"random.{dist.get_rank()}"
 
     @property
@@ -91,8 +88,8 @@ class TrainerCheckpoint:
         Args:
             remembered: state of this rank's advantage and objective.
         """
-        # A copy, because the functions continue to change their state.
-        self._version, self._counted, self._noted = version, self._updates(), copy.deepcopy(dict(remembered))
+        self._version, self._counted = version, self._updates()
+        self._noted = _saved(remembered) if remembered else NOTHING
 
     def stage(self, new_group: bool = False) -> Staged:
         """Copy the state to host memory.
@@ -112,7 +109,7 @@ class TrainerCheckpoint:
                 f"the update of version {self._version} was interrupted: no checkpoint can be made of its weights"
             )
         self._staged.stage(self._trained() | self._random_states())
-        self._remembered = _saved(self._noted)
+        self._remembered = self._noted
         return Staged(self._version, self.optimizer_steps, time.perf_counter() - started)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[FileSum]:
@@ -215,10 +212,14 @@ class TrainerCheckpoint:
                 torch.cuda.set_rng_state(state, self._device)
 
 
-def _saved(remembered: dict[str, Any]) -> bytes:
+def _saved(remembered: Mapping[str, Any]) -> bytes:
+    """A serialized copy, because the functions continue to change their state."""
     buffer = io.BytesIO()
-    torch.save(remembered, buffer)
+    torch.save(dict(remembered), buffer)
     return buffer.getvalue()
+
+
+NOTHING = _saved({})
 
 
 def _weights_of(model: ShardedModel, kind: str) -> dict[str, torch.Tensor]:
