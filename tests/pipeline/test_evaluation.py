@@ -46,7 +46,7 @@ async def test_an_evaluation_between_steps_uses_one_version_and_names_it() -> No
 def test_steps_continue_during_an_evaluation_that_names_all_its_versions(tmp_path: Path) -> None:
     @virtual
     async def test() -> None:
-        async with simulated_run(EvaluationSettings(share=0.02), tmp_path) as run:
+        async with simulated_run(EvaluationSettings(share=0.01), tmp_path) as run:
             async for step in run.steps(12):
                 await run.step()
                 await run.evaluate_after(step)

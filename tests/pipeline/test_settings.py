@@ -53,7 +53,7 @@ GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
 
 def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
     """A run's settings.json holds the resolved values, so that reading it later needs no device."""
-    for devices, requests, limit_s in ((GPUS, 256, 1200), (CPUS, 64, 300)):
+    for devices, requests, limit_s in ((GPUS, 256, 1200), (CPUS, 128, 300)):
         found = resolve(RunSettings(), devices)
         assert (found.generator.max_running_requests, found.generator.start_deadline_s) == (requests, limit_s)
         assert replace(found, generator=GeneratorSettings()) == RunSettings()
