@@ -65,10 +65,11 @@ def check_values(folder: Path) -> None:
     critic = policy.critic
     assert critic is not None
     head = critic.model.module.lm_head.weight
-    assert isinstance(head, DTensor)
+    own = head.to_local() if isinstance(head, DTensor) else head  # a single rank holds plain tensors
+    assert isinstance(own, torch.Tensor)
     row = torch.randn(head.shape, generator=generator)
     with torch.no_grad():
-        head.to_local().copy_(row[: len(head.to_local())])
+        own.copy_(row[: len(own)])
     groups = batch(1)
     column = critic.with_values(part_of(policy, groups, oldest=2)).columns["value"]
     policy.module._skip_lm_head = True
