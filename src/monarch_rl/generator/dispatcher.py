@@ -127,7 +127,7 @@ class Dispatcher:
         try:
             return await answer.done  # waits: for _complete_all, which has a deadline
         except asyncio.CancelledError:
-            gathered.give_up(answer)
+            gathered.end_if_abandoned()
             raise
 
     async def generate_group(
@@ -287,9 +287,9 @@ class _Gathered:
         self.answers: list[_PartialAnswer] = []
         self.asking: asyncio.Task[None] | None = None
 
-    def give_up(self, answer: _PartialAnswer) -> None:
-        """Nobody waits for this answer any more."""
-        if self.asking is not None and all(other is answer or other.done.done() for other in self.answers):
+    def end_if_abandoned(self) -> None:
+        """Ask no longer if no episode waits for an answer any more."""
+        if self.asking is not None and all(answer.done.done() for answer in self.answers):
             self.asking.cancel()
 
 

@@ -23,7 +23,7 @@ from monarch_rl.model.messages import Message, ParsedReply, as_messages
 from monarch_rl.rollout.episode_clock import EpisodeClock
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import DispatchedGenerators
-from monarch_rl.rollout.play import EpisodeRunner, too_late
+from monarch_rl.rollout.play import EpisodeRunner, score_failed, too_late
 from monarch_rl.rollout.policy import expert_routes_of, mask_missing, nothing_to_train, prompt_text
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
@@ -172,7 +172,7 @@ def _result(
             return [episode]
         outcome = nothing_to_train()
     if isinstance(outcome, ScoringFailed):
-        outcome = EpisodeFailed(outcome.reason, outcome.place, outcome.report, outcome.infrastructure)
+        outcome = score_failed(outcome)
     assert isinstance(outcome, EpisodeFailed)
     outcome.tokens = int(answer.turn.trainable.sum()) if isinstance(answer, _Answer) else 0
     outcome.index, outcome.prompt, outcome.messages = index, prompt_text(messages), rows

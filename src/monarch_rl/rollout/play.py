@@ -163,7 +163,7 @@ class EpisodeRunner:
         except (EpisodeFailed, asyncio.CancelledError):
             raise
         except ScoringFailed as error:
-            raise EpisodeFailed(error.reason, error.place, error.report, error.infrastructure) from error
+            raise score_failed(error) from error
         except JudgeFailed as error:
             raise EpisodeFailed(error.reason, report=error.report, infrastructure=error.infrastructure) from error
         except UnusableReward as error:
@@ -216,6 +216,11 @@ class EpisodeRunner:
         if isinstance(returned, BaseException):
             raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
+
+
+def score_failed(error: ScoringFailed) -> EpisodeFailed:
+    """The failure of an episode whose score failed in a scoring process."""
+    return EpisodeFailed(error.reason, error.place, error.report, error.infrastructure)
 
 
 def too_late(deadline_s: float, place: str, stack: str, queue: str) -> EpisodeFailed:

@@ -214,10 +214,12 @@ def pack_shard(
         def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
             return [values[group][episode_index] for group, episode_index, _ in places]
 
-        groups, counts = [group for group, _, _ in places], _trainable_counts(episodes)
+        groups = [group for group, _, _ in places]
         batch = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
-        for name, values in (columns or {}).items():
-            batch.columns[name] = _trainable_only(episodes, counts, of_episodes(values)).to(device)
+        if columns:
+            counts = _trainable_counts(episodes)
+            for name, values in columns.items():
+                batch.columns[name] = _trainable_only(episodes, counts, of_episodes(values)).to(device)
         return batch
 
     microbatches = zip(shard.places, shard.deserialize(), strict=True)

@@ -220,6 +220,7 @@ def _saved(remembered: Mapping[str, Any]) -> bytes:
 
 
 NOTHING = _saved({})
+"""State of functions that remember nothing, as most do: it is not serialised again after every step."""
 
 
 def _weights_of(model: ShardedModel, kind: str) -> dict[str, torch.Tensor]:
