@@ -58,6 +58,7 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.pipeline.progress import Progress
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
@@ -74,7 +75,6 @@ from monarch_rl.pipeline.resume import (
 from monarch_rl.pipeline.run_folder import ERROR, SAVED, recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
 from monarch_rl.pipeline.start import (
-    PRELOADS,
     SET_UP_DEADLINE_S,
     Actors,
     check_alive,
@@ -412,6 +412,7 @@ class Run:
             await cluster.fork_server.imported(SCORING_PRELOAD)
             for warning in await probe(task, settings.rollout, cluster.fork_server.name):
                 print(f"warning: {warning}")
+        freeze_heap()  # here, because nothing waits for this process while the actors start
         actors = await start_actors(
             cluster,
             settings.with_patience(),
@@ -433,7 +434,7 @@ class Run:
         if self._survivors is not None:
             self._survivors.note_returned()
             thaw_heap()  # objects of the ended run are garbage, which a frozen heap would never collect
-        freeze_heap()
+            freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
         """Like :meth:`start`, but with existing actors: for simulations, tests and benchmarks."""
@@ -903,7 +904,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     """Run a recipe: check its settings, bring up the hosts, and call ``train`` with a :class:`Run` on the controller.
 
     Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Invalid settings
-    end the program with a one-line error that names the setting, before anything is spawned. What the run prints is
+    end the program with a one-line error that names the setting, before the run starts. What the run prints is
     also in ``console.log`` in its folder; it does not depend on the console (``observe/console_relay.py``).
 
     Args:
