@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.runtime.forking import fork_client
 from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.runtime.forking.fork_server import Preload, start_server

@@ -14,7 +14,7 @@ import pytest
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.forking.fork_context import ForkContext
 from tests.forking import forking

@@ -17,7 +17,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.scheduler_process import SchedulerTarget
 from monarch_rl.offline.play import LocalEngine
-from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from tests import patience
 from tests.forking import forking

@@ -22,8 +22,8 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.preloads import PRELOADS as RUN_PRELOADS
 from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.start import PRELOADS as RUN_PRELOADS
 from monarch_rl.pipeline.start import start_buffer, start_trainer, update
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime.cluster import Cluster

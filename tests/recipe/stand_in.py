@@ -24,7 +24,7 @@ from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.requests import BusyClock, TurnReads
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.pipeline import run, start
+from monarch_rl.pipeline import preloads, run, start
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.weights.manifest import Manifest
@@ -94,10 +94,10 @@ class SpellingGenerator(Generator):
 def replace_engines() -> None:
     """Make the run of this process start these generators and import nothing of SGLang."""
     start.Generator = SpellingGenerator  # type: ignore[misc]
-    run.PRELOADS = tuple(
+    run.PRELOADS = preloads.PRELOADS = tuple(
         replace(preload, modules=("monarch_rl.generator.engine",)) if preload.name == ENGINE_PRELOAD else preload
-        for preload in start.PRELOADS
-    )  # type: ignore[assignment]
+        for preload in preloads.PRELOADS
+    )
 
 
 if __name__ == "__main__":

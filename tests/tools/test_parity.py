@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE

@@ -43,7 +43,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Relay:
-    """The controller's view of the relay, which starts with it.
+    """The controller's view of the relay. Until :meth:`capture` its pipes only hold what processes that have
+    :attr:`writers` as their standard streams print.
 
     A stream that Python does not have is left as it is: another file has its descriptor.
     """
@@ -62,15 +63,22 @@ class Relay:
         logged. This process holds them, too, so that the pipes outlive a relay that is killed."""
         self._log_path = ""
         self._ended = False
-        writers: dict[int, int] = {}
+        self.captures = False
+        """Whether this process's output is relayed."""
+        self.writers: dict[int, int] = {}
+        """Descriptors for standard output (1) and error (2)."""
         for number in self._replaced:
             # One pipe for both streams if they are the same file keeps their order.
-            same = number == 2 and 1 in writers and os.path.sameopenfile(self.consoles[1], self.consoles[2])
-            writers[number] = writers[1] if same else self._pipe(number, logged=True)
+            same = number == 2 and 1 in self.writers and os.path.sameopenfile(self.consoles[1], self.consoles[2])
+            self.writers[number] = self.writers[1] if same else self._pipe(number, logged=True)
         if 1 in self._replaced and os.isatty(1):
             encoded: Any = {"buffering": 1, "encoding": sys.stdout.encoding, "errors": "backslashreplace"}
             self.screen = os.fdopen(self._pipe(1, logged=False), "w", **encoded)
             self.log = os.fdopen(self._pipe(0, logged=True), "w", **encoded)
+
+    def capture(self) -> None:
+        """Relay what the pipes hold, and from now on the output of this process and of those that it starts."""
+        self.captures = True
         self._start()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
@@ -78,8 +86,8 @@ class Relay:
                 # Text of a model may have characters that a console's encoding lacks.
                 stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
         for number in self._replaced:
-            os.dup2(writers[number], number)
-        for writer in set(writers.values()):
+            os.dup2(self.writers[number], number)
+        for writer in set(self.writers.values()):
             os.close(writer)
         threading.Thread(target=self._watch, name="console-relay", daemon=True).start()
 
@@ -163,23 +171,32 @@ class Relay:
 _relay: Relay | None = None
 
 
-def relay_output() -> Relay:
-    """Relay the output of this process, and of those that it starts from now on; the existing relay if there is one."""
+def prepared_relay() -> Relay:
+    """The relay that :func:`relay_output` will use, for processes that are started earlier; does not change where this
+    process prints."""
     global _relay
     if _relay is None:
         _relay = Relay()
-        atexit.register(_relay.drain)  # else a shell's prompt may come before the last lines
     return _relay
+
+
+def relay_output() -> Relay:
+    """Relay the output of this process, and of those that it starts from now on; the existing relay if there is one."""
+    relay = prepared_relay()
+    if not relay.captures:
+        relay.capture()
+        atexit.register(relay.drain)  # else a shell's prompt may come before the last lines
+    return relay
 
 
 def existing_relay() -> Relay | None:
-    return _relay
+    return _relay if _relay is not None and _relay.captures else None
 
 
 def end_relay() -> None:
     """End the relay of this process, if there is one."""
     global _relay
-    if _relay is not None:
+    if _relay is not None and _relay.captures:
         atexit.unregister(_relay.drain)
         _relay.end()
         _relay = None

@@ -17,8 +17,8 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
 from monarch_rl.pipeline.memory import cpu_memory
+from monarch_rl.pipeline.preloads import PRELOADS
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
-from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import EpisodeResult
 from monarch_rl.rollout.frozen import connect_frozen_models

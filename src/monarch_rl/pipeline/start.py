@@ -46,7 +46,6 @@ from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
-from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.machine_memory import check_free, free_memory
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
@@ -54,29 +53,6 @@ from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
-PRELOADS = (
-    Preload("torch", ("torch", "torch.distributed.tensor", "torch._dynamo")),
-    Preload(
-        "trainer",
-        ("monarch_rl.trainer.policy", "monarch_rl.weights.delta"),
-        after="torch",
-        asks_for_accelerators=True,
-    ),
-    Preload(
-        "text",
-        ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
-        after="torch",
-    ),
-    Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
-    Preload(
-        ENGINE_PRELOAD,
-        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
-        after="text",
-        asks_for_accelerators=True,
-    ),
-)
-"""Modules that the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it
-changes transformers."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to set up workers or the buffer."""
 ALIVE_S = 5.0

@@ -13,12 +13,10 @@ import functools
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch.actor import Actor, context
@@ -26,7 +24,6 @@ from monarch.actor import Actor, context
 from monarch_rl import runtime
 from monarch_rl.errors import DeadlineExceeded, SettingsError, TooFewDevices
 from monarch_rl.runtime import actor_process, killed, monitor, wait_registry
-from monarch_rl.runtime.by_value import INSTALLED
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.devices import Devices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.endpoint import concurrent_endpoint, members
@@ -34,12 +31,13 @@ from monarch_rl.runtime.forking import fork_client
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.host import HostProcess
+from monarch_rl.runtime.host_start import THREAD_COUNTS, start_host
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
 from monarch_rl.runtime.process import die_with_parent
 from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
-from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
+from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank
 from monarch_rl.runtime.wait_registry import CONTROLLER
 
 if TYPE_CHECKING:
@@ -125,8 +123,6 @@ FAULT_DEADLINE_S = 3.5
 """Seconds within which Monarch notices the loss of a process: it checks every two seconds."""
 KILL_DEADLINE_S = 5.0
 """Seconds for a process to end itself on request; normally a moment."""
-_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that set the number of compute threads of a process."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
 UNREPORTED_MESH_PREFIXES = ("logger-", f"{MONITOR}-", f"{ENVIRONMENT}-")
@@ -205,7 +201,7 @@ class Cluster:
         if first_device is not None:
             first_host, num_hosts = self._hosts_of(name, first_device, processes, devices_per_process)
         per_host = processes // num_hosts
-        threads = {name: os.environ.get(name, "1") for name in _THREAD_COUNTS}
+        threads = {name: os.environ.get(name, "1") for name in THREAD_COUNTS}
         common = {**(threads if self.devices.kind == "cpu" else nccl_environment(os.environ)), **(env or {})}
 
         def bootstrap(point: Any) -> Any:
@@ -359,7 +355,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
     _refuse_running_loop()
     if visible_devices():
         preloads = [preload for preload in preloads if not preload.asks_for_accelerators]
-    start_host = functools.partial(_start_host, preloads=preloads)
+    start = functools.partial(start_host, preloads=preloads)
     if runtime.MONARCH_CAME_FIRST:
         logger.warning(
             "monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s. Import "
@@ -368,7 +364,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
     if not launched_by_torchrun():
         with interrupts() as interrupting:
             interrupting.grace_s = grace_s
-            host = start_host(None)
+            host = start(None)
             with _attached(host, [Node(host.address, tuple(visible_devices()))], interrupting) as cluster:
                 yield cluster
         return
@@ -377,7 +373,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
     if rank.rank != 0:
         with interrupts(raise_in_main=False) as interrupting:
             interrupting.grace_s = grace_s
-            _follow(Follower(rank), start_host)
+            _follow(Follower(rank), start)
         yield None
         return
     with interrupts() as interrupting:
@@ -385,7 +381,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
         controller = Controller(rank)
         # At exit only: so that the followers notice a failed run after this process has printed its traceback.
         atexit.register(controller.close)
-        ip, host, nodes = controller.wait_for_ranks(start_host)
+        ip, host, nodes = controller.wait_for_ranks(start)
         if ip is not None:
             from monarch.actor import enable_transport
 
@@ -463,30 +459,6 @@ async def _as_controller(awaitable: Awaitable[T]) -> T:
         return await awaitable  # waits: the awaitable has deadlines of its own
     finally:
         wait_registry.unregister(CONTROLLER)
-
-
-def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
-    """Start this machine's host, with this process's environment except torchrun's variables."""
-    environment = without_torchrun(os.environ)
-    # For the tools (ninja) of a virtual environment that is not activated.
-    environment["PATH"] = _joined([Path(sys.executable).parent], environment.get("PATH"))
-    environment["PYTHONPATH"] = _joined(_own_folders(), environment.get("PYTHONPATH"))
-    if not visible_devices():  # as in Cluster.spawn: the fork server loads the libraries that its processes use
-        environment = {name: "1" for name in _THREAD_COUNTS} | environment
-    return HostProcess(ip, environment, preloads)
-
-
-def _own_folders() -> list[Path]:
-    """Folders from which this program imports and other programs do not: the script's, and those that it has added to
-    ``sys.path``."""
-    folders = [Path(entry).resolve() for entry in sys.path if entry and Path(entry).is_dir()]
-    return [folder for folder in folders if not any(folder.is_relative_to(installed) for installed in INSTALLED)]
-
-
-def _joined(folders: Sequence[Path], search_path: str | None) -> str:
-    """``folders``, and those of a search path behind them, each once."""
-    others = search_path.split(os.pathsep) if search_path else []
-    return os.pathsep.join(dict.fromkeys([*map(str, folders), *others]))
 
 
 def _refuse_running_loop() -> None:

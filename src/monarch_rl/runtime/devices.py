@@ -63,6 +63,11 @@ def launched_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+def has_accelerator_driver() -> bool:
+    """Whether this machine has a driver for NVIDIA's (also in WSL) or AMD's accelerators. Does not import torch."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
 def visible_devices() -> list[str]:
     """This machine's usable CUDA devices, as entries of CUDA_VISIBLE_DEVICES; empty without CUDA."""
     import torch

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from monarch_rl.errors import HostLost
@@ -42,9 +43,16 @@ GRACE_S = 2.0
 class HostProcess:
     """The host process of this machine, seen from the rank that started it."""
 
-    def __init__(self, ip: str | None, environment: Mapping[str, str], preloads: Sequence[Preload] = ()) -> None:
+    def __init__(
+        self,
+        ip: str | None,
+        environment: Mapping[str, str],
+        preloads: Sequence[Preload] = (),
+        outputs: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         """Start a host that is reachable at ``ip``, or, if that is None, only from this machine (through an abstract
-        Unix socket). With ``preloads`` it has a fork server."""
+        Unix socket). With ``preloads`` it has a fork server. ``outputs`` are descriptors for its standard output (1)
+        and error (2), in place of this process's."""
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
         """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
         variables = {HOST_ADDRESS_VARIABLE: ip or LOOPBACK}
@@ -64,9 +72,16 @@ class HostProcess:
             [sys.executable, "-m", "monarch_rl.runtime.host", *arguments],
             env={**environment, **variables, **self.scratch.variables()},
             stdin=subprocess.PIPE,
+            stdout=outputs.get(1),
+            stderr=outputs.get(2),
             start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
         self._ending = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, for whatever reason."""
+        return self._process.poll() is not None
 
     def lost(self) -> HostLost | None:
         """Why the process ended before it was asked to; None if it did not."""
@@ -116,6 +131,15 @@ class HostProcess:
                     process.kill()
         if lost is not None:
             self._kill_orphans()
+        self.scratch.remove()
+
+    def kill(self) -> None:
+        """End a host at once that hosts nothing yet: its fork server ends with it."""
+        self.expect_end()
+        self._process.kill()
+        self._process.wait()  # waits: it was killed
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self.scratch.remove()
 
     def _kill_orphans(self) -> None:

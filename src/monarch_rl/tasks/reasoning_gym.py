@@ -137,7 +137,7 @@ class TaskSource:
         raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
 
     def check(self) -> list[str]:
-        """Check the settings before any process is started; returns the first prompts.
+        """Check the settings before any actor is spawned; returns the first prompts.
 
         Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """

@@ -300,7 +300,7 @@ class Task:
     warm_up: Callable[[], object] | None = None
     """Called once in every worker and scoring process before the first episode, for imports and data."""
     check: Callable[[], Sequence[str]] = no_prompts
-    """Called before any process is started; returns some of the prompts, to check that they fit. Raises ValueError
+    """Called before any actor is spawned; returns some of the prompts, to check that they fit. Raises ValueError
     saying what to change."""
     group_rewards: GroupRewards | None = None
     """Rewards that compare the episodes of a group: called with the item and the outcomes once all have ended. Not used

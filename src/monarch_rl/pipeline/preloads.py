@@ -1,0 +1,37 @@
+"""What the hosts of a run import, once, before they fork its processes."""
+
+from __future__ import annotations
+
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.observe.console_relay import prepared_relay
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
+from monarch_rl.runtime import host_start
+from monarch_rl.runtime.forking.fork_server import Preload
+
+PRELOADS: tuple[Preload, ...] = (
+    Preload("torch", ("torch", "torch.distributed.tensor", "torch._dynamo")),
+    Preload(
+        "trainer",
+        ("monarch_rl.trainer.policy", "monarch_rl.weights.delta"),
+        after="text",
+        asks_for_accelerators=True,
+    ),
+    Preload("text", ("monarch_rl.model.transformers_imports",), after="torch"),
+    Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
+    Preload(
+        ENGINE_PRELOAD,
+        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
+        after="text",
+        asks_for_accelerators=True,
+    ),
+)
+"""Trainer ranks must not import SGLang: it changes transformers."""
+
+
+def start_host_early() -> None:
+    """Start this machine's host for a run that this program is about to launch, where that can be known to be right.
+
+    The imports are most of a run's start-up, and nothing of the run is needed for them.
+    """
+    if host_start.may_start_early():
+        host_start.start_early(PRELOADS, prepared_relay().writers)

@@ -1,0 +1,144 @@
+"""The host that a script starts early: it is the launch's only if a host started then would be the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from monarch_rl.runtime import host_start
+from monarch_rl.runtime.forking.fork_server import Preload
+from monarch_rl.runtime.host import HostProcess
+from tests.patience import LIMIT_S, run, wait_until
+
+PRELOADS = (Preload("json", ("json",)),)
+
+SCRIPT = """
+import os, sys
+{before}
+from monarch_rl import {name}
+from monarch_rl.runtime import host_start
+early = host_start._early
+print(early.process._process.pid if early else 0, early.process.scratch.path if early else "", flush=True)
+{after}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_early_host() -> Iterator[None]:
+    yield
+    host_start._kill_early()
+
+
+def start() -> HostProcess:
+    host_start.start_early(PRELOADS, {})
+    assert host_start._early is not None
+    return host_start._early.process
+
+
+@pytest.mark.heavy
+def test_a_launch_takes_the_early_host() -> None:
+    early = start()
+    host = host_start.start_host(None, PRELOADS)
+    assert host is early and not host.ended
+    other = host_start.start_host(None, PRELOADS)  # of a second launch
+    assert other is not early
+    for each in (host, other):
+        each.end(LIMIT_S)
+
+
+def changed_variable(monkeypatch: pytest.MonkeyPatch, _: Path) -> dict[str, Any]:
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    return {}
+
+
+def changed_search_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(folder))
+    return {}
+
+
+def changed_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    return {}
+
+
+def other_preloads(_: pytest.MonkeyPatch, __: Path) -> dict[str, Any]:
+    return {"preloads": (Preload("csv", ("csv",)),)}
+
+
+def other_machines(_: pytest.MonkeyPatch, __: Path) -> dict[str, Any]:
+    return {"ip": "127.0.0.1"}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "change", [changed_variable, changed_search_path, changed_folder, other_preloads, other_machines]
+)
+def test_a_launch_that_needs_another_host_starts_it(
+    change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    early = start()
+    host = host_start.start_host(**({"ip": None, "preloads": PRELOADS} | change(monkeypatch, tmp_path)))
+    try:
+        assert host is not early
+        assert early.ended and not early.scratch.path.exists()
+    finally:
+        host.end(LIMIT_S)
+
+
+@pytest.mark.heavy
+def test_an_early_host_that_was_killed_is_replaced() -> None:
+    early = start()
+    psutil.Process(early._process.pid).kill()
+    early._process.wait(LIMIT_S)
+    host = host_start.start_host(None, PRELOADS)
+    assert host is not early
+    host.end(LIMIT_S)
+
+
+def run_script(folder: Path, name: str = "launch", before: str = "", after: str = "", *arguments: str) -> list[str]:
+    """The pid and the folder that a script printed, once the script has ended."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(name=name, before=before, after=after))
+    command = [sys.executable, str(script), *arguments]
+    return run(command).stdout.split()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("after", ["sys.exit('error')", "os.kill(os.getpid(), 9)"])
+def test_a_script_that_ends_without_a_launch_leaves_nothing(after: str, tmp_path: Path) -> None:
+    pid, folder = run_script(tmp_path, "launch", "", after)
+    wait_until(lambda: not psutil.pid_exists(int(pid)), f"the end of host {pid}")
+    wait_until(lambda: not Path(folder).exists(), f"the removal of {folder}")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "arguments"),
+    [
+        ("launch", "", ["--help"]),
+        ("launch", "os.environ.update(TORCHELASTIC_RUN_ID='a', RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')", []),
+        ("RolloutSettings", "", []),
+    ],
+)
+def test_a_script_that_needs_no_host_of_its_own_starts_none(
+    name: str, before: str, arguments: list[str], tmp_path: Path
+) -> None:
+    assert run_script(tmp_path, name, before, "", *arguments) == ["0"]
+
+
+def test_a_module_that_imports_launch_starts_no_host(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("from monarch_rl import launch\n")
+    assert run_script(tmp_path, "RolloutSettings", "import part") == ["0"]
+
+
+def test_there_is_no_early_host_where_torch_must_be_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert host_start.may_start_early()
+    real = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or real(path))
+    assert not host_start.may_start_early()
