@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import exit_code, wait_until
+from tests.patience import exit_code, run, wait_until
 
 LINES = 4000
 """Lines of a program, of 1000 characters: more than a pipe, a terminal and the relay's queue hold."""
@@ -274,3 +274,26 @@ def test_a_run_continues_when_its_session_is_lost(tmp_path: Path) -> None:
     assert exit_code(program) == 0
     text = log.read_text()
     assert "step 2/2 | reward 0.500" in text and "Input/output error" in text, text
+
+
+EARLY = """
+import os, subprocess, sys
+from pathlib import Path
+from monarch_rl.observe.console_relay import prepared_relay, relay_output
+writers = prepared_relay().writers
+child = "import sys; print('out of a child'); print('error of a child', file=sys.stderr)"
+subprocess.run([sys.executable, "-c", child], stdout=writers[1], stderr=writers[2], check=True, timeout=600)
+print("printed by the program", flush=True)
+if "relays" in sys.argv[2]:
+    relay_output().log_to(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["relays", "ends"])
+def test_output_of_processes_that_are_started_before_the_relay_waits_for_it(how: str, tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", EARLY, tmp_path, how])
+    assert done.returncode == 0, done.stderr
+    relayed = how == "relays"
+    assert done.stdout.splitlines() == ["printed by the program", *(["out of a child"] if relayed else [])]
+    assert done.stderr.splitlines() == (["error of a child"] if relayed else [])
+    assert (tmp_path / "console.log").exists() == relayed
