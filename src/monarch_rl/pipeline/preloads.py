@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.observe.console_relay import prepared_relay
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
@@ -10,13 +12,13 @@ from monarch_rl.runtime.forking.fork_server import Preload
 
 PRELOADS: tuple[Preload, ...] = (
     Preload("torch", ("torch", "torch.distributed.tensor", "torch._dynamo")),
+    Preload("text", ("monarch_rl.model.transformers_imports",), after="torch"),
     Preload(
         "trainer",
         ("monarch_rl.trainer.policy", "monarch_rl.weights.delta"),
         after="text",
         asks_for_accelerators=True,
     ),
-    Preload("text", ("monarch_rl.model.transformers_imports",), after="torch"),
     Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
     Preload(
         ENGINE_PRELOAD,
@@ -25,7 +27,8 @@ PRELOADS: tuple[Preload, ...] = (
         asks_for_accelerators=True,
     ),
 )
-"""Trainer ranks must not import SGLang: it changes transformers."""
+"""Trainer ranks must not import SGLang: it changes transformers. They need nothing of ``text``, but come after it:
+engines, which take longest, wait for it, and two cores would otherwise import both at once."""
 
 
 def start_host_early() -> None:
@@ -34,4 +37,5 @@ def start_host_early() -> None:
     The imports are most of a run's start-up, and nothing of the run is needed for them.
     """
     if host_start.may_start_early():
-        host_start.start_early(PRELOADS, prepared_relay().writers)
+        with suppress(OSError):  # no room for its temporary directory, for example: the launch tries again, and says so
+            host_start.start_early(PRELOADS, prepared_relay().writers)

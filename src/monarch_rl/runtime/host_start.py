@@ -8,7 +8,6 @@ a launch, it is killed. Imports nothing heavy.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import resource
 import sys
@@ -22,8 +21,6 @@ from monarch_rl.runtime.devices import has_accelerator_driver, launched_by_torch
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.torchrun import without_torchrun
-
-logger = logging.getLogger("monarch_rl")
 
 EXECUTION_ID = "HYPERACTOR_EXECUTION_ID"
 """Environment variable with the name of a run in Monarch's own log."""
