@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FunctionType
@@ -65,7 +66,12 @@ all processes at once."""
 TOGETHER_DEADLINE_S = 2.0
 """Deadline in seconds of a call with several scores: longer ones are scored call by call, with their own deadline."""
 APART = 16
-"""Number of groups that are scored call by call after one whose scores were slow or ended their process."""
+"""Number of groups that are scored call by call after one whose scores were slow or ended their process; and number of
+fast scores of a function before calls of it from several episodes are gathered (:meth:`Scorer.score`)."""
+FAST_S = 0.001
+"""Seconds up to which a score is fast. A call of the pool costs a worker a third of that."""
+MOST_GATHERED = 32
+"""Maximum number of gathered calls that one process computes, so that the other processes share the work."""
 LOST_SHARE = 0.5
 """Share of a late score's time that the process was stopped, or had no core, from which on the score is computed once
 more. On a busy machine every process waits at times."""
@@ -101,8 +107,8 @@ class Scorer:
     ) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
-        self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
-        """The newest functions and their pickled form, by identity."""
+        self._functions: dict[int, _Stateless] = {}
+        """The newest functions that hold no state, by identity."""
         self._output = ScorerOutput()
         self._make_pool = functools.partial(
             ProcessPool,
@@ -118,25 +124,41 @@ class Scorer:
         """The pool whose processes are being started, or were started last."""
         self._replacing = asyncio.Lock()
         self._pending = PendingCalls()
+        self._unanswered = 0
+        """Number of calls that the pool has not answered."""
         self._apart = 0
         """Number of groups to score call by call."""
 
     @property
     def queue(self) -> str:
         """Describes the calls that wait for a process; "" if none does."""
-        waiting = len(self._pending) - self._processes
+        waiting = self._unanswered - self._processes
         return f"{waiting} calls wait for the {self._processes} scoring processes of the worker" if waiting > 0 else ""
 
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
         """Run ``function(*args)`` in the pool. The function is pickled by value, with the state it holds at the time of
         the call; its global variables have the values with which they first arrived in the process.
 
+        Calls of a function whose scores were fast so far are gathered for one iteration of the event loop, because a
+        call of the pool takes longer than they do. One that was not fast this time is computed once more, by itself.
+
         Raises:
             ScoringFailed: the function raised, exceeded the deadline, or its process died twice.
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        return await self.call(function, args, as_outcome)  # waits: its scores have deadlines
+        call = self._calls(function, [args], as_outcome)
+        known, result = self._stateless(function), None
+        if known is not None and known.fast_scores >= APART:
+            result = await self._gathered(known, call)
+        if result is None:
+            (result,), seconds = await self._compute(call)
+            if known is not None:
+                known.fast_scores = known.fast_scores + 1 if seconds <= FAST_S else 0
+        if isinstance(result, Raised):
+            raise result.failure
+        outcome: Outcome = result
+        return outcome
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
         """Like :meth:`score`, for a function that returns one reward per episode of a group."""
@@ -144,7 +166,7 @@ class Scorer:
 
     async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Callable[[Any], T]) -> T:
         """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
-        (result,) = await self._compute(self._calls(function, [args], convert))
+        (result,), _ = await self._compute(self._calls(function, [args], convert))
         if isinstance(result, Raised):
             raise result.failure
         converted: T = result
@@ -174,11 +196,7 @@ class Scorer:
         if self._apart or len(calls) == 1:
             self._apart = max(0, self._apart - 1)
         else:
-            together = self._calls(function, calls, as_outcome, TOGETHER_S)
-            try:
-                done = await self._try(self._pool, together, min(self.deadline_s, TOGETHER_DEADLINE_S))
-            except (_DeadlinePassed, ProcessExpired, BrokenProcessPool, ScoringFailed):  # each call will tell its own
-                self._output.take_stack()  # it does not tell which score it is of
+            done = await self._together(self._calls(function, calls, as_outcome, TOGETHER_S))
             if len(done) < len(calls):
                 self._apart = APART
         for place, result in enumerate(done):
@@ -192,6 +210,48 @@ class Scorer:
 
         await asyncio.gather(*map(score_alone, range(len(done), len(calls))))  # waits: each score has a deadline
 
+    async def _together(self, calls: _Calls) -> list[Any]:
+        """Results of calls in one process: those that begin in time; none if the process is ended meanwhile."""
+        try:
+            results, _ = await self._try(self._pool, calls, min(self.deadline_s, TOGETHER_DEADLINE_S))
+        except (_DeadlinePassed, ProcessExpired, BrokenProcessPool, ScoringFailed):  # each call will tell its own
+            self._output.take_stack()  # it does not tell which score it is of
+            return []
+        return results
+
+    async def _gathered(self, function: _Stateless, call: _Calls) -> Any:
+        """Result of a call that is computed together with others; None if it has to be computed by itself."""
+        loop, gathered = asyncio.get_running_loop(), function.gathered
+        if gathered is None or len(gathered.calls) == MOST_GATHERED:
+            gathered = function.gathered = _Gathered()
+            # In a context of its own, not in that of the first episode.
+            loop.call_soon(self._send_gathered, function, gathered, context=Context())
+        gathered.calls.append((call, done := loop.create_future()))
+        try:
+            return await done  # waits: for _compute_gathered, whose calls have a deadline
+        except asyncio.CancelledError:
+            gathered.end_if_abandoned()
+            raise
+
+    def _send_gathered(self, function: _Stateless, gathered: _Gathered) -> None:
+        if function.gathered is gathered:
+            function.gathered = None
+        gathered.computing = asyncio.ensure_future(self._compute_gathered(function, gathered.calls))
+
+    async def _compute_gathered(self, function: _Stateless, calls: list[tuple[_Calls, asyncio.Future[Any]]]) -> None:
+        calls = [(call, done) for call, done in calls if not done.done()]
+        results: list[Any] = []
+        try:
+            if len(calls) > 1:
+                args = [args for call, _ in calls for args in call.args]
+                results = await self._together(replace(calls[0][0], args=args, begin_within_s=TOGETHER_S))
+                if len(results) < len(calls):
+                    function.fast_scores = 0
+        finally:
+            for (_, done), result in itertools.zip_longest(calls, results):
+                if not done.done():
+                    done.set_result(result)
+
     def _calls(
         self,
         function: ScoreFunction,
@@ -204,17 +264,23 @@ class Scorer:
         return _Calls(self._by_value(function).data, pickled, convert, begin_within_s)
 
     def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
-        if not _is_stateless(function):  # its state may have changed since the last call
-            return ByValue(function)
+        known = self._stateless(function)
+        return ByValue(function) if known is None else known.by_value
+
+    def _stateless(self, function: ScoreFunction) -> _Stateless | None:
+        """What is known of a function; None if it holds state, which may have changed since the last call."""
+        if not _is_stateless(function):
+            return None
         cached = self._functions.get(id(function))
         if cached is None:
-            cached = self._functions[id(function)] = function, ByValue(function)
+            cached = self._functions[id(function)] = _Stateless(function, ByValue(function))
             if len(self._functions) > FUNCTIONS_KEPT:
                 del self._functions[next(iter(self._functions))]
-        return cached[1]
+        return cached
 
-    async def _compute(self, call: _Calls) -> list[Any]:
-        """A score, or :class:`Raised` if it raised; computed twice if necessary. Raises as :meth:`score` does."""
+    async def _compute(self, call: _Calls) -> tuple[list[Any], float]:
+        """A score, or :class:`Raised` if it raised, and its seconds; computed twice if necessary. Raises as
+        :meth:`score` does."""
         error: Exception | None = None
         deadline_s = self.deadline_s
         for attempt in range(2):
@@ -245,8 +311,8 @@ class Scorer:
         killed = not isinstance(error, ProcessExpired) or error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
         raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report, killed) from error
 
-    async def _try(self, pool: ProcessPool, call: _Calls, deadline_s: float) -> list[Any]:
-        """Results of calls in a process of the pool.
+    async def _try(self, pool: ProcessPool, call: _Calls, deadline_s: float) -> tuple[list[Any], float]:
+        """Results of calls in a process of the pool, and their seconds.
 
         Raises:
             _DeadlinePassed: the call exceeded its deadline.
@@ -260,13 +326,15 @@ class Scorer:
             raise BrokenProcessPool("the pool has ended")
         future = asyncio.wrap_future(pool.schedule(_run, args=(call,), timeout=deadline_s))
         clock = DeadlineClock(deadline_s, "a score")
+        self._unanswered += len(call.args)
         try:
             limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
             await self._pending.ends(future, pool, limit_s, half_s, clock.lost_share)
-            results: list[Any] = future.result()
+            results: tuple[list[Any], float] = future.result()
         except TimeoutError as error:
             raise _DeadlinePassed(clock.lost_share()) from error
         finally:
+            self._unanswered -= len(call.args)
             future.cancel()
         self._works = True
         return results
@@ -308,6 +376,32 @@ class Scorer:
         """End the processes. Blocks for a moment; do not call it on the event loop."""
         _end_pool(self._pool)
         self._output.close()
+
+
+@dataclass(slots=True)
+class _Stateless:
+    """A function that holds no state."""
+
+    function: ScoreFunction
+    by_value: ByValue[ScoreFunction]
+    fast_scores: int = 0
+    """Number of consecutive fast scores."""
+    gathered: _Gathered | None = None
+    """Its calls in this iteration of the event loop."""
+
+
+class _Gathered:
+    """Calls that are computed together, each awaited by its own episode."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[_Calls, asyncio.Future[Any]]] = []
+        """Each call, and its result: None if it has to be computed by itself."""
+        self.computing: asyncio.Task[None] | None = None
+
+    def end_if_abandoned(self) -> None:
+        """End the computation if no episode waits for it any more."""
+        if self.computing is not None and all(done.done() for _, done in self.calls):
+            self.computing.cancel()
 
 
 def _is_stateless(function: ScoreFunction) -> bool:
@@ -409,10 +503,19 @@ class _Calls:
 
 
 def _load_calls(function: bytes, args: list[bytes], convert: Convert, begin_within_s: float) -> Any:
-    """The function, the arguments of each call, ``convert`` and ``begin_within_s``; or the error of unpickling them,
-    which must cost only these scores. Each call has its own copies of its arguments, which it may change."""
+    """The function, the arguments of each call, ``convert`` and ``begin_within_s``. The error of unpickling some of
+    them, which must cost only these scores, takes their place. Each call has its own copies of its arguments, which it
+    may change."""
     try:
-        return ByValue.of_bytes(function).load(), list(map(from_bytes, args)), convert, begin_within_s
+        return ByValue.of_bytes(function).load(), list(map(_load_args, args)), convert, begin_within_s
+    except BaseException as error:
+        return error
+
+
+def _load_args(args: bytes) -> tuple[Any, ...] | BaseException:
+    try:
+        loaded: tuple[Any, ...] = from_bytes(args)
+        return loaded
     except BaseException as error:
         return error
 
@@ -439,29 +542,30 @@ def _raised(error: BaseException) -> Raised:
     return Raised(reason, exception_message(error), *describe(error), is_infrastructure(error))
 
 
-def _run(calls: tuple[ScoreFunction, list[tuple[Any, ...]], Convert, float] | BaseException) -> list[Any]:
-    """Compute scores, at least one; each is :class:`Raised` if it raised."""
-    process, exits = os.getpid(), os._exit
+def _run(
+    calls: tuple[ScoreFunction, list[tuple[Any, ...] | BaseException], Convert, float] | BaseException,
+) -> tuple[list[Any], float]:
+    """Compute scores, at least one; each is :class:`Raised` if it raised. Also returns the seconds that they took."""
+    process, exits, began = os.getpid(), os._exit, time.monotonic()
     os._exit = functools.partial(_exit_of, process, exits)
     outcomes: list[Any] = []
     try:
         if isinstance(calls, BaseException):
             raise calls
         function, arguments, convert, begin_within_s = calls
-        began = time.monotonic()
         for args in arguments:
-            outcomes.append(compute(function, args, convert))
+            outcomes.append(_raised(args) if isinstance(args, BaseException) else compute(function, args, convert))
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would interrupt another score
             if os.getpid() != process or time.monotonic() - began > begin_within_s:
                 break
-    except BaseException as error:  # of unpickling, or of an alarm after a score
-        outcomes.append(_raised(error))
+    except BaseException as error:  # of unpickling the function, or of an alarm that the last score left
+        outcomes = outcomes or [_raised(error)]
     finally:
         os._exit = exits
         signal.setitimer(signal.ITIMER_REAL, 0)
     if os.getpid() != process:  # a forked copy, which would also send an answer and take the next call
         os._exit(0)
-    return outcomes
+    return outcomes, time.monotonic() - began
 
 
 def _exit_of(process: int, exits: Callable[[int], NoReturn], status: int) -> NoReturn:
@@ -599,9 +703,6 @@ class PendingCalls:
     def __init__(self) -> None:
         self._pools: dict[asyncio.Future[Any], ProcessPool] = {}
         """Pool of each call, in the order of the calls."""
-
-    def __len__(self) -> int:
-        return len(self._pools)
 
     async def ends(
         self, future: asyncio.Future[Any], pool: ProcessPool, limit_s: float, half_s: float, on_half: Callable[[], Any]
