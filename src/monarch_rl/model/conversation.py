@@ -136,6 +136,8 @@ class Conversation:
 
     def _with_call_ids(self, reply: ParsedReply) -> ParsedReply:
         """The reply with an id for each call: nine letters and digits, which some templates require."""
+        if not reply.tool_calls:
+            return reply
         first = sum(len(message.tool_calls) for message in self.messages)
         calls = [replace(call, id=f"call{first + index:05d}") for index, call in enumerate(reply.tool_calls)]
         return replace(reply, tool_calls=tuple(calls))

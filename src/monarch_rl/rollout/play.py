@@ -269,10 +269,11 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)  # waits: as long as the coroutines, which have their own deadlines
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # waits: they are done or cancelled
+        raise
 
 
 # -- items of a task, made by its author's code -----------------------------------------------------------------------

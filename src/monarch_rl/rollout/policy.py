@@ -11,8 +11,7 @@ import concurrent.futures
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +40,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.tasks.task import Outcome, PromptLike, Reply, Reward
 
 EPISODE_LIMIT_FLAGS = (
@@ -94,25 +93,15 @@ class Rollout:
         """Error from outside the episode's code. It is raised whatever the coroutine does with it."""
         self.clock = EpisodeClock(context.episode_deadline_s)
         self.turn_rewards = TurnRewards()
-        self._scoring: list[float] = []
+        self.scoring: list[float] = []
         """Start time of each score that is being waited for, by the event loop's clock."""
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Record during the block that a score is being waited for."""
-        since = asyncio.get_running_loop().time()
-        self._scoring.append(since)
-        try:
-            yield
-        finally:
-            self._scoring.remove(since)
 
     @property
     def scoring_queue_report(self) -> str:
         """Describes the queue for the scoring processes if a score of this episode has waited for more than half of the
         episode deadline; else ""."""
-        since = asyncio.get_running_loop().time() - self.context.episode_deadline_s / 2
-        waits = self.context.scorer is not None and any(begun <= since for begun in self._scoring)
+        since = now() - self.context.episode_deadline_s / 2
+        waits = self.context.scorer is not None and any(begun <= since for begun in self.scoring)
         return self.context.scorer.queue if waits and self.context.scorer is not None else ""
 
     @property
@@ -325,14 +314,17 @@ class EpisodePolicy:
         scorer = self._context.scorer
         if scorer is None:
             raise RuntimeError("policy.in_scorer(...) needs scoring processes, and there are none here")
+        since = now()
+        self._rollout.scoring.append(since)
         try:
-            with self._rollout.scoring():
-                return await scorer.score(function, *args)  # waits: EpisodeRunner has a deadline for the episode's code
+            return await scorer.score(function, *args)  # waits: EpisodeRunner has a deadline for the episode's code
         except (ScoringFailed, TypeError):
             raise
         except Exception as error:
             self._rollout.broken = error
             raise
+        finally:
+            self._rollout.scoring.remove(since)
 
     def _within_room(self, sampling: Sampling) -> Sampling:
         """``sampling`` with ``max_new_tokens`` limited to the room that is left, and with the first expert route to

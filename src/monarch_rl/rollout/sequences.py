@@ -97,24 +97,25 @@ def sequences(branches: Branches, outcomes: Outcomes, truncated: bool) -> list[E
         truncated: whether sampling is truncated (top-k, top-p or min-p).
     """
     episodes, without_turn = list[Episode](), list[Episode]()
-    lines = [line for leaf in branches.leaves for line in leaf.seats.values()]
-    has_spans = any(line.spans for line in lines)
-    splits = TurnSplits(spans for line in lines for spans in line.all_spans) if has_spans else None
+    lines = [
+        (name, line, by_seat)
+        for leaf, by_seat in zip(branches.leaves, outcomes, strict=True)
+        for name, line in leaf.seats.items()
+    ]
+    has_spans = any(line.spans for _, line, _ in lines)
+    splits = TurnSplits(spans for _, line, _ in lines for spans in line.all_spans) if has_spans else None
     trained_in: dict[int, int] = {}
     """Index of the sequence that trains a turn, by the id of the turn."""
-    for leaf, by_seat in zip(branches.leaves, outcomes, strict=True):
-        for name, line in leaf.seats.items():
-            if line.turns:
-                turns = line.turns if splits is None else splits.of(line.all_spans)
-                episodes.append(_sequence(line, turns, name, by_seat[name], trained_in, truncated))
-                for turn in turns:
-                    trained_in.setdefault(id(turn), len(episodes) - 1)
-            elif name in by_seat:
-                of, messages = by_seat[name], as_rows(line.conversation.messages)
-                reason = line.full or "stop"
-                without_turn.append(
-                    Episode([], of.reward, reason, of.info, parts=of.parts, seat=name, messages=messages)
-                )
+    for name, line, by_seat in lines:
+        if line.turns:
+            turns = line.turns if splits is None else splits.of(line.all_spans)
+            episodes.append(_sequence(line, turns, name, by_seat[name], trained_in, truncated))
+            for turn in turns:
+                trained_in.setdefault(id(turn), len(episodes) - 1)
+        elif name in by_seat:
+            of, messages = by_seat[name], as_rows(line.conversation.messages)
+            reason = line.full or "stop"
+            without_turn.append(Episode([], of.reward, reason, of.info, parts=of.parts, seat=name, messages=messages))
     return episodes or without_turn
 
 

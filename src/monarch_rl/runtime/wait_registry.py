@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from monarch_rl.runtime.device_work import GpuOperation
 
@@ -32,8 +33,7 @@ WAITS_PER_PROCESS = 16
 """Maximum number of reported waits on the same process: the oldest distinct ones. An actor may have hundreds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A wait that has not ended."""
 
     waiter: str

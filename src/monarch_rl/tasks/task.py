@@ -459,6 +459,8 @@ def as_outcomes(values: Any) -> list[Outcome]:
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, int | float):
+        return float(value)
     if isinstance(value, str | bytes):
         raise ValueError(f"could not convert to a reward: {value!r} is text, not a number")
     if value is None:
