@@ -20,6 +20,7 @@ from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.errors import SamplingMaskMissing
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout import scoring
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import Resources, RolloutWorker
@@ -148,10 +149,22 @@ def runner() -> Iterator[asyncio.Runner]:
         yield made
 
 
+class CountedScorer(Scorer):
+    """Counts the calls of the pool that compute several scores."""
+
+    together = 0
+
+    async def _together(self, calls: Any) -> list[Any]:
+        self.together += 1
+        return await super()._together(calls)
+
+
 @pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    made = Scorer(1, 600.0)
-    yield made
+def scorer() -> Iterator[CountedScorer]:
+    made = CountedScorer(1, 600.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "FAST_S", 600.0)
+        yield made
     made.close()
 
 
@@ -211,11 +224,12 @@ async def rolled_out(
     bound=st.sampled_from([None, 100]),
     compared=st.booleans(),
     kind=st.sampled_from(["scorer", "scorer", "worker", "unpicklable"]),
+    gathered=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_a_unit_gives_the_groups_of_the_coroutine(
     runner: asyncio.Runner,
-    scorer: Scorer,
+    scorer: CountedScorer,
     templates: dict[bool, ChatTemplate],
     prompts: list[str],
     system: str,
@@ -228,9 +242,11 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
     bound: int | None,
     compared: bool,
     kind: str,
+    gathered: bool,
     seed: int,
 ) -> None:
-    """Bytes, failures, counters and messages; and the unit is used unless the coroutine is needed."""
+    """Bytes, failures, counters and messages; and the unit is used unless the coroutine is needed. The scores of
+    coroutines are the same whether they are gathered or not."""
     rows: Any = Rows(prompts, kind != "unpicklable")
     rewarded = reward_in_worker if kind == "worker" else reward
     task = Questions(rows, rewarded, system=system, group_rewards=closest if compared else None)
@@ -243,8 +259,14 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
     async def both() -> tuple[Any, Any]:
         resources = Resources(templates[chat], task, scorer)
         unit, generators = await rolled_out(task, tickets, s, resources, limit, routes, lost)
+        known: Any = scorer._stateless(reward)
+        known.fast_scores, scorer.together = scoring.APART if gathered else 0, 0
         coroutine, others = await rolled_out(by_coroutine(task), tickets, s, resources, limit, routes, lost)
         assert others.groups == 0
+        if kind != "scorer" or not gathered:
+            assert scorer.together == 0
+        elif limit is None and bound is None and not lost:
+            assert scorer.together == sum(map(bool, prompts))
         if limit is None and bound is None:
             with_tokens = sum(map(bool, prompts))  # an empty prompt fails where it is made
             assert (generators.groups, generators.single) == (

@@ -22,7 +22,7 @@ from pebble import ProcessPool
 
 from monarch_rl.errors import ScorerBroken, ScoringFailed
 from monarch_rl.rollout import scoring
-from monarch_rl.rollout.scoring import SHOWN_BYTES, Scorer
+from monarch_rl.rollout.scoring import APART, MOST_GATHERED, SHOWN_BYTES, Scorer
 from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.forking.fork_context import ForkedProcess
 from monarch_rl.runtime.starvation import CoreTime, Look
@@ -157,6 +157,97 @@ def test_scores_of_a_group_are_those_of_single_calls(calls: Calls, tmp_path: Pat
         asyncio.run(run())
     finally:
         scorer.close()
+
+
+class Unloadable:
+    """Can be pickled; no copy can be made."""
+
+    def __reduce__(self) -> Any:
+        return int, ("five",)
+
+
+def test_calls_that_are_gathered_fail_crash_and_time_out_one_by_one(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fast ones are computed in one call of the pool; one that is not fast this time costs the others nothing."""
+    monkeypatch.setattr(scoring, "FAST_S", AMPLE_S)
+
+    async def each(scorer: Scorer, function: Any, *texts: Any) -> tuple[list[Any], int]:
+        """Reward or reason of each call, and the number of calls of the pool."""
+        before = len(calls.deadlines)
+        asked = (scorer.score(function, text) for text in texts)
+        outcomes: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+        found = [each.reward if isinstance(each, Outcome) else each.reason for each in outcomes]
+        return found, len(calls.deadlines) - before
+
+    async def test() -> None:
+        scorer, score = Scorer(2, AMPLE_S), scores.touchy_score
+        fast = "7" * APART
+        try:
+            assert await each(scorer, score, *fast) == ([7.0] * APART, APART), "not known as fast"
+            raised = ["score raised KeyError", "score raised SystemExit"]
+            assert await each(scorer, score, *"5043") == ([5.0, raised[0], 4.0, raised[1]], 1)
+            unloaded = await each(scorer, score, "5", Unloadable(), "6")
+            assert unloaded == ([5.0, "score raised NotUnpickled", 6.0], 1)
+            most = "5" * (MOST_GATHERED + 2)
+            assert await each(scorer, score, *most) == ([5.0] * len(most), 2)
+            partial = functools.partial(scores.touchy_score)
+            for _ in range(2):
+                assert await each(scorer, partial, *fast) == ([7.0] * APART, APART), "may hold state"
+            crashed, _ = await each(scorer, score, *"728")
+            assert crashed == [7.0, "score ended its process", 8.0]
+            scorer._functions[id(score)].fast_scores = 0
+            assert await each(scorer, score, *fast) == ([7.0] * APART, APART)
+            late, _ = await each(scorer, score, *"691")
+            assert late == [6.0, 9.0, f"score took over {AMPLE_S:g} s"]
+            assert (await each(scorer, score, *"56"))[1] == 2, "by themselves, after one that was not fast"
+            monkeypatch.setattr(scoring, "FAST_S", -1.0)
+            for _ in range(2):
+                assert (await each(scorer, score, *fast))[1] == APART, "too slow to be gathered"
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_calls_that_are_gathered_are_as_at_the_time_of_the_call_and_end_if_abandoned(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scoring, "FAST_S", AMPLE_S)
+
+    async def test() -> None:
+        scorer, file, row = Scorer(1, AMPLE_S), tmp_path / "end", {"answer": "5"}
+
+        async def change() -> None:
+            row["answer"] = "6"
+
+        try:
+            for _ in range(APART):
+                await scorer.score(scores.pops, row)
+            before = len(calls.deadlines)
+            old, _, new = await asyncio.gather(scorer.score(scores.pops, row), change(), scorer.score(scores.pops, row))
+            assert (old, new) == (Outcome(5.0), Outcome(6.0)) and len(calls.deadlines) == before + 1
+            with pytest.raises(TypeError, match="pickle"):
+                await scorer.score(scores.pops, (number for number in range(3)))
+
+            file.touch()
+            for _ in range(APART):
+                await scorer.score(scores.waits_for, str(file))
+            file.unlink()
+            waiting = [asyncio.ensure_future(scorer.score(scores.waits_for, str(file))) for _ in range(3)]
+            queue = "2 calls wait for the 1 scoring processes of the worker"
+            await patience.until(lambda: scorer.queue == queue, lambda: f"another queue than {scorer.queue!r}")
+            for task in waiting[:2]:
+                task.cancel()
+            await asyncio.wait(waiting[:2])
+            assert scorer.queue == queue and not waiting[2].done()
+            waiting[2].cancel()
+            asked = scorer.score(scores.answer, 3.0)
+            assert await patience.patiently(asked, "the process that no call needs any more") == Outcome(3.0)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
 
 
 def test_a_score_that_forks_answers_once() -> None:
