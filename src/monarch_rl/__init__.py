@@ -144,8 +144,6 @@ _NAMES = {
     "monarch_rl.weights.transport": "TransferSettings",
 }
 """By module: the public names that it defines."""
-_OF_A_RUN = ("Run", "launch")
-"""Names that a script imports if it launches a run."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
@@ -156,21 +154,21 @@ name_moved_modules()
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"monarch_rl has no public name {name!r}: docs/api.md lists them", name=name)
-    if name in _OF_A_RUN and _imported_by_script():
+    if _asked_by_script_that_launches():
         import_module("monarch_rl.pipeline.preloads").start_host_early()
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value  # the next use does not come here
     return value
 
 
-def _imported_by_script() -> bool:
-    """Whether the program's script itself imports a name, and is run for more than its help."""
+def _asked_by_script_that_launches() -> bool:
+    """Whether the program's script asks for a name, uses ``launch``, and is run for more than its help."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__") != "__main__" or "__file__" not in frame.f_globals:
         return False  # a module, a notebook or a console
-    return not {"-h", "--help"}.intersection(sys.argv)
+    return "launch" in frame.f_code.co_names and not {"-h", "--help"}.intersection(sys.argv)
 
 
 def __dir__() -> list[str]:

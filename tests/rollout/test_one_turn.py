@@ -154,7 +154,7 @@ class CountedScorer(Scorer):
 
     together = 0
 
-    async def _together(self, calls: Any) -> list[Any]:
+    async def _together(self, calls: Any) -> tuple[list[Any], float]:
         self.together += 1
         return await super()._together(calls)
 
@@ -163,7 +163,8 @@ class CountedScorer(Scorer):
 def scorer() -> Iterator[CountedScorer]:
     made = CountedScorer(1, 600.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "FAST_S", 600.0)
+        for limit in ("FAST_S", "TOGETHER_S", "TOGETHER_DEADLINE_S"):
+            patch.setattr(scoring, limit, 600.0)
         yield made
     made.close()
 

@@ -171,6 +171,7 @@ def test_calls_that_are_gathered_fail_crash_and_time_out_one_by_one(
 ) -> None:
     """Fast ones are computed in one call of the pool; one that is not fast this time costs the others nothing."""
     monkeypatch.setattr(scoring, "FAST_S", AMPLE_S)
+    monkeypatch.setattr(scoring, "TOGETHER_S", AMPLE_S)
 
     async def each(scorer: Scorer, function: Any, *texts: Any) -> tuple[list[Any], int]:
         """Reward or reason of each call, and the number of calls of the pool."""
@@ -196,12 +197,15 @@ def test_calls_that_are_gathered_fail_crash_and_time_out_one_by_one(
                 assert await each(scorer, partial, *fast) == ([7.0] * APART, APART), "may hold state"
             crashed, _ = await each(scorer, score, *"728")
             assert crashed == [7.0, "score ended its process", 8.0]
-            scorer._functions[id(score)].fast_scores = 0
-            assert await each(scorer, score, *fast) == ([7.0] * APART, APART)
+            again = APART * MOST_GATHERED + APART
+            assert await each(scorer, score, *"7" * (again - 1)) == ([7.0] * (again - 1), again - 1), "apart"
+            assert await each(scorer, score, "7") == ([7.0], 1)
             late, _ = await each(scorer, score, *"691")
             assert late == [6.0, 9.0, f"score took over {AMPLE_S:g} s"]
             assert (await each(scorer, score, *"56"))[1] == 2, "by themselves, after one that was not fast"
+            scorer._functions[id(score)].fast_scores = APART
             monkeypatch.setattr(scoring, "FAST_S", -1.0)
+            assert (await each(scorer, score, *fast))[1] == 1, "gathered, and slower than before"
             for _ in range(2):
                 assert (await each(scorer, score, *fast))[1] == APART, "too slow to be gathered"
         finally:
@@ -214,6 +218,7 @@ def test_calls_that_are_gathered_are_as_at_the_time_of_the_call_and_end_if_aband
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(scoring, "FAST_S", AMPLE_S)
+    monkeypatch.setattr(scoring, "TOGETHER_S", AMPLE_S)
 
     async def test() -> None:
         scorer, file, row = Scorer(1, AMPLE_S), tmp_path / "end", {"answer": "5"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import psutil
 import pytest
 
 from monarch_rl.runtime import host_start
+from monarch_rl.runtime.devices import has_accelerator_driver
 from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.host import HostProcess
 from tests.patience import LIMIT_S, run, wait_until
+from tests.recipe.running import random_model
 
 PRELOADS = (Preload("json", ("json",)),)
+
+HERE = pytest.mark.skipif(has_accelerator_driver(), reason="no host starts early where there may be GPUs")
 
 SCRIPT = """
 import os, sys
@@ -30,9 +35,12 @@ print(early.process._process.pid if early else 0, early.process.scratch.path if 
 
 
 @pytest.fixture(autouse=True)
-def no_early_host() -> Iterator[None]:
+def no_early_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    host_start.kill_early()
+    monkeypatch.setattr(host_start, "visible_devices", list)
+    monkeypatch.setenv(host_start.EXECUTION_ID, "a_test")
     yield
-    host_start._kill_early()
+    host_start.kill_early()
 
 
 def start() -> HostProcess:
@@ -101,7 +109,7 @@ def test_an_early_host_that_was_killed_is_replaced() -> None:
     host.end(LIMIT_S)
 
 
-def run_script(folder: Path, name: str = "launch", before: str = "", after: str = "", *arguments: str) -> list[str]:
+def run_script(folder: Path, name: str, before: str, after: str, *arguments: str) -> list[str]:
     """The pid and the folder that a script printed, once the script has ended."""
     script = folder / "script.py"
     script.write_text(SCRIPT.format(name=name, before=before, after=after))
@@ -109,12 +117,74 @@ def run_script(folder: Path, name: str = "launch", before: str = "", after: str 
     return run(command).stdout.split()
 
 
+def processes_in(folder: str) -> list[psutil.Process]:
+    """Processes that have ``folder`` as their temporary directory."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+FORKS = """
+import time
+if os.fork() == 0:
+    os.closerange(1, 3)  # else the test would wait for its output
+    with open(os.path.join(sys.argv[1], "child"), "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(os.path.join(sys.argv[1], "end")):
+        time.sleep(0.05)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+@HERE
+@pytest.mark.heavy
+def test_a_fork_of_the_script_does_not_keep_the_host(tmp_path: Path) -> None:
+    try:
+        _, folder = run_script(tmp_path, "launch", "", FORKS, str(tmp_path))
+        wait_until((tmp_path / "child").exists, "the fork")
+        wait_until(lambda: not processes_in(folder), lambda: f"the end of {processes_in(folder)}")
+        assert psutil.pid_exists(int((tmp_path / "child").read_text()))
+    finally:
+        (tmp_path / "end").touch()
+
+
+LAUNCHES = """
+import sys
+from pathlib import Path
+import psutil
+from monarch_rl import Run, RunSettings, launch
+from monarch_rl.runtime import host_start
+early = host_start._early.process._process.pid
+
+async def train(run, s):
+    hosts = [child.pid for child in psutil.Process().children() if "monarch_rl.runtime.host" in child.cmdline()]
+    print("hosts", hosts == [early])
+
+launch(train, RunSettings(model=sys.argv[1], output=Path(sys.argv[2])))
+"""
+
+
+@HERE
+@pytest.mark.heavy
+def test_a_run_has_the_host_that_its_script_started(tmp_path: Path) -> None:
+    script, model = tmp_path / "script.py", random_model(tmp_path / "model")
+    script.write_text(LAUNCHES)
+    done = run([sys.executable, str(script), str(model), str(tmp_path / "runs")])
+    assert "hosts True" in done.stdout, done.stdout + done.stderr
+
+
+@HERE
 @pytest.mark.heavy
 @pytest.mark.parametrize("after", ["sys.exit('error')", "os.kill(os.getpid(), 9)"])
 def test_a_script_that_ends_without_a_launch_leaves_nothing(after: str, tmp_path: Path) -> None:
     pid, folder = run_script(tmp_path, "launch", "", after)
     wait_until(lambda: not psutil.pid_exists(int(pid)), f"the end of host {pid}")
     wait_until(lambda: not Path(folder).exists(), f"the removal of {folder}")
+    wait_until(lambda: not processes_in(folder), lambda: f"the end of {processes_in(folder)}")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +192,7 @@ def test_a_script_that_ends_without_a_launch_leaves_nothing(after: str, tmp_path
     [
         ("launch", "", ["--help"]),
         ("launch", "os.environ.update(TORCHELASTIC_RUN_ID='a', RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')", []),
-        ("RolloutSettings", "", []),
+        ("RolloutSettings as launches", "", []),
     ],
 )
 def test_a_script_that_needs_no_host_of_its_own_starts_none(
@@ -133,12 +203,11 @@ def test_a_script_that_needs_no_host_of_its_own_starts_none(
 
 def test_a_module_that_imports_launch_starts_no_host(tmp_path: Path) -> None:
     (tmp_path / "part.py").write_text("from monarch_rl import launch\n")
-    assert run_script(tmp_path, "RolloutSettings", "import part") == ["0"]
+    assert run_script(tmp_path, "RolloutSettings", "import part", "") == ["0"]
 
 
 def test_there_is_no_early_host_where_torch_must_be_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert host_start.may_start_early()
-    real = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or real(path))
-    assert not host_start.may_start_early()
+    for driver in ((), ("/dev/nvidiactl",), ("/dev/dxg",), ("/dev/kfd",)):
+        monkeypatch.setattr(os.path, "exists", driver.__contains__)
+        assert host_start.may_start_early() == (not driver)

@@ -52,7 +52,7 @@ class Relay:
     def __init__(self) -> None:
         streams = [(1, sys.__stdout__), (2, sys.__stderr__)]
         self._replaced = [number for number, stream in streams if stream is not None]
-        self.consoles = {number: os.dup(number) for number in self._replaced}
+        self.consoles: dict[int, int] = {}
         """The original descriptors of standard output (1) and error (2)."""
         self.screen: TextIO | None = None
         """If standard output is a terminal: shown there, but not in the log."""
@@ -66,19 +66,20 @@ class Relay:
         self.captures = False
         """Whether this process's output is relayed."""
         self.writers: dict[int, int] = {}
-        """Descriptors for standard output (1) and error (2)."""
+        """Descriptors for standard output (1) and error (2) of processes that are started before :meth:`capture`."""
         for number in self._replaced:
             # One pipe for both streams if they are the same file keeps their order.
-            same = number == 2 and 1 in self.writers and os.path.sameopenfile(self.consoles[1], self.consoles[2])
+            same = number == 2 and 1 in self.writers and os.path.sameopenfile(1, 2)
             self.writers[number] = self.writers[1] if same else self._pipe(number, logged=True)
-        if 1 in self._replaced and os.isatty(1):
-            encoded: Any = {"buffering": 1, "encoding": sys.stdout.encoding, "errors": "backslashreplace"}
-            self.screen = os.fdopen(self._pipe(1, logged=False), "w", **encoded)
-            self.log = os.fdopen(self._pipe(0, logged=True), "w", **encoded)
 
     def capture(self) -> None:
         """Relay what the pipes hold, and from now on the output of this process and of those that it starts."""
         self.captures = True
+        self.consoles = {number: os.dup(number) for number in self._replaced}
+        if 1 in self._replaced and os.isatty(1):
+            encoded: Any = {"buffering": 1, "encoding": sys.stdout.encoding, "errors": "backslashreplace"}
+            self.screen = os.fdopen(self._pipe(1, logged=False), "w", **encoded)
+            self.log = os.fdopen(self._pipe(0, logged=True), "w", **encoded)
         self._start()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
@@ -89,6 +90,7 @@ class Relay:
             os.dup2(self.writers[number], number)
         for writer in set(self.writers.values()):
             os.close(writer)
+        self.writers.clear()
         threading.Thread(target=self._watch, name="console-relay", daemon=True).start()
 
     def _pipe(self, console: int, logged: bool) -> int:

@@ -22,6 +22,11 @@ def capturing(on_launch: OnLaunch) -> Iterator[None]:
         _callbacks.pop()
 
 
+def is_capturing() -> bool:
+    """Whether a launch would start no run."""
+    return bool(_callbacks)
+
+
 def intercept_launch(train: Any, settings: Any, task: Any) -> bool:
     """Pass a launch to the innermost :func:`capturing` block. Returns False outside of one: the run is to start."""
     if _callbacks:

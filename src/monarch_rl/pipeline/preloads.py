@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.observe.console_relay import prepared_relay
+from monarch_rl.observe.console_relay import existing_relay, prepared_relay
+from monarch_rl.pipeline.capture import is_capturing
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime import host_start
 from monarch_rl.runtime.forking.fork_server import Preload
@@ -36,6 +37,7 @@ def start_host_early() -> None:
 
     The imports are most of a run's start-up, and nothing of the run is needed for them.
     """
-    if host_start.may_start_early():
-        with suppress(OSError):  # no room for its temporary directory, for example: the launch tries again, and says so
-            host_start.start_early(PRELOADS, prepared_relay().writers)
+    if is_capturing() or existing_relay() is not None or not host_start.may_start_early():
+        return  # no run will start, or one has started
+    with suppress(OSError):  # no room for its temporary directory, for example: the launch tries again, and says so
+        host_start.start_early(PRELOADS, prepared_relay().writers)

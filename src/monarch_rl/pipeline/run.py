@@ -924,8 +924,9 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         refusals, made = Refusals(), None
         with refusals:
             made = None if task is None else task(settings)
+        offered = devices()
         with refusals:
-            settings, _ = prepare(settings, devices(), made)
+            settings, _ = prepare(settings, offered, made)
         refusals.raise_all()
         if made is not None:
             register_modules()
@@ -936,7 +937,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             raise
         end_relay()  # no run begins
         sys.exit(f"error: {error}")
-    if settings.trainer.deterministic:
+    if settings.trainer.deterministic and offered.kind == "cuda":
         fix_nccl_order()
     with (
         restarting_after_loss(settings.checkpoint.restarts),

@@ -67,7 +67,7 @@ TOGETHER_DEADLINE_S = 2.0
 """Deadline in seconds of a call with several scores: longer ones are scored call by call, with their own deadline."""
 APART = 16
 """Number of groups that are scored call by call after one whose scores were slow or ended their process; and number of
-fast scores of a function before calls of it from several episodes are gathered (:meth:`Scorer.score`)."""
+fast scores of a function before calls of it are gathered (:meth:`Scorer.score`)."""
 FAST_S = 0.001
 """Seconds up to which a score is fast. A call of the pool costs a worker a third of that."""
 MOST_GATHERED = 32
@@ -139,8 +139,9 @@ class Scorer:
         """Run ``function(*args)`` in the pool. The function is pickled by value, with the state it holds at the time of
         the call; its global variables have the values with which they first arrived in the process.
 
-        Calls of a function whose scores were fast so far are gathered for one iteration of the event loop, because a
-        call of the pool takes longer than they do. One that was not fast this time is computed once more, by itself.
+        Calls of a function whose last scores were fast are gathered for one iteration of the event loop, because a call
+        of the pool takes longer than they do. If a score then takes too long or ends its process, those without a
+        result are computed call by call.
 
         Raises:
             ScoringFailed: the function raised, exceeded the deadline, or its process died twice.
@@ -152,9 +153,12 @@ class Scorer:
         if known is not None and known.fast_scores >= APART:
             result = await self._gathered(known, call)
         if result is None:
-            (result,), seconds = await self._compute(call)
-            if known is not None:
-                known.fast_scores = known.fast_scores + 1 if seconds <= FAST_S else 0
+            seconds = math.inf
+            try:
+                (result,), seconds = await self._compute(call)
+            finally:
+                if known is not None:
+                    known.fast_scores = known.fast_scores + 1 if seconds <= FAST_S else min(known.fast_scores, 0)
         if isinstance(result, Raised):
             raise result.failure
         outcome: Outcome = result
@@ -196,7 +200,7 @@ class Scorer:
         if self._apart or len(calls) == 1:
             self._apart = max(0, self._apart - 1)
         else:
-            done = await self._together(self._calls(function, calls, as_outcome, TOGETHER_S))
+            done, _ = await self._together(self._calls(function, calls, as_outcome, TOGETHER_S))
             if len(done) < len(calls):
                 self._apart = APART
         for place, result in enumerate(done):
@@ -210,14 +214,14 @@ class Scorer:
 
         await asyncio.gather(*map(score_alone, range(len(done), len(calls))))  # waits: each score has a deadline
 
-    async def _together(self, calls: _Calls) -> list[Any]:
-        """Results of calls in one process: those that begin in time; none if the process is ended meanwhile."""
+    async def _together(self, calls: _Calls) -> tuple[list[Any], float]:
+        """Results of calls in one process, and their seconds: those that begin in time; none if the process is ended
+        meanwhile."""
         try:
-            results, _ = await self._try(self._pool, calls, min(self.deadline_s, TOGETHER_DEADLINE_S))
+            return await self._try(self._pool, calls, min(self.deadline_s, TOGETHER_DEADLINE_S))
         except (_DeadlinePassed, ProcessExpired, BrokenProcessPool, ScoringFailed):  # each call will tell its own
             self._output.take_stack()  # it does not tell which score it is of
-            return []
-        return results
+            return [], 0.0
 
     async def _gathered(self, function: _Stateless, call: _Calls) -> Any:
         """Result of a call that is computed together with others; None if it has to be computed by itself."""
@@ -240,12 +244,14 @@ class Scorer:
 
     async def _compute_gathered(self, function: _Stateless, calls: list[tuple[_Calls, asyncio.Future[Any]]]) -> None:
         calls = [(call, done) for call, done in calls if not done.done()]
-        results: list[Any] = []
+        results = list[Any]()
         try:
             if len(calls) > 1:
                 args = [args for call, _ in calls for args in call.args]
-                results = await self._together(replace(calls[0][0], args=args, begin_within_s=TOGETHER_S))
+                results, seconds = await self._together(replace(calls[0][0], args=args, begin_within_s=TOGETHER_S))
                 if len(results) < len(calls):
+                    function.fast_scores = -APART * MOST_GATHERED
+                elif seconds > FAST_S * len(calls):
                     function.fast_scores = 0
         finally:
             for (_, done), result in itertools.zip_longest(calls, results):
@@ -385,7 +391,7 @@ class _Stateless:
     function: ScoreFunction
     by_value: ByValue[ScoreFunction]
     fast_scores: int = 0
-    """Number of consecutive fast scores."""
+    """Number of fast scores since the last one that was not; negative after gathered calls that failed together."""
     gathered: _Gathered | None = None
     """Its calls in this iteration of the event loop."""
 

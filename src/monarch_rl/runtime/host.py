@@ -142,6 +142,11 @@ class HostProcess:
         self._process.stdin.close()
         self.scratch.remove()
 
+    def leave(self) -> None:
+        """In a fork of the starter: close this process's copy of the pipe, so that the host ends with the starter."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def _kill_orphans(self) -> None:
         """Kill the processes that a lost host leaves behind: those not tied to it or to another of its processes."""
         import psutil

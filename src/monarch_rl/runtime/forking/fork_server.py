@@ -102,7 +102,7 @@ def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[byt
             listener.listen(128)
             listeners.append(listener.fileno())
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, preloads_to_text(preloads), json.dumps(listeners)],
+            [sys.executable, "-m", __name__, preloads_to_text(preloads), json.dumps(listeners), str(os.getpid())],
             stdin=subprocess.PIPE,
             pass_fds=listeners,
         )
@@ -286,7 +286,7 @@ def main() -> NoReturn:
     """Serve the preloads on the command line on their sockets. Standard input is the host's pipe."""
     preloads = preloads_from_text(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the host sends it to all its children; the server must end last
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL, int(sys.argv[3]))
     prepare_titles()
     alive = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
