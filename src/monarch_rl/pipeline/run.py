@@ -408,11 +408,11 @@ class Run:
         stages_by_value = ByValue(stages, "a stage")
         for stage in stages:
             ByValue.checked(stage, f"the stage {stage.name}")
+        freeze_heap()  # here, because nothing waits for this process while the fork server imports
         if settings.probe and self._survivors is None:
             await cluster.fork_server.imported(SCORING_PRELOAD)
             for warning in await probe(task, settings.rollout, cluster.fork_server.name):
                 print(f"warning: {warning}")
-        freeze_heap()  # here, because nothing waits for this process while the actors start
         actors = await start_actors(
             cluster,
             settings.with_patience(),
