@@ -643,6 +643,7 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
     return run_forked("text", command, RUN_S, {"COLUMNS": str(columns)})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -673,6 +674,7 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
     assert done.stderr.endswith("\nValueError: invalid literal for int() with base 10: 'no number'\n")
 
 
+@pytest.mark.heavy
 def test_a_reward_that_cannot_be_sent_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     lines = ["from monarch_rl import Questions, RunSettings, launch", "NUMBERS = (number for number in range(3))"]

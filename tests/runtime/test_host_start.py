@@ -53,7 +53,7 @@ def start() -> HostProcess:
 def test_a_launch_takes_the_early_host() -> None:
     early = start()
     host = host_start.start_host(None, PRELOADS)
-    assert host is early and not host.ended
+    assert host is early and host._process.poll() is None
     other = host_start.start_host(None, PRELOADS)  # of a second launch
     assert other is not early
     for each in (host, other):
@@ -94,7 +94,7 @@ def test_a_launch_that_needs_another_host_starts_it(
     host = host_start.start_host(**({"ip": None, "preloads": PRELOADS} | change(monkeypatch, tmp_path)))
     try:
         assert host is not early
-        assert early.ended and not early.scratch.path.exists()
+        assert early._process.poll() is not None and not early.scratch.path.exists()
     finally:
         host.end(LIMIT_S)
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("monarch_rl")
 
+SERVE = b"s"
+"""Sent to a host when it is to serve."""
 GRACE_S = 2.0
 """Seconds for processes to end on their own before they are killed."""
 
@@ -49,10 +51,11 @@ class HostProcess:
         environment: Mapping[str, str],
         preloads: Sequence[Preload] = (),
         outputs: Mapping[int, int] = MappingProxyType({}),
+        early: bool = False,
     ) -> None:
         """Start a host that is reachable at ``ip``, or, if that is None, only from this machine (through an abstract
         Unix socket). With ``preloads`` it has a fork server. ``outputs`` are descriptors for its standard output (1)
-        and error (2), in place of this process's."""
+        and error (2), in place of this process's. An ``early`` one does nothing but import until :meth:`serve`."""
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
         """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
         variables = {HOST_ADDRESS_VARIABLE: ip or LOOPBACK}
@@ -71,17 +74,20 @@ class HostProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "monarch_rl.runtime.host", *arguments],
             env={**environment, **variables, **self.scratch.variables()},
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=outputs.get(1),
             stderr=outputs.get(2),
             start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
         self._ending = False
+        if not early:
+            self.serve()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended, for whatever reason."""
-        return self._process.poll() is not None
+    def serve(self) -> None:
+        """Have it serve as a Monarch host. Raises BrokenPipeError if it has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(SERVE)
 
     def lost(self) -> HostLost | None:
         """Why the process ended before it was asked to; None if it did not."""
@@ -243,6 +249,8 @@ def main() -> None:
     if preloads:  # before this process has threads
         global _fork_server
         _fork_server = start_server(os.environ[ADDRESS_VARIABLE], preloads)
+    if sys.stdin.buffer.read(1) != SERVE:  # waits: for a launch, or the end of the starter
+        _end_with_starter(folder)
     threading.Thread(target=_end_with_starter, args=(folder,), name="end-with-starter", daemon=True).start()
     from monarch.actor import run_worker_loop_until_shutdown
 

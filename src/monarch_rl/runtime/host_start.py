@@ -84,7 +84,7 @@ def start_early(preloads: Sequence[Preload], outputs: Mapping[int, int]) -> None
     # Monarch makes one when it is imported, which happens later in this process, and must be the same in the host.
     os.environ.setdefault(EXECUTION_ID, f"monarch_rl_{os.getpid()}_{time.time_ns()}")
     inherited = _inherited(None, preloads, on_gpu=False, outputs=outputs)
-    _early = _EarlyHost(HostProcess(None, inherited.environment, preloads, outputs), inherited)
+    _early = _EarlyHost(HostProcess(None, inherited.environment, preloads, outputs, early=True), inherited)
     atexit.register(kill_early)
 
 
@@ -94,10 +94,15 @@ def _take_early(inherited: _Inherited) -> HostProcess | None:
     early = _early
     if early is None:
         return None
-    if early.inherited != inherited or early.process.ended:
+    if early.inherited != inherited:
         before, after = vars(early.inherited), vars(inherited)
         differing = [name for name in after if before[name] != after[name]]
         logger.debug("the host is started anew: another %s than when the program began", ", ".join(differing))
+        kill_early()
+        return None
+    try:
+        early.process.serve()
+    except BrokenPipeError:  # it was killed
         kill_early()
         return None
     _early = None
