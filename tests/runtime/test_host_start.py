@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from monarch_rl.pipeline.capture import capturing
+from monarch_rl.pipeline.preloads import start_host_early
 from monarch_rl.runtime import host_start
 from monarch_rl.runtime.devices import has_accelerator_driver
 from monarch_rl.runtime.forking.fork_server import Preload
@@ -97,6 +99,31 @@ def test_a_launch_that_needs_another_host_starts_it(
         assert early._process.poll() is not None and not early.scratch.path.exists()
     finally:
         host.end(LIMIT_S)
+
+
+@pytest.mark.heavy
+def test_a_launch_with_another_umask_or_output_starts_its_own_host(tmp_path: Path) -> None:
+    early, umask = start(), os.umask(0o077)
+    try:
+        host = host_start.start_host(None, PRELOADS)
+    finally:
+        os.umask(umask)
+    assert host is not early and early._process.poll() is not None
+    host.end(LIMIT_S)
+
+    with (tmp_path / "output").open("w") as output:  # this process prints elsewhere
+        host_start.start_early(PRELOADS, {1: output.fileno()})
+    assert host_start._early is not None
+    early = host_start._early.process
+    host = host_start.start_host(None, PRELOADS)
+    assert host is not early and early._process.poll() is not None
+    host.end(LIMIT_S)
+
+
+def test_a_recipe_that_is_only_read_starts_no_host() -> None:
+    with capturing(lambda *_: None):
+        start_host_early()
+    assert host_start._early is None
 
 
 @pytest.mark.heavy
