@@ -685,7 +685,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_before_anything_starts(model: P
     done = on_command_line(script)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "reward -> NUMBERS: cannot pickle 'generator'" in done.stderr
+    assert "(episode -> reward -> NUMBERS: cannot pickle 'generator'" in done.stderr
 
 
 @pytest.mark.heavy

@@ -162,7 +162,7 @@ def test_an_unpicklable_value_is_named() -> None:
     def reward(row: object, answer: str) -> object:
         return numbers
 
-    with pytest.raises(TypeError, match=r"my task .*reward -> numbers.* generator"):
+    with pytest.raises(TypeError, match=r"my task .*-> reward -> numbers.* generator"):
         ByValue(Questions([{"question": "?"}], reward), "my task")
     with pytest.raises(TypeError, match="the arguments of f"):
         to_bytes(numbers, "the arguments of f")
