@@ -260,7 +260,7 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
     async def both() -> tuple[Any, Any]:
         resources = Resources(templates[chat], task, scorer)
         unit, generators = await rolled_out(task, tickets, s, resources, limit, routes, lost)
-        known: Any = scorer._stateless(reward)
+        known = scorer._known(reward)
         known.fast_scores, scorer.together = scoring.APART if gathered else 0, 0
         coroutine, others = await rolled_out(by_coroutine(task), tickets, s, resources, limit, routes, lost)
         assert others.groups == 0

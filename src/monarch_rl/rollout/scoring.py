@@ -107,7 +107,7 @@ class Scorer:
     ) -> None:
         self.deadline_s = deadline_s
         self._processes = processes
-        self._functions: dict[int, _Stateless] = {}
+        self._functions: dict[int, _Function] = {}
         """The newest functions that hold no state, by identity."""
         self._output = ScorerOutput()
         self._make_pool = functools.partial(
@@ -148,20 +148,17 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        call = self._calls(function, [args], as_outcome)
-        known, result = self._stateless(function), None
-        if known is not None and known.fast_scores >= APART:
+        known, result = self._known(function), None
+        call = _calls(known, [args], as_outcome)
+        if known.fast_scores >= APART:
             result = await self._gathered(known, call)
         if result is None:
             seconds = math.inf
             try:
                 (result,), seconds = await self._compute(call)
             finally:
-                if known is not None:
-                    known.fast_scores = known.fast_scores + 1 if seconds <= FAST_S else min(known.fast_scores, 0)
-        if isinstance(result, Raised):
-            raise result.failure
-        outcome: Outcome = result
+                known.fast_scores = known.fast_scores + 1 if seconds <= FAST_S else min(known.fast_scores, 0)
+        outcome: Outcome = _returned(result)
         return outcome
 
     async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
@@ -170,10 +167,8 @@ class Scorer:
 
     async def call(self, function: ScoreFunction, args: tuple[Any, ...], convert: Callable[[Any], T]) -> T:
         """``convert(function(*args))``, computed in the pool. Raises as :meth:`score` does."""
-        (result,), _ = await self._compute(self._calls(function, [args], convert))
-        if isinstance(result, Raised):
-            raise result.failure
-        converted: T = result
+        (result,), _ = await self._compute(_calls(self._known(function), [args], convert))
+        converted: T = _returned(result)
         return converted
 
     async def score_each(
@@ -200,7 +195,7 @@ class Scorer:
         if self._apart or len(calls) == 1:
             self._apart = max(0, self._apart - 1)
         else:
-            done, _ = await self._together(self._calls(function, calls, as_outcome, TOGETHER_S))
+            done, _ = await self._together(_calls(self._known(function), calls, as_outcome, TOGETHER_S))
             if len(done) < len(calls):
                 self._apart = APART
         for place, result in enumerate(done):
@@ -223,7 +218,7 @@ class Scorer:
             self._output.take_stack()  # it does not tell which score it is of
             return [], 0.0
 
-    async def _gathered(self, function: _Stateless, call: _Calls) -> Any:
+    async def _gathered(self, function: _Function, call: _Calls) -> Any:
         """Result of a call that is computed together with others; None if it has to be computed by itself."""
         loop, gathered = asyncio.get_running_loop(), function.gathered
         if gathered is None or len(gathered.calls) == MOST_GATHERED:
@@ -237,12 +232,12 @@ class Scorer:
             gathered.end_if_abandoned()
             raise
 
-    def _send_gathered(self, function: _Stateless, gathered: _Gathered) -> None:
+    def _send_gathered(self, function: _Function, gathered: _Gathered) -> None:
         if function.gathered is gathered:
             function.gathered = None
         gathered.computing = asyncio.ensure_future(self._compute_gathered(function, gathered.calls))
 
-    async def _compute_gathered(self, function: _Stateless, calls: list[tuple[_Calls, asyncio.Future[Any]]]) -> None:
+    async def _compute_gathered(self, function: _Function, calls: list[tuple[_Calls, asyncio.Future[Any]]]) -> None:
         calls = [(call, done) for call, done in calls if not done.done()]
         results = list[Any]()
         try:
@@ -258,28 +253,13 @@ class Scorer:
                 if not done.done():
                     done.set_result(result)
 
-    def _calls(
-        self,
-        function: ScoreFunction,
-        calls: Sequence[tuple[Any, ...]],
-        convert: Convert,
-        begin_within_s: float = math.inf,
-    ) -> _Calls:
-        what = f"the arguments of {getattr(function, '__name__', function)}"
-        pickled = [to_bytes(args, what) for args in calls]
-        return _Calls(self._by_value(function).data, pickled, convert, begin_within_s)
-
-    def _by_value(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
-        known = self._stateless(function)
-        return ByValue(function) if known is None else known.by_value
-
-    def _stateless(self, function: ScoreFunction) -> _Stateless | None:
-        """What is known of a function; None if it holds state, which may have changed since the last call."""
+    def _known(self, function: ScoreFunction) -> _Function:
+        """What is known of a function: of one that holds state, which may have changed since the last call, nothing."""
         if not _is_stateless(function):
-            return None
+            return _Function(function)
         cached = self._functions.get(id(function))
         if cached is None:
-            cached = self._functions[id(function)] = _Stateless(function, ByValue(function))
+            cached = self._functions[id(function)] = _Function(function)
             if len(self._functions) > FUNCTIONS_KEPT:
                 del self._functions[next(iter(self._functions))]
         return cached
@@ -384,16 +364,20 @@ class Scorer:
         self._output.close()
 
 
-@dataclass(slots=True)
-class _Stateless:
-    """A function that holds no state."""
+@dataclass
+class _Function:
+    """A function, and how fast its scores were."""
 
     function: ScoreFunction
-    by_value: ByValue[ScoreFunction]
     fast_scores: int = 0
     """Number of fast scores since the last one that was not; negative after gathered calls that failed together."""
     gathered: _Gathered | None = None
     """Its calls in this iteration of the event loop."""
+
+    @functools.cached_property
+    def by_value(self) -> ByValue[ScoreFunction]:
+        """Its pickled form. Raises TypeError if it cannot be pickled."""
+        return ByValue(self.function)
 
 
 class _Gathered:
@@ -508,6 +492,14 @@ class _Calls:
         return _load_calls, (self.function, self.args, self.convert, self.begin_within_s)
 
 
+def _calls(
+    function: _Function, calls: Sequence[tuple[Any, ...]], convert: Convert, begin_within_s: float = math.inf
+) -> _Calls:
+    what = f"the arguments of {getattr(function.function, '__name__', function.function)}"
+    pickled = [to_bytes(args, what) for args in calls]
+    return _Calls(function.by_value.data, pickled, convert, begin_within_s)
+
+
 def _load_calls(function: bytes, args: list[bytes], convert: Convert, begin_within_s: float) -> Any:
     """The function, the arguments of each call, ``convert`` and ``begin_within_s``. The error of unpickling some of
     them, which must cost only these scores, takes their place. Each call has its own copies of its arguments, which it
@@ -541,6 +533,13 @@ def compute(function: ScoreFunction, args: tuple[Any, ...], convert: Convert) ->
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # its arguments do not fit
             raised = replace(raised, place=definition(function)[1] or raised.place)
         return raised
+
+
+def _returned(result: Any) -> Any:
+    """A result of a call. Raises the failure of a call that raised."""
+    if isinstance(result, Raised):
+        raise result.failure
+    return result
 
 
 def _raised(error: BaseException) -> Raised:
