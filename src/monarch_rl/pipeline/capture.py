@@ -31,4 +31,4 @@ def intercept_launch(train: Any, settings: Any, task: Any) -> bool:
     """Pass a launch to the innermost :func:`capturing` block. Returns False outside of one: the run is to start."""
     if _callbacks:
         _callbacks[-1](train, settings, task)
-    return bool(_callbacks)
+    return is_capturing()

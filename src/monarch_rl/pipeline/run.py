@@ -408,7 +408,8 @@ class Run:
         stages_by_value = ByValue(stages, "a stage")
         for stage in stages:
             ByValue.checked(stage, f"the stage {stage.name}")
-        freeze_heap()  # here, because nothing waits for this process while the fork server imports
+        if self._survivors is None:
+            freeze_heap()  # here, because nothing waits for this process while the fork server imports
         if settings.probe and self._survivors is None:
             await cluster.fork_server.imported(SCORING_PRELOAD)
             for warning in await probe(task, settings.rollout, cluster.fork_server.name):
@@ -924,8 +925,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         refusals, made = Refusals(), None
         with refusals:
             made = None if task is None else task(settings)
-        offered = devices()
         with refusals:
+            offered = devices()
             settings, _ = prepare(settings, offered, made)
         refusals.raise_all()
         if made is not None:

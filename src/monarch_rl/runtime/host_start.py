@@ -140,15 +140,15 @@ def _inherited(
     limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     status = Path("/proc/self/status").read_text().splitlines()
     return _Inherited(
-        ip,
-        tuple(preloads),
-        environment,
-        os.getcwd(),
-        frozenset(os.sched_getaffinity(0)),
-        tuple(resource.getrlimit(limit) for limit in limits),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        next((line for line in status if line.startswith("Umask:")), ""),
-        tuple(_file(outputs.get(number, number)) for number in (1, 2)),
+        ip=ip,
+        preloads=tuple(preloads),
+        environment=environment,
+        folder=os.getcwd(),
+        cores=frozenset(os.sched_getaffinity(0)),
+        limits=tuple(resource.getrlimit(limit) for limit in limits),
+        niceness=os.getpriority(os.PRIO_PROCESS, 0),
+        umask=next((line for line in status if line.startswith("Umask:")), ""),
+        outputs=tuple(_file(outputs.get(number, number)) for number in (1, 2)),
     )
 
 
