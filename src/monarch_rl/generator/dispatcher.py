@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from monarch_rl.errors import GenerationError, ProcessLost
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost, Request
 from monarch_rl.generator.parts import finish_reason_of, join_parts, settle
 from monarch_rl.runtime.deadlines import DeadlineClock, retrieve, within
+from monarch_rl.runtime.gathered_calls import GatheredCalls
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
@@ -66,10 +66,8 @@ class Dispatcher:
         self._lost: dict[int, str] = {}
         """Lost replicas, and why they were lost."""
         self._changed = asyncio.Event()
-        self._gathered: dict[int, _Gathered] = {}
-        """By group: what its episodes have asked for in this iteration of the event loop."""
-        self._asking: set[asyncio.Task[None]] = set()
-        """The event loop itself holds no references to tasks."""
+        self._gathered = GatheredCalls(self._complete_or_fail)
+        """By group: what its episodes ask for at once, such as their first turns. One request is awaited for all."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -118,17 +116,8 @@ class Dispatcher:
             ReplicaLost: more replicas were lost during the request than ``max_losses`` allows.
         """
         answer = _PartialAnswer(prompt_ids, sampling)
-        gathered = self._gathered.get(group)
-        if gathered is None:
-            gathered = self._gathered[group] = _Gathered()
-            # In a context of its own, not in that of the first episode.
-            asyncio.get_running_loop().call_soon(self._send_gathered, group, context=Context())
-        gathered.answers.append(answer)
-        try:
-            return await answer.done  # waits: for _complete_all, which has a deadline
-        except asyncio.CancelledError:
-            gathered.end_if_abandoned()
-            raise
+        completion: Completion = await self._gathered.result(group, answer)  # waits: _complete_all has a deadline
+        return completion
 
     async def generate_group(
         self, prompt_ids: list[int], samplings: Sequence[Sampling], group: int
@@ -143,17 +132,7 @@ class Dispatcher:
         assert len(wholes) == len(answers)
         return wholes
 
-    def _send_gathered(self, group: int) -> None:
-        """Ask for what the episodes of a group have asked for in one iteration of the event loop, such as their first
-        turns: one request is awaited for all, and each gets its answer as soon as it is done."""
-        gathered = self._gathered.pop(group)
-        gathered.answers = [answer for answer in gathered.answers if not answer.done.cancelled()]
-        if gathered.answers:
-            gathered.asking = asyncio.ensure_future(self._complete_or_fail(gathered.answers, group))
-            self._asking.add(gathered.asking)
-            gathered.asking.add_done_callback(self._asking.discard)
-
-    async def _complete_or_fail(self, answers: list[_PartialAnswer], group: int) -> None:
+    async def _complete_or_fail(self, group: int, answers: list[_PartialAnswer]) -> None:
         try:
             await self._complete_all(answers, group)
         except Exception as error:
@@ -278,19 +257,6 @@ class Dispatcher:
 
     def _load(self, replica: int) -> int:
         return self._in_flight[replica]
-
-
-class _Gathered:
-    """Answers that are awaited together, each by its own episode."""
-
-    def __init__(self) -> None:
-        self.answers: list[_PartialAnswer] = []
-        self.asking: asyncio.Task[None] | None = None
-
-    def end_if_abandoned(self) -> None:
-        """Ask no longer if no episode waits for an answer any more."""
-        if self.asking is not None and all(answer.done.done() for answer in self.answers):
-            self.asking.cancel()
 
 
 class _PartialAnswer:

@@ -29,8 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
@@ -45,6 +44,7 @@ from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, from_bytes, run_recipe_code, to_bytes
 from monarch_rl.runtime.deadlines import DeadlineClock, done_or_late
 from monarch_rl.runtime.forking.fork_context import ForkContext
+from monarch_rl.runtime.gathered_calls import GatheredCalls
 from monarch_rl.runtime.process import die_with_parent, exit_code_of, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes, returned_by
 from monarch_rl.user_code import definition
@@ -109,6 +109,7 @@ class Scorer:
         self._processes = processes
         self._functions: dict[int, _Function] = {}
         """The newest functions that hold no state, by identity."""
+        self._gathered = GatheredCalls(self._compute_gathered, MOST_GATHERED)
         self._output = ScorerOutput()
         self._make_pool = functools.partial(
             ProcessPool,
@@ -151,7 +152,7 @@ class Scorer:
         known, result = self._known(function), None
         call = _calls(known, [args], as_outcome)
         if known.fast_scores >= APART:
-            result = await self._gathered(known, call)
+            result = await self._gathered.result(known, _GatheredCall(call))  # waits: its scores have deadlines
         if result is None:
             seconds = math.inf
             try:
@@ -218,40 +219,21 @@ class Scorer:
             self._output.take_stack()  # it does not tell which score it is of
             return [], 0.0
 
-    async def _gathered(self, function: _Function, call: _Calls) -> Any:
-        """Result of a call that is computed together with others; None if it has to be computed by itself."""
-        loop, gathered = asyncio.get_running_loop(), function.gathered
-        if gathered is None or len(gathered.calls) == MOST_GATHERED:
-            gathered = function.gathered = _Gathered()
-            # In a context of its own, not in that of the first episode.
-            loop.call_soon(self._send_gathered, function, gathered, context=Context())
-        gathered.calls.append((call, done := loop.create_future()))
-        try:
-            return await done  # waits: for _compute_gathered, whose calls have a deadline
-        except asyncio.CancelledError:
-            gathered.end_if_abandoned()
-            raise
-
-    def _send_gathered(self, function: _Function, gathered: _Gathered) -> None:
-        if function.gathered is gathered:
-            function.gathered = None
-        gathered.computing = asyncio.ensure_future(self._compute_gathered(function, gathered.calls))
-
-    async def _compute_gathered(self, function: _Function, calls: list[tuple[_Calls, asyncio.Future[Any]]]) -> None:
-        calls = [(call, done) for call, done in calls if not done.done()]
+    async def _compute_gathered(self, function: _Function, calls: list[_GatheredCall]) -> None:
         results = list[Any]()
         try:
             if len(calls) > 1:
-                args = [args for call, _ in calls for args in call.args]
-                results, seconds = await self._together(replace(calls[0][0], args=args, begin_within_s=TOGETHER_S))
+                args = [args for each in calls for args in each.call.args]
+                together = replace(calls[0].call, args=args, begin_within_s=TOGETHER_S)
+                results, seconds = await self._together(together)
                 if len(results) < len(calls):
                     function.fast_scores = -APART * MOST_GATHERED
                 elif seconds > FAST_S * len(calls):
                     function.fast_scores = 0
         finally:
-            for (_, done), result in itertools.zip_longest(calls, results):
-                if not done.done():
-                    done.set_result(result)
+            for each, result in itertools.zip_longest(calls, results):
+                if not each.done.done():
+                    each.done.set_result(result)
 
     def _known(self, function: ScoreFunction) -> _Function:
         """What is known of a function: of one that holds state, which may have changed since the last call, nothing."""
@@ -364,15 +346,13 @@ class Scorer:
         self._output.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Function:
     """A function, and how fast its scores were."""
 
     function: ScoreFunction
     fast_scores: int = 0
     """Number of fast scores since the last one that was not; negative after gathered calls that failed together."""
-    gathered: _Gathered | None = None
-    """Its calls in this iteration of the event loop."""
 
     @functools.cached_property
     def by_value(self) -> ByValue[ScoreFunction]:
@@ -380,18 +360,12 @@ class _Function:
         return ByValue(self.function)
 
 
-class _Gathered:
-    """Calls that are computed together, each awaited by its own episode."""
+@dataclass(eq=False)
+class _GatheredCall:
+    """A call that is computed together with others, and its result: None if it has to be computed by itself."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[_Calls, asyncio.Future[Any]]] = []
-        """Each call, and its result: None if it has to be computed by itself."""
-        self.computing: asyncio.Task[None] | None = None
-
-    def end_if_abandoned(self) -> None:
-        """End the computation if no episode waits for it any more."""
-        if self.computing is not None and all(done.done() for _, done in self.calls):
-            self.computing.cancel()
+    call: _Calls
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 def _is_stateless(function: ScoreFunction) -> bool:
