@@ -66,7 +66,7 @@ def test_the_controller_is_the_process_named_in_the_run_folder(processes: Any, t
 
 PARENT = """
 import subprocess, sys, time
-while time.process_time() < 0.1:  # /proc counts CPU time in steps of 0.01 s, which a fast machine may need to get here
+while time.process_time() < 0.1:  # /proc counts CPU time in steps of 0.01 s, and a fast machine starts Python in less
     pass
 subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch_rl::scorer"])
 print("started", flush=True)
