@@ -112,6 +112,12 @@ def test_all_refusals_are_one_list() -> None:
     assert str(refused.value).count("problems:") == 1 and str(refused.value).startswith("3 problems:\n- held-out")
 
 
+@pytest.mark.parametrize(("first", "last", "steps"), [(3, 2, 9), (8, 10, 9)])
+def test_steps_that_cannot_be_profiled_are_refused(first: int, last: int, steps: int) -> None:
+    with pytest.raises(SettingsError, match=f"profile-steps {first} {last}"):
+        check(RunSettings(steps=steps, trainer=TrainerSettings(profile_steps=(first, last))), CPUS)
+
+
 def test_a_curriculum_over_other_steps_than_those_of_the_run_is_refused(tmp_path: Path) -> None:
     async def episode(item: Any, policy: Any) -> float:
         return 1.0

@@ -37,6 +37,7 @@ from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.metrics import check_agreement, reduced_metrics
 from monarch_rl.trainer.objective import LossFunction, Sums, loss_function, supervised
 from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.publishing import changed_share
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
@@ -251,6 +252,28 @@ def check_mixed_gradient(folder: Path) -> None:
         save_file(policy.model._state_dict_adapter.to_hf(of_rows), folder / "rows.found")
 
 
+def check_changed_share(folder: Path) -> None:
+    """Steps that are too small for bfloat16 change no weight that is served in it; others as many as among all weights,
+    of which both ranks sample their rows."""
+    for lr, dtype in ((1e-9, torch.bfloat16), (1e-9, torch.float32), (LR, torch.bfloat16)):
+        settings = TrainerSettings(lr=lr)
+        policy = Policy(folder / "qwen3_bf16", settings, total_steps=9)
+        functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), settings.loss))
+        dtypes = {name: dtype for name, _ in policy.published.tensors()}
+
+        def whole(policy: Policy = policy, dtype: torch.dtype = dtype) -> torch.Tensor:
+            weights = policy.model.hf_state().values()
+            return torch.cat([weight.full_tensor().flatten() for weight in weights]).to(dtype)  # type: ignore[attr-defined]
+
+        assert changed_share([], policy.published.sampled_rows({}), policy.device) == {}
+        before, rows_before = whole(), policy.published.sampled_rows(dtypes)
+        make_step(policy, packed_shard(policy, 0), functions, MAX_NEW_TOKENS)
+        found = changed_share(rows_before, policy.published.sampled_rows(dtypes), policy.device)["changed_share"]
+        expected = float((whole() != before).float().mean())
+        assert (found == 0) == (lr == 1e-9 and dtype == torch.bfloat16), (lr, dtype, found)
+        assert abs(found - expected) < 0.25, (lr, dtype, found, expected)
+
+
 def check_snapshot(policy: Policy, folder: Path) -> None:
     """A snapshot in bfloat16 equals the saved weights, cast and sharded by rows; checksums are of whole tensors."""
     tensors, runs = policy.published.tensors(), policy.published.owned_spans()
@@ -367,6 +390,7 @@ def main(folder: Path) -> None:
     train_on_rows(folder, "supervised", 1.0, temperature=0.7)
     train_on_rows(folder, "mixed", SHARE, temperature=1.0)
     check_mixed_gradient(folder)
+    check_changed_share(folder)
     loss = LossSettings(kl_coefficient=0.5, kl_estimate="k2")
     anchored = train(folder, "anchored", replace(settings, reference=True, loss=loss))
     check_reference_of_lora(folder, anchored)

@@ -170,6 +170,13 @@ METRICS = (
         "{:.3g}",
     ),
     Metric(
+        "trainer/changed_share",
+        "share",
+        "Share of the weights that the step changed in the dtype in which they are served, among a sample of 1 %. At 0 "
+        "the updates are too small for that dtype: generators go on sampling from the same policy.",
+        "learning",
+    ),
+    Metric(
         "trainer/loss",
         "",
         "Sum over the batch of the weighted loss of each token; with several updates per batch, the mean over them.",

@@ -457,6 +457,12 @@ def _check_updates(s: RunSettings) -> None:
             f"trainer.minibatches {s.trainer.minibatches} exceeds groups-per-step {s.groups_per_step}, but a group is "
             "never split among mini-batches: lower trainer.minibatches, or raise groups-per-step"
         )
+    if s.trainer.profile_steps is not None and s.trainer.profile_steps[1] > s.steps:
+        first, last = s.trainer.profile_steps
+        raise SettingsError(
+            f"trainer.profile-steps {first} {last}: the run has {s.steps} steps, and the trace is written after the "
+            "last of these: choose earlier ones, or raise steps"
+        )
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:

@@ -50,7 +50,7 @@ from monarch_rl.runtime.machine_memory import check_free, free_memory
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
-from monarch_rl.trainer.plan import TrainerPlan
+from monarch_rl.trainer.plan import TRACES, TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
 SET_UP_DEADLINE_S = 600.0
@@ -351,6 +351,7 @@ async def start_actors(
         journal=journal,
         journal_bytes=s.journal.mib << 20,
         generation=resumed.generation if resumed else 0,
+        traces=folder / TRACES if folder is not None else None,
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.advantages import BatchAdvantages
     from monarch_rl.trainer.functions import LoadedFunctions
     from monarch_rl.trainer.policy import Policy
+    from monarch_rl.trainer.profiling import StepProfiler
     from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Span
     from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
@@ -76,6 +78,7 @@ class Trainer(ResilientActor):
         """The rows that :meth:`update` mixes into its batches."""
         self._rows_taken = 0
         """Supervised rows trained so far."""
+        self._profiler: StepProfiler | None = None
 
     @property
     def policy(self) -> Policy:
@@ -120,6 +123,7 @@ class Trainer(ResilientActor):
 
             from monarch_rl.trainer.functions import TrainingFunctions
             from monarch_rl.trainer.policy import Policy
+            from monarch_rl.trainer.profiling import StepProfiler
             from monarch_rl.trainer.step_journal import StepJournal
 
             plan = self._plan
@@ -129,6 +133,8 @@ class Trainer(ResilientActor):
             device_work.use_device(policy.device.type, make_mark=partial(torch.Event, policy.device))
             if plan.journal is not None:
                 self._journal = StepJournal.begin(plan.journal, plan.journal_bytes, plan, policy)
+            if plan.settings.profile_steps is not None and plan.traces is not None:
+                self._profiler = StepProfiler(*plan.settings.profile_steps, plan.traces, policy.rank, policy.device)
             return policy
 
         self._policy = await self._on(self._compute, build)
@@ -183,6 +189,7 @@ class Trainer(ResilientActor):
 
     async def _train(self, shard: PackedShard, journal: StepJournal | None) -> dict[str, float]:
         """Train the next version on a batch, and record the step in ``journal``, if any."""
+        from monarch_rl.trainer.publishing import changed_share
         from monarch_rl.trainer.step import train
 
         version, policy = shard.version, self.policy
@@ -190,18 +197,21 @@ class Trainer(ResilientActor):
         if journal is not None:
             journal.took(shard)
 
-        def step() -> tuple[dict[str, float], BatchAdvantages]:
-            result = train(policy, shard, self.functions, self._plan.normaliser_tokens)
+        def step() -> tuple[dict[str, float], BatchAdvantages, dict[str, float]]:
+            dtypes = {} if self._snapshots is None else self._snapshots.served_dtypes
+            before = policy.published.sampled_rows(dtypes)
+            with nullcontext() if self._profiler is None else self._profiler.step(version + 1):
+                metrics, advantages = train(policy, shard, self.functions, self._plan.normaliser_tokens)
             self._rows_taken += rows
             self._note(version + 1)
-            return result
+            return metrics, advantages, changed_share(before, policy.published.sampled_rows(dtypes), policy.device)
 
-        metrics, advantages = await self._on(self._compute, step)
+        metrics, advantages, changed = await self._on(self._compute, step)
         self._trained = shard, advantages
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
-            return metrics | {LOST: float(journal.lost)}
-        return metrics
+            changed[LOST] = float(journal.lost)
+        return metrics | changed
 
     def _note(self, version: int) -> None:
         """Mark the state of ``version`` as complete: the next checkpoint holds it."""

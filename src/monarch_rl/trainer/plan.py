@@ -29,6 +29,9 @@ from monarch_rl.trainer.objective import LossFunction, loss_function, made_from,
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.user_code import code_behind, place_of
 
+TRACES = "traces"
+"""Folder of the traces of ``trainer.profile_steps``, in the run's folder."""
+
 
 @dataclass(frozen=True)
 class TrainerPlan:
@@ -53,6 +56,8 @@ class TrainerPlan:
     """Most bytes of the journal of a rank."""
     generation: int = 0
     """How many times the run has been resumed."""
+    traces: Path | None = None
+    """Folder of the traces of ``settings.profile_steps``; None: no trace."""
 
 
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------
@@ -131,7 +136,9 @@ def trained_as(plan: TrainerPlan) -> str:
     """A digest of everything that determines how a batch is trained: settings, the number of optimiser steps if the
     learning rate depends on it, and the functions."""
     total_steps = None if plan.settings.lr_min_factor == 1 else plan.total_steps
-    return _digest([to_plain(plan.settings), total_steps, functions_as(plan)])
+    settings = to_plain(plan.settings)
+    settings.pop("profile_steps")  # does not change what is computed
+    return _digest([settings, total_steps, functions_as(plan)])
 
 
 def functions_as(plan: TrainerPlan) -> str:

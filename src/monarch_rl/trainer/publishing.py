@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +14,15 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_spans
+from monarch_rl.trainer.metrics import summed
 from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import NamedShape, Span, by_rows, has_columns, is_owner, local_span, row_span
 from monarch_rl.weights.blocks import find_spans, memory_kind, stack_span
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
+
+SAMPLED = 100
+"""Every 100th row of a shard is sampled to estimate the share of weights that a step changes."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,23 @@ class PublishedWeights:
         targets = [places[name].view(local.shape) for name, local in shards.items()]
         return SnapshotPlan(places, list(_joined(shards.values(), targets)))
 
+    def sampled_rows(self, dtypes: Mapping[str, torch.dtype]) -> list[torch.Tensor]:
+        """A copy of every :data:`SAMPLED` th row of this rank's shards, in the dtype in which each is served; with
+        LoRA, of its matrices.
+
+        Args:
+            dtypes: served dtype of each tensor; only these tensors are sampled, or LoRA's if they are sent merged.
+        """
+        shards = self._model.lora_state() if self._sends_merged else self._shards()
+        merged = next(iter(dtypes.values()), None) if self._sends_merged else None
+        rows = []
+        for name, value in shards.items():
+            dtype = merged or dtypes.get(name)
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if dtype is not None and local.numel():
+                rows.append(local.detach()[::SAMPLED].to(dtype, copy=True))
+        return rows
+
     def snapshot(self, plan: SnapshotPlan) -> None:
         """Copy this rank's shards to the snapshot, in the served dtype. All ranks call it together."""
         with torch.no_grad():
@@ -161,3 +182,13 @@ class PublishedWeights:
             for name, value in self._model.hf_state().items()
             if first or isinstance(value, DTensor) or EXPERT.search(name)
         }
+
+
+def changed_share(
+    before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], device: torch.device
+) -> dict[str, float]:
+    """``{"changed_share": ...}``: the share of all ranks' :meth:`PublishedWeights.sampled_rows` that differ; empty
+    before there are served weights. All ranks call it together."""
+    changed = sum(int((new != old).sum()) for old, new in zip(before, after, strict=True))
+    sampled = summed(float(sum(rows.numel() for rows in after)), device)
+    return {"changed_share": summed(float(changed), device) / sampled} if sampled else {}

@@ -100,6 +100,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """Dtype of forward and backward passes; master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
     lora: LoraSettings = FULL_TRAINING
     """Low-rank adapters instead of full training."""
+    profile_steps: Annotated[tuple[int, int] | None, Range(1, 10**9)] = None
+    """First and last step, as in `metrics.jsonl`, of which each rank writes a trace of torch.profiler, to
+    `traces/rank0.json.gz`, ... in the run's folder, for Perfetto or chrome://tracing. These steps take
+    several times as long. None: no trace."""
     reference: bool = False
     """Keep the model that training starts from on the trainer's devices, and fill the column `reference` with its
     log-probs, which `trainer.loss.kl-coefficient` reads. Takes 4 bytes per parameter, sharded over the ranks, and one
@@ -139,6 +143,9 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         return self.ranks // self.tp
 
     def contradictions(self) -> Iterator[str]:
+        if self.profile_steps is not None and self.profile_steps[1] < self.profile_steps[0]:
+            first, last = self.profile_steps
+            yield f"trainer.profile-steps {first} {last}: the last step comes before the first; exchange them"
         if self.ranks % self.tp:
             yield f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}"
         if self.tp > 1 and self.compile:

@@ -30,6 +30,11 @@ class Snapshots:
         self._versions: dict[int, int] = {}
         self._checksums: dict[int, ShardChecksums] = {}
 
+    @property
+    def served_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which generators serve each tensor of a version, by name."""
+        return {spec.name: spec.dtype for spec in self.manifest.tensors}
+
     def prepare(self, version: int, index: int) -> list[torch.Tensor]:
         """Assign a snapshot to ``version``; returns the views to copy this rank's shards to."""
         views = self.sender.views(index)
