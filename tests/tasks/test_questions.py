@@ -51,6 +51,7 @@ def test_each_row_that_is_not_held_out_is_used_once_per_epoch(rows: int, share: 
     first, second = cursors(task, 2 * size)[:size], cursors(task, 2 * size)[size:]
     assert set(first) == set(second) == {row["question"] for row in used} - held_out
     assert len(set(first)) == len(first) == size
+    assert task.epoch is not None and task.epoch() == size
     again = cloudpickle.loads(cloudpickle.dumps(task))
     assert cursors(again, 2 * size) == first + second  # in every process
 
@@ -69,6 +70,7 @@ def test_no_row_with_a_held_out_prompt_is_trained() -> None:
     task = Questions(doubled, reward, held_out=5)
     held_out = {row["question"] for row in held_out_rows(task)}
     assert held_out and not held_out & set(cursors(task, 40))
+    assert task.epoch is not None and task.epoch() == 40 - 2 * len(held_out)
     named = Questions(ROWS, reward, held_out={"easy": ROWS[:2], "hard": ROWS[5:6]})
     assert list(named.held_out) == ["easy", "hard"] and len(set(cursors(named, 17))) == 17
     assert named.held_out_items()[1] == ROWS[1] and named.held_out_items("hard")[0] == ROWS[5]

@@ -383,6 +383,7 @@ class BufferCore:
             slots_free=self.slots_free,
             version=self.version,
             published=self.published_version,
+            cursor=self.groups.next_cursor,
             nbytes=self.budget.used,
             lag_counts=self._ledger.lag_counts.tolist(),
         )

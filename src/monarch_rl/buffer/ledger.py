@@ -58,6 +58,8 @@ class Counts:
     """Batches trained: the current policy version."""
     published: int
     """Version that every generator serves."""
+    cursor: int
+    """Position in the stream of items: those that groups were admitted for, in this run and before a resume."""
     nbytes: int
     """Bytes of groups that are complete or taken, and bytes reserved by workers."""
     lag_counts: list[int] = field(default_factory=list)

@@ -541,6 +541,12 @@ METRICS = (
     # -- buffer -----------------------------------------------------------------------------------------------
     Metric("buffer/admitted", "groups", "Groups started so far.", "buffer"),
     Metric("buffer/trained", "groups", "Groups trained so far.", "buffer"),
+    Metric(
+        "data/epochs",
+        "",
+        "Items that groups were started for / training rows of the task, if it repeats a known number of them.",
+        "buffer",
+    ),
     Metric("buffer/playing", "groups", "Groups in rollout when the step ends.", "buffer"),
     Metric("buffer/complete", "groups", "Groups waiting to be trained when the step ends.", "buffer"),
     Metric(

@@ -28,12 +28,19 @@ logger = logging.getLogger("monarch_rl")
 
 
 class Observer:
-    """Gathers the metrics of a step from all actors. Rates and shares refer to the time since the last step."""
+    """Gathers the metrics of a step from all actors. Rates and shares refer to the time since the last step.
 
-    def __init__(self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer) -> None:
+    Args:
+        epoch: training items of the task, after which they repeat; None if they do not, or their number is not known.
+    """
+
+    def __init__(
+        self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer, epoch: int | None = None
+    ) -> None:
         self._publisher = publisher
         self._workers = workers
         self._buffer = buffer
+        self._epoch = epoch
         self._last_step_at = 0.0
         self._engines: dict[int, _Engine] = {}
         """Totals of each replica at the last step, by index."""
@@ -94,7 +101,7 @@ class Observer:
             values["weights/snapshot_ms"] = report.snapshot_s * 1e3
             values["weights/sent_share"] = report.max_received_bytes / report.nbytes
             values["weights/served_version"] = report.version
-        values |= _of_buffer(counts)
+        values |= self._of_buffer(counts)
         workers = list(self._stats.values())
         values["length/full_contexts"] = sum(worker.full_contexts for worker in workers)
         values["length/turn_limits"] = sum(worker.turn_limits for worker in workers)
@@ -111,7 +118,7 @@ class Observer:
         Args:
             trained: the metrics that each trainer rank returned from the update.
         """
-        values = {full_name(name): value for name, value in trained[0].items()} | _of_buffer(counts)
+        values = {full_name(name): value for name, value in trained[0].items()} | self._of_buffer(counts)
         values["time/step_s"] = max(rank["step_s"] for rank in trained)
         return values | self._lost(counts, list(self._stats.values()))
 
@@ -156,6 +163,18 @@ class Observer:
         self._stages = sums
         return values
 
+    def _of_buffer(self, counts: Counts) -> dict[str, float]:
+        values: dict[str, float] = {
+            "buffer/admitted": counts.admitted,
+            "buffer/trained": counts.trained,
+            "buffer/playing": counts.playing,
+            "buffer/complete": counts.complete,
+            "buffer/mib": counts.nbytes / 2**20,
+            "buffer/order_waits": counts.order_waits,
+            "buffer/order_wait_s": counts.order_wait_s,
+        }
+        return values if self._epoch is None else values | {"data/epochs": counts.cursor / self._epoch}
+
     def _generation(self, engines: dict[int, _Engine], elapsed: float) -> dict[str, float]:
         """Generation metrics of the ``elapsed`` seconds since the last step."""
         since = [engine.since(self._engines.get(index)) for index, engine in engines.items()]
@@ -184,18 +203,6 @@ class Observer:
         values = {f"dropped/{reason}": float(count) for reason, count in lost.items()}
         values |= {f"wasted/{reason}_tokens".replace(" ", "_"): float(n) for reason, n in counts.wasted_tokens.items()}
         return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._sampled, 1)}
-
-
-def _of_buffer(counts: Counts) -> dict[str, float]:
-    return {
-        "buffer/admitted": counts.admitted,
-        "buffer/trained": counts.trained,
-        "buffer/playing": counts.playing,
-        "buffer/complete": counts.complete,
-        "buffer/mib": counts.nbytes / 2**20,
-        "buffer/order_waits": counts.order_waits,
-        "buffer/order_wait_s": counts.order_wait_s,
-    }
 
 
 def _failed(workers: Iterable[WorkerStats]) -> Counter[str]:

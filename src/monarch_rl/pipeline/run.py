@@ -455,7 +455,8 @@ class Run:
         if resumed is not None:
             resumed.check_base_weights(publisher.base_weights_by_layer())
         publisher.replicas.lost.update({index: "it did not restart" for index in actors.generators.lost})
-        observer = Observer(publisher, actors.workers, actors.buffer)
+        epoch = None if task is None or task.epoch is None else task.epoch()
+        observer = Observer(publisher, actors.workers, actors.buffer, epoch)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
         outputs = self._lifetimes.enter_context(
             open_outputs(self.folder, actors, s, restored, seconds, lambda: self.warm_up_steps)

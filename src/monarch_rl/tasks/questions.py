@@ -104,6 +104,7 @@ class Questions(Task):
             check=functools.partial(split.check, check_row),
             group_rewards=group_rewards,
             success_reward=getattr(reward, "success_reward", None) if success_reward is None else success_reward,
+            epoch=split.epoch,
         )
 
 
@@ -161,6 +162,10 @@ class _Split:
 
     def __reduce__(self) -> Any:
         return _Split, (self._rows, self._apart, self._count, self._template, self._system, self._seed)
+
+    def epoch(self) -> int:
+        """Number of training rows."""
+        return len(self._trained)
 
     def item(self, cursor: int) -> Row:
         """The row of a cursor."""

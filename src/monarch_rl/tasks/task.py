@@ -318,6 +318,9 @@ class Task:
     """For mixtures: the tasks."""
     probe: bool = True
     """Whether one item may be run before the run, without the model, to find mistakes (``--probe``)."""
+    epoch: Callable[[], int] | None = None
+    """Returns the number of training items, after which they repeat, for ``data/epochs``. None: they do not repeat, or
+    their number is not known."""
 
     def __post_init__(self) -> None:
         for name in ("success_reward", "full_context_reward"):

@@ -73,6 +73,7 @@ class Verifiers(Task):
             check=episode.check,
             success_reward=success_reward,
             probe=False,
+            epoch=episode.epoch,
         )
 
 
@@ -110,6 +111,10 @@ class _EnvironmentEpisode:
         if len(rows) < wanted:
             raise ValueError(f"held_out={wanted}, but the environment's eval_dataset has {len(rows)} rows")
         return rows
+
+    def epoch(self) -> int:
+        """Number of training rows."""
+        return len(self._rows)
 
     def item(self, cursor: int) -> dict[str, Any]:
         """The row of a cursor."""
