@@ -1,0 +1,107 @@
+"""Removes what looks like a key, a token or a password from what a run records about itself.
+
+A safeguard against an accident, a key in a command line or a recipe, and not against intent: a key of an unknown form
+under an unsuspicious name stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REDACTED = "[redacted]"
+
+_KNOWN = re.compile(
+    r"""
+    -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
+    | (?<= :// ) [^\s/:@'"]+ : [^\s/@'"]+ (?= @ )  # name and password in a URL
+    | (?<! [A-Za-z0-9] ) (?:
+        sk-[A-Za-z0-9_-]*? (?= [A-Za-z_]*[0-9] ) [A-Za-z0-9_]{16,} [A-Za-z0-9_-]*  # OpenAI, Anthropic, OpenRouter, ...
+      | hf_[A-Za-z0-9]{20,}
+      | gh[oprsu]_[A-Za-z0-9]{30,} | github_pat_[A-Za-z0-9_]{30,} | glpat-[A-Za-z0-9_-]{20,}
+      | (?: AKIA | ASIA ) [A-Z0-9]{16} (?! [A-Za-z0-9] )
+      | AIza[A-Za-z0-9_-]{35}
+      | xox[abeprs]-[A-Za-z0-9-]{10,}
+      | wandb_v1_[A-Za-z0-9_]{20,}
+      | eyJ[A-Za-z0-9_-]{8,} \. eyJ[A-Za-z0-9_-]{8,} \. [A-Za-z0-9_-]+  # a JSON web token
+    )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""Keys that are recognised by their form."""
+_NAME = re.compile(
+    r"(?:^|[^A-Za-z0-9]|(?<=[a-z0-9])(?=[A-Z]))"
+    r"(?i:(?:api|access|auth|private|secret)?(?:key|token|secret)|[a-z]*passw(?:or)?d|passphrase)$"
+)
+"""Names whose values may be keys. The plural does not count: ``max_new_tokens`` is a number of them."""
+_CERTAIN = re.compile(
+    r"(?i)(?:api[_-]?key|(?:access|private|secret)[_-]?key|(?:access|auth|bearer)[_-]?token|secret|passw(?:or)?d"
+    r"|passphrase)$"
+)
+"""Names of which every text is one; others (``eos_token``, ``sort_key``) may have values without any secret."""
+_RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_.+=-]{16,}")
+_ASSIGNED = re.compile(
+    r"""(?P<name>[A-Za-z0-9_.-]+)(?P<sign>["']?\s*[:=]\s*)"""
+    r"""(?:(?P<quote>["'])(?P<text>[^"'\s]+)(?P=quote)|(?P<bare>[A-Za-z0-9_+=-]{16,})(?![A-Za-z0-9_.(\[]))"""
+)
+"""An assignment, keyword argument, entry of a mapping, or environment variable in a text."""
+_PLACEHOLDERS = ("{", "$", "<", "%")
+
+
+def redact(text: str) -> str:
+    """A text without what looks like a key: a known form, or the value assigned to a name such as ``api_key``."""
+    return _ASSIGNED.sub(_assignment, _KNOWN.sub(REDACTED, text))
+
+
+def redact_command(arguments: Iterable[str]) -> list[str]:
+    """A command line without what looks like a key, and without any value of a flag such as ``--judge.token``."""
+    redacted, hidden = list[str](), False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        names_key = flag.startswith("-") and _NAME.search(flag) is not None
+        if hidden and not argument.startswith("--"):
+            redacted.append(REDACTED)
+        elif names_key and equals and value:
+            redacted.append(f"{flag}={REDACTED}")
+        else:
+            redacted.append(redact(argument))
+        hidden = names_key and not equals
+    return redacted
+
+
+def redact_values(values: Any, name: str = "") -> Any:
+    """A JSON value whose texts have nothing that looks like a key.
+
+    Args:
+        name: key of the mapping that the value is from.
+    """
+    if isinstance(values, Mapping):
+        return {key: redact_values(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [redact_values(value, name) for value in values]
+    if not isinstance(values, str):
+        return values
+    return REDACTED if _is_secret(name, values) else redact(values)
+
+
+def _assignment(found: re.Match[str]) -> str:
+    value = found["text"] or found["bare"]
+    # Without quotes it may be the name of a variable, but for what no programmer would type.
+    secret = _is_secret(found["name"], value) if found["quote"] else _names_key(found["name"]) and _is_random(value)
+    quote = found["quote"] or ""
+    return f"{found['name']}{found['sign']}{quote}{REDACTED}{quote}" if secret else found[0]
+
+
+def _is_secret(name: str, value: str) -> bool:
+    if not _names_key(name) or not value or value == REDACTED or value.startswith(_PLACEHOLDERS):
+        return False
+    return _CERTAIN.search(name) is not None or _is_random(value)
+
+
+def _names_key(name: str) -> bool:
+    return _NAME.search(name) is not None
+
+
+def _is_random(value: str) -> bool:
+    return _RANDOM.fullmatch(value) is not None

@@ -1,0 +1,96 @@
+"""Keys in command lines, settings and recipes. The keys have the shapes of real ones, and open nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarch_rl.observe.redact import REDACTED, redact, redact_command, redact_values
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.settings.ranges import to_plain
+
+HEX = "0f3a9c51d27be8640f3a9c51d27be8640f3a9c51"
+"""As a key of Weights & Biases, or a commit."""
+ALNUM = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF3hI6"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"sk-{ALNUM}",
+        f"sk-proj-{ALNUM}_x-{ALNUM}",
+        f"sk-ant-api03-{ALNUM}-{ALNUM}AA",
+        f"sk-or-v1-{HEX}",
+        f"hf_{ALNUM}",
+        f"ghp_{ALNUM}",
+        f"github_pat_11{ALNUM}_{ALNUM}",
+        f"glpat-{ALNUM[:20]}",
+        "AKIAIOSFODNN7EXAMPLE",
+        f"AIza{ALNUM[:35]}",
+        f"xoxb-123456789012-{ALNUM}",
+        f"eyJhbGciOiJIUzI1.eyJzdWIiOiIx.{ALNUM}",
+    ],
+)
+def test_known_keys_are_removed_wherever_they_stand(key: str) -> None:
+    assert redact(f"client({key!r})  # {key}.") == f"client('{REDACTED}')  # {REDACTED}."
+    assert redact_command(["python", "grpo.py", f"--headers=x:{key}", key]) == [
+        "python",
+        "grpo.py",
+        f"--headers=x:{REDACTED}",
+        REDACTED,
+    ]
+    assert redact_values({"judge": {"urls": [f"http://host/?k={key}", 3]}}) == {
+        "judge": {"urls": [f"http://host/?k={REDACTED}", 3]}
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"WANDB_API_KEY={HEX} python grpo.py", f"WANDB_API_KEY={REDACTED} python grpo.py"),
+        (f'wandb.login(key="{HEX}")', f'wandb.login(key="{REDACTED}")'),
+        ('    password = "correct-horse"', f'    password = "{REDACTED}"'),
+        ("{'api_key': 'abc', 'n': 1}", f"{{'api_key': '{REDACTED}', 'n': 1}}"),
+        (f"openaiApiKey: '{HEX}'", f"openaiApiKey: '{REDACTED}'"),
+        ("postgres://me:hunter2@host/db", f"postgres://{REDACTED}@host/db"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nrest", f"{REDACTED}\nrest"),
+    ],
+)
+def test_values_of_names_that_tell_are_removed_from_a_text(text: str, left: str) -> None:
+    assert redact(text) == left
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'api_key=os.environ["OPENAI_API_KEY"]',
+        "token = tokenizer.encode(text)[0]",
+        "api_key = load_the_key_of_the_judge_v2(settings)",
+        'eos_token="<|im_end|>"; sort_key = "question"',
+        'f"password={password} token={token}"; url = "https://host:8000/v1@2"',
+        f"git checkout {HEX}; sha256={HEX}; revision: '{HEX}'",
+        "/home/sk-user/runs/grpo-20261128-211403/checkpoints/step-000120",
+        "org/sk-learn-tasks-v2 Qwen/Qwen3-30B-A3B-Instruct-2507 hf_hub_download('deepseek-ai/DeepSeek-V3')",
+        "--trainer.tokens-per-microbatch=16384 --rollout.max-new-tokens 1000000000000000000",
+        "keys = dict(monkey='an_animal_with_2_arms')",
+    ],
+)
+def test_what_is_no_key_stays(text: str) -> None:
+    assert redact(text) == text
+    assert redact_command(text.split()) == text.split()
+
+
+def test_flags_named_for_a_key_lose_their_value() -> None:
+    given = ["grpo.py", "--judge.token", "x", "--api-key=y", "--my_password", "--steps", "3", "--no-key", "--seed=1"]
+    left = ["grpo.py", "--judge.token", REDACTED, f"--api-key={REDACTED}", "--my_password", "--steps", "3"]
+    assert redact_command(given) == [*left, "--no-key", "--seed=1"]
+
+
+def test_settings_without_keys_stay_as_they_are() -> None:
+    plain = to_plain(RunSettings())
+    assert redact_values(plain) == plain
+    assert redact_values({"token": HEX, "secret": "", "key": 5, "eos_token": "</s>"}) == {
+        "token": REDACTED,
+        "secret": "",
+        "key": 5,
+        "eos_token": "</s>",
+    }
