@@ -1,6 +1,6 @@
 """Plot the curves of runs by step: reward, held-out accuracy, lag, and idle shares of both sides.
 
-    python benchmarks/curve.py runs/grpo-20260101-120000-1
+    python benchmarks/curve.py runs/grpo-20260101-120000
     python benchmarks/curve.py runs/a runs/b runs/c --output seeds.png    # of one recipe, with several seeds
 
 Each run has its colour; for several runs the spread of their results is printed. The last line is JSON.

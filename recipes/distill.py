@@ -1,7 +1,7 @@
 """On-policy distillation: a teacher scores the student's own samples, token by token.
 
     python recipes/grpo.py                                                          a run trains the teacher
-    python tools/export.py runs/grpo-<date>-<time>-<pid> .cache/tiny-teacher
+    python tools/export.py runs/grpo-<date>-<time> .cache/tiny-teacher
     python recipes/distill.py
 
 The student generates rollouts. The teacher, on a frozen engine, computes the log-probs of their tokens while other

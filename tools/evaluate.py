@@ -1,6 +1,6 @@
 """Evaluates a model on a recipe's held-out items, as the recipe's run does, with one engine and without a trainer.
 
-    python tools/evaluate.py runs/grpo-20260101-120000-1 --task recipes/grpo.py
+    python tools/evaluate.py runs/grpo-20260101-120000 --task recipes/grpo.py
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
 The first argument is a Hugging Face folder, a Hub name, a checkpoint, or a run folder. For a run folder, whichever is

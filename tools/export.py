@@ -1,7 +1,7 @@
 """Exports a checkpoint, or the model that a run has saved, as a Hugging Face folder for transformers, peft or SGLang.
 
-    python tools/export.py runs/grpo-20260101-120000-1 out                       the newest weights of a run
-    python tools/export.py runs/grpo-20260101-120000-1/checkpoints/best out      a specific checkpoint
+    python tools/export.py runs/grpo-20260101-120000 out                       the newest weights of a run
+    python tools/export.py runs/grpo-20260101-120000/checkpoints/best out      a specific checkpoint
     python tools/export.py RUN out --dtype bfloat16 --file-mib 4096              smaller, in several files with an index
     python tools/export.py RUN out --adapter                                     only the LoRA adapter, for peft
 

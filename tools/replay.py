@@ -1,6 +1,6 @@
 """Replays the updates of a run from its journal, without engines or rollouts.
 
-    python tools/replay.py runs/grpo-20260101-120000-1 --from 100 --to 120
+    python tools/replay.py runs/grpo-20260101-120000 --from 100 --to 120
     python tools/replay.py RUN --from 100 --to 120 --objective recipes/mine.py:my_loss
     python tools/replay.py RUN --open 117
 

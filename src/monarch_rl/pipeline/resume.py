@@ -37,6 +37,7 @@ from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.folder import abbreviates, is_named
 from monarch_rl.observe.lines import LineFile, read_rows, truncate
+from monarch_rl.observe.redact import redact_values
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
@@ -47,6 +48,7 @@ from monarch_rl.pipeline.run_folder import (
     new_folder,
     read_state,
     recipe_name,
+    recorded,
 )
 from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.runtime import folder_lock, supervisor
@@ -68,7 +70,7 @@ MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
 """Settings that determine the trained tensors."""
 SAMPLED = ("rollout.temperature", "rollout.keep_sampling_mask", "trainer.router_replay")
 """Settings that determine how the trainer computes log-probs of sampled tokens, and what groups bring along for it."""
-NOT_COMPARED = ("resume", "output")
+NOT_COMPARED = ("resume", "output", "name")
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ def _run_to_resume(settings: RunSettings) -> Path | None:
                 f"resume {folder}: there is no checkpoint in {folder / FOLDER}; give the folder of a run"
             )
         return folder
-    runs = [path.parent for path in settings.output.glob(f"{recipe_name()}-*/{STATE}")]
+    name = settings.name or recipe_name()
+    runs = [path.parent for path in settings.output.glob(f"{name}-*/{STATE}")]
+    runs = [run for run in runs if recorded(run).get("name", name) == name]  # not those of "a-b", if it is "a"
     runs.sort(key=_started)
     if settings.resume is None:
         return _run_of_this_job(runs) if launched_by_torchrun() else None
@@ -227,7 +231,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         raise SettingsError(
             f"resume {run}: {error}. No other checkpoint is left: copy the folder again, or begin a new run{saved}"
         ) from error
-    before, after = manifest.settings, to_record(settings)
+    before, after = redact_values(manifest.settings), to_record(settings)
     if is_named(after["model"], before["model"]):  # as version 0.1 recorded it
         before = before | {"model": after["model"]}
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, after)]
@@ -262,7 +266,7 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
 
     Raises OSError.
     """
-    folder = new_folder(settings.output) if resumed is None else resumed.run
+    folder = new_folder(settings.output, settings.name) if resumed is None else resumed.run
     folder_lock.take(folder)
     if resumed is None:
         write_checked(folder / SETTINGS, to_record(settings))

@@ -953,7 +953,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
-            with recording_state(folder, cluster.interrupts):
+            origin = None if resumed is None else resumed.checkpoint
+            with recording_state(folder, cluster.interrupts, settings.name, origin, settings.evaluation.best):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 saved = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:

@@ -1,22 +1,28 @@
-"""The folder of a run, and the run's state in its ``run.json``: running, finished, failed or interrupted."""
+"""The folder of a run, and its ``run.json``: the run's state (running, finished, failed or interrupted), where it comes
+from, and its result."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import platform
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.console_relay import end_relay
 from monarch_rl.observe.lines import read_object
+from monarch_rl.observe.redact import redact_values
+from monarch_rl.pipeline import provenance
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
@@ -28,33 +34,67 @@ from monarch_rl.runtime.signals import Interrupts
 logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
+METRICS = "metrics.jsonl"
+RECIPE = "recipe.py"
+"""Copy of the recipe's file in the run's folder."""
+FORMAT = 1
+"""Format version of the files that docs/run_folder.md describes."""
 SAVED = "model"
 """Folder of a run's last saved model, in the run's folder."""
 ERROR = "error.txt"
 """Traceback of an error of which the console shows the message only."""
 STATE_FIELDS = {"state": str, "cause": str, "goes_on": bool}
+DESCRIBED_S = 2.0
+"""Seconds that the end of a run waits for its description, which is complete unless the run was shorter than git."""
 NO_JOB = "none"
 """torchrun's id for jobs on several machines that were given none."""
 
 
 def recipe_name() -> str:
-    """Prefix of the names of this recipe's run folders."""
+    """Prefix of the names of this recipe's run folders, unless a run is given a name."""
     return Path(sys.argv[0]).stem or "run"
 
 
-def new_folder(output: Path) -> Path:
-    """Create the folder of a new run. Raises OSError."""
-    folder = output / f"{recipe_name()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    return folder.resolve()
+def new_folder(output: Path, name: str = "") -> Path:
+    """Create the folder of a new run, ``<name>-<date>-<time>``; a second one in the same second ends in ``-2``.
+
+    Args:
+        output: folder of all runs.
+        name: the recipe's name if it is empty.
+
+    Raises OSError.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    stem, number = f"{name or recipe_name()}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+    while True:
+        folder = output / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:  # atomic, also for launches on other machines
+            number += 1
+        else:
+            return folder.resolve()
 
 
 @contextmanager
-def recording_state(folder: Path, interrupts: Interrupts) -> Iterator[None]:
-    """Record in the run's folder that the run is running during the block, and how it ended after the block."""
+def recording_state(
+    folder: Path, interrupts: Interrupts, name: str = "", resumed_from: Path | None = None, best: str = ""
+) -> Iterator[None]:
+    """Record in the run's folder that the run is running during the block, and how it ended after the block.
+
+    Args:
+        name: the run's name; empty: the recipe's.
+        resumed_from: the checkpoint from which this process resumes the run.
+        best: the evaluation metric whose first and last value are recorded (``evaluation.best``).
+    """
     global _run_of_this_process
     _run_of_this_process = folder
-    note_state(folder, "running", goes_on=True)
+    describing = _begin_description(folder, name, resumed_from)
+
+    def ended(state: str, cause: str = "", goes_on: bool = False) -> None:
+        describing.join(DESCRIBED_S)
+        note_state(folder, state, cause, goes_on, {"ended": time.time()} | _results(folder, best))
+
     try:
         yield
     except BaseException as error:
@@ -62,12 +102,59 @@ def recording_state(folder: Path, interrupts: Interrupts) -> Iterator[None]:
         interrupted = interrupts.received is not None and interrupts.reason is None
         goes_on = not interrupted and ending_of(reason) is Ending.LOST
         cause = signal_name(interrupts.received or 0) if interrupted else _describe(reason)
-        note_state(folder, "interrupted" if interrupted else "failed", cause, goes_on)
+        ended("interrupted" if interrupted else "failed", cause, goes_on)
         raise
     else:
-        note_state(folder, "finished")
+        ended("finished")
     finally:
         folder_lock.release(folder)  # a program that this process restarts has to take the lock
+
+
+def _begin_description(folder: Path, name: str, resumed_from: Path | None) -> threading.Thread:
+    """Write ``run.json`` for a start or a resume. Its slower parts (git, GPUs) follow on the returned thread, so that
+    the first step does not wait for them."""
+    earlier, command, now = recorded(folder), provenance.command(), time.time()
+    attempt = {"started": now, "command": command, "resumed_from": str(resumed_from) if resumed_from else None}
+    given = {
+        "format": FORMAT,
+        "name": name or recipe_name(),
+        "command": command,
+        "version": provenance.own_version(),
+        "python": platform.python_version(),
+        "started": earlier.get("started", now),
+        "ended": None,
+        "steps": earlier.get("steps"),
+        "held_out": earlier.get("held_out"),
+        "attempts": [*earlier.get("attempts", ()), attempt],
+    }
+    note_state(folder, "running", goes_on=True, more=given)
+    thread = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)
+    thread.start()
+    return thread
+
+
+def _describe_run(folder: Path) -> None:
+    path = provenance.recipe()
+    described: dict[str, Any] = {"recipe": None}
+    if path is not None:
+        try:
+            described["recipe"], text = provenance.read_recipe(path)
+            if text is not None:
+                write_whole(folder / RECIPE, text)
+        except OSError as error:
+            logger.warning("the recipe %s is not in the run's folder (%s)", path, error)
+    described["git"] = provenance.git_state(path.parent if path else Path.cwd())
+    described["packages"], described["hosts"] = provenance.versions(), [provenance.host()]
+    _write(folder, described)
+
+
+def _results(folder: Path, best: str) -> dict[str, Any]:
+    """The last step and the held-out values of a run; empty if they cannot be read."""
+    try:
+        return on_disk_now(CALL_DEADLINE_S, f"{folder / METRICS}", provenance.results, folder / METRICS, best)
+    except OSError as error:
+        logger.error("%s cannot be read (%s): %s has no result", folder / METRICS, error, folder / STATE)
+        return {}
 
 
 @contextmanager
@@ -97,22 +184,45 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
 _run_of_this_process: Path | None = None
 
 
-def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) -> None:
-    """Write ``run.json``.
+def note_state(
+    run: Path, state: str, cause: str = "", goes_on: bool = False, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write how a run is into its ``run.json``, and keep the rest of that file.
 
     Args:
         state: ``running``, ``finished``, ``failed`` or ``interrupted``.
         cause: reason for ``failed`` or ``interrupted``.
         goes_on: whether the run may be resumed automatically.
+        more: further entries of the file.
     """
     supervisor.note(run, cause=cause, goes_on=goes_on)
+    values = {"state": state, "cause": cause, "goes_on": goes_on, "pid": os.getpid(), "launcher": launcher()}
+    _write(run, values | {"time": time.time(), **more})
+
+
+_writing = threading.Lock()
+"""Held while ``run.json`` is read and written again."""
+
+
+def _write(run: Path, values: Mapping[str, Any]) -> None:
+    """Replace entries of ``run.json``. A failure is logged."""
+
+    def replace() -> None:
+        with _writing:
+            write_whole(run / STATE, json.dumps(recorded(run) | redact_values(values), indent=1) + "\n")
+
     try:
-        values = {"state": state, "cause": cause, "goes_on": goes_on, "pid": os.getpid(), "launcher": launcher()}
-        text = json.dumps(values | {"time": time.time()}) + "\n"
         # With a deadline, because the run's processes wait for this call.
-        on_disk_now(CALL_DEADLINE_S, f"{run / STATE}", write_whole, run / STATE, text)
+        on_disk_now(CALL_DEADLINE_S, f"{run / STATE}", replace)
     except OSError as error:
         logger.error("%s cannot be written (%s)", run / STATE, error)
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """What ``run.json`` holds; empty if it does not exist, or is damaged, which :func:`read_state` reports."""
+    with suppress(SettingsError):
+        return read_object(run / STATE)
+    return {}
 
 
 def read_state(run: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from monarch_rl.model.config import ModelConfig
 from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.observe.redact import redact_values
 from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, cpu_weights, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
@@ -58,6 +59,8 @@ from monarch_rl.watch.watch import STALL_S
 from monarch_rl.weights.transport import TRANSPORTS, TransferSettings, transports_on
 
 S = TypeVar("S", bound="RunSettings")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Allowed names of runs."""
 SHORTEST_S = 30.0
 """A `patience` below 1 makes no deadline shorter than this."""
 SMALL_CORES = 2
@@ -88,10 +91,12 @@ class RunSettings(CheckedSettings, flags=""):
     during an evaluation, but the next update waits for its end unless evaluation.share is set."""
     output: Path = Path("runs")
     """Folder in which each run creates its own folder."""
+    name: str = ""
+    """Name of the run, with which its folder begins: letters, digits, `.`, `_` and `-`. Empty: the recipe's name."""
     resume: str | None = None
     """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
-    `output`, or a new run if there is none. Repeat the run's other flags: changed settings are listed, and refused if
-    the run cannot resume with them."""
+    `output` (with a `name`: the newest of that name), or a new run if there is none. Repeat the run's other flags:
+    changed settings are listed, and refused if the run cannot resume with them."""
     probe: bool = True
     """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
     and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges
@@ -177,6 +182,11 @@ class RunSettings(CheckedSettings, flags=""):
         return default
 
     def contradictions(self) -> Iterator[str]:
+        if self.name and not NAME.fullmatch(self.name):
+            yield (
+                f"name {self.name!r} must be at most 100 letters, digits, '.', '_' and '-', and begin with a letter or "
+                "digit: the run's folder begins with it"
+            )
         try:
             check_objective(self.objective, self.trainer.loss)
         except SettingsError as error:
@@ -197,8 +207,9 @@ def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, ModelC
 
 def to_record(s: RunSettings) -> dict[str, Any]:
     """The settings as JSON, with the full name of the model, by which checkpoints and tools find it later, from other
-    directories, and when a branch on the Hub has moved."""
-    return to_plain(s) | {"model": full_name(s.model)}
+    directories, and when a branch on the Hub has moved, and without what looks like a key."""
+    record: dict[str, Any] = redact_values(to_plain(s) | {"model": full_name(s.model)})
+    return record
 
 
 def sized(s: S, offered: Devices) -> S:

@@ -1,0 +1,160 @@
+"""Where a run comes from: command, recipe, git commit, versions and machine, for its ``run.json``.
+
+No value of an environment variable is recorded, and what looks like a key is removed (``observe/redact.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.observe.redact import redact, redact_command
+from monarch_rl.runtime.machine_memory import memory_limit
+
+logger = logging.getLogger("monarch_rl")
+
+PACKAGE = "monarch_rl"
+PROGRAM_S = 20.0
+"""Deadline of git and nvidia-smi, in seconds. The run does not wait for them."""
+RECIPE_BYTES = 2**20
+"""The text of a larger recipe is not copied: it is a program of another kind."""
+HELD_OUT = re.compile(r"held_out/(?:[^/]+/)?(?:accuracy|reward)")
+
+
+def command() -> list[str]:
+    """The command line of this process."""
+    return redact_command(sys.orig_argv)
+
+
+def recipe() -> Path | None:
+    """The file that was started; None if it is no file (``python -c``)."""
+    path = Path(sys.argv[0]).absolute()
+    return path if sys.argv[0] and path.is_file() else None
+
+
+def read_recipe(path: Path) -> tuple[dict[str, str], str | None]:
+    """Path and SHA-256 of the recipe's file, and its text without keys; None instead of the text if it has none.
+
+    Raises OSError.
+    """
+    content = path.read_bytes()
+    text = None
+    if len(content) <= RECIPE_BYTES:
+        with suppress(UnicodeDecodeError):  # a zipped application
+            text = redact(content.decode())
+    return {"path": str(path), "sha256": hashlib.sha256(content).hexdigest()}, text
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit that is checked out in ``folder``, and whether files that git tracks differ from it; None outside a
+    repository, before its first commit, and without git."""
+    git = ["git", "-C", str(folder)]
+    commit = _output([*git, "rev-parse", "--verify", "HEAD"])
+    changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    if not commit or changed is None:
+        return None
+    return {"commit": commit.strip(), "dirty": bool(changed)}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed packages that this package declares, also for its extras, by name."""
+    found = {}
+    with suppress(metadata.PackageNotFoundError):  # run from a source tree that is not installed
+        for requirement in metadata.requires(PACKAGE) or ():
+            name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+            with suppress(metadata.PackageNotFoundError):  # of another extra
+                found[name] = metadata.version(name)
+    return dict(sorted(found.items()))
+
+
+def own_version() -> str:
+    """The version of this package."""
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def host() -> dict[str, Any]:
+    """This machine: its name, the cores that this process may use, memory in GiB, operating system, GPUs and the
+    version of their driver."""
+    gpus, driver = _gpus()
+    return {
+        "name": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_limit() / 2**30, 1),
+        "os": platform.platform(),
+        "gpus": gpus,
+        "driver": driver,
+    }
+
+
+def results(metrics: Path, best: str = "") -> dict[str, Any]:
+    """The last step in ``metrics.jsonl``, and the first and last value of the held-out metric, with their versions.
+
+    Args:
+        metrics: the file; it may be missing.
+        best: name of the metric (``evaluation.best``); empty: the first accuracy, or reward, of an evaluation.
+
+    Raises OSError.
+    """
+    steps, first, last, line = None, None, None, b""
+    if metrics.exists():
+        with metrics.open("rb") as lines:
+            for line in lines:
+                if b'"held_out/' in line and (row := _row(line)) and (name := best or _metric(row)) in row:
+                    best, last = name, [row["step"], row[name]]
+                    first = first or last
+            steps = (_row(line) or {}).get("step")
+    return {"steps": steps, "held_out": first and {"metric": best, "first": first, "last": last}}
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError):  # damaged: readers of the file report it
+        row = json.loads(line)
+        return row if isinstance(row, dict) and "step" in row else None
+    return None
+
+
+def _metric(row: dict[str, Any]) -> str:
+    names = [name for name in row if HELD_OUT.fullmatch(name)]
+    return min(names, key=lambda name: (not name.endswith("accuracy"), name.count("/")), default="")
+
+
+def _gpus() -> tuple[list[str], str | None]:
+    """Name and memory of each GPU of this machine, and the driver's version."""
+    query = "--query-gpu=name,memory.total,driver_version"
+    rows = (_output(["nvidia-smi", query, "--format=csv,noheader"]) or "").splitlines()
+    fields = [[field.strip() for field in row.split(",")] for row in rows]
+    found = [row for row in fields if len(row) == 3]
+    return [f"{name}, {memory}" for name, memory, _ in found], found[0][2] if found else None
+
+
+def _output(program: list[str]) -> str | None:
+    """What a program prints; None if it does not exist, fails, or takes too long."""
+    try:
+        done = subprocess.run(
+            program,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROGRAM_S,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # do not interfere with a git command of the user
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("%s: %s", program[0], error)
+        return None
+    return done.stdout
