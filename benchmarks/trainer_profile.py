@@ -170,7 +170,7 @@ class Ours:
         with measure("take"):
             shard = pickle.loads(taken)
         with measure(STEP):
-            metrics, _ = step_module.train(self.policy, shard, self._functions, self._normaliser_tokens)
+            metrics, *_ = step_module.train(self.policy, shard, self._functions, self._normaliser_tokens)
         with measure("snapshot"):
             self.policy.published.snapshot(self._snapshot)
         with measure("checksums"):

@@ -194,7 +194,7 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, ShardPlan(1, policy.settings.tokens_per_microbatch))
     advantage = loss.advantage or ADVANTAGES[loss.ours.advantage]()
-    metrics, _ = train(policy, shard, LoadedFunctions(advantage, loss_function(loss.objective, loss.ours)), NEW_TOKENS)
+    metrics, *_ = train(policy, shard, LoadedFunctions(advantage, loss_function(loss.objective, loss.ours)), NEW_TOKENS)
     return metrics, gradients(policy)
 
 

@@ -60,7 +60,7 @@ def update_both(policy: Policy, step: int) -> None:
     trainable = np.asarray([sum(group.trainable for group in groups)])
     part = cut(Batch(step, groups, None, trainable), ShardPlan(policy.world_size, 50))[policy.rank]
     functions = LoadedFunctions(gae, loss_function(PPOClip(), policy.settings.loss))  # type: ignore[arg-type]
-    metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
+    metrics, *_ = train(policy, part, functions, MAX_NEW_TOKENS)
     assert metrics["critic/grad_norm"] > 0
 
 

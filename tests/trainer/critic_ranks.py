@@ -101,7 +101,7 @@ def check_returns(folder: Path) -> None:
     expected = float((lengths * [episode.reward for episode in episodes]).sum() / lengths.sum())
     for _ in range(2):
         part = part_of(policy, rewarded)
-        metrics, _ = train(policy, part, LoadedFunctions(writing, loss_function(PPOClip(), made.loss)), MAX_NEW_TOKENS)
+        metrics, *_ = train(policy, part, LoadedFunctions(writing, loss_function(PPOClip(), made.loss)), MAX_NEW_TOKENS)
         assert abs(metrics["critic/return"] - expected) < 1e-5, metrics
         assert all(parts == {} for of_group in part.parts for parts in of_group)
     assert metrics["critic/value"] != 0
@@ -121,7 +121,7 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
     for step in range(steps):
         part = part_of(policy, predictable(0), minibatches=made.minibatches)
         part.version = step
-        metrics, advantages = train(policy, part, functions, MAX_NEW_TOKENS)
+        metrics, advantages, _ = train(policy, part, functions, MAX_NEW_TOKENS)
         flat = torch.cat(list(chain(*advantages)))
         assert abs(float(flat.mean())) < 1e-5 and abs(float(flat.std()) - 1) < 1e-3
         made_sums = weights_checksums(policy)

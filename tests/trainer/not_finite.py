@@ -186,7 +186,7 @@ def left_out(folder: Path) -> dict[str, float | str]:
 
     part = part_of(wrong=(1, 2))
     with logged() as output:
-        metrics, _ = train(policy, part, LoadedFunctions(surprise, recorded), MAX_NEW_TOKENS)
+        metrics, *_ = train(policy, part, LoadedFunctions(surprise, recorded), MAX_NEW_TOKENS)
     expected = list[torch.Tensor]()
     for group, (columns, lengths) in enumerate(zip(part.columns["behaviour"], part.lengths, strict=True)):
         sums = {place: float(values.sum()) for place, values in enumerate(columns) if (group, place) != (1, 2)}
@@ -222,7 +222,7 @@ def rows_left_out(folder: Path) -> dict[str, Any]:
         taken = SupervisedRows(plan, lambda row: (row["prompt"], row["answer"]), 12, 1).take(0, 0)
         part = PackedShard.of_rows(0, taken) if share == 1 else replace(part_of(), supervised=taken)
         with logged() as output:
-            metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
+            metrics, *_ = train(policy, part, functions, MAX_NEW_TOKENS)
         lengths = [of_microbatch[-1][0] for of_microbatch in taken.lengths]
         found[kind] = {
             "logged": output.getvalue(),

@@ -22,6 +22,7 @@ from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.algorithms.objectives import CISPO, Objective, PolicyGradient, PPOClip
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import ShardPlan, cut
+from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.episode.serialization import SerializedGroup, serialize_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.errors import NotFinite
@@ -31,7 +32,7 @@ from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.device_work import GpuOperation
 from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.attention_layout import separate_layout
-from monarch_rl.trainer.batch import MicroBatch, pack_shard
+from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.metrics import check_agreement, reduced_metrics
@@ -40,6 +41,7 @@ from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.publishing import changed_share
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
+from monarch_rl.trainer.step_journal import weights_checksums
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
@@ -200,6 +202,60 @@ def check_old_and_drift(folder: Path) -> None:
         assert math.isclose(metrics["mismatch_k3_all"], float(total) / metrics["tokens"], rel_tol=1e-4), name
 
 
+def check_token_records(folder: Path) -> None:
+    """Two epochs over two mini-batches: the records of this rank's sequences have the log-probs that each sequence
+    alone has before the first update, and before the last update with it. Together the ranks have all sequences.
+    Weights and metrics are the same, bit for bit, if nothing is logged."""
+    loss = LossSettings(aggregation="token_mean")
+    settings = TrainerSettings(lr=LR, epochs=2, minibatches=2, loss=loss)
+    functions = LoadedFunctions(dr_grpo, loss_function(PPO_CLIP, loss))
+    noting, other, plain = (Policy(folder / "qwen3", settings, total_steps=4) for _ in range(3))
+    part = shard(batch(0), 0, noting.rank, noting.world_size, tokens_per_microbatch=30, minibatches=2)
+    logged = make_step(noting, part, functions, MAX_NEW_TOKENS, LoggedGroups(3, 3))
+    unlogged = make_step(other, part, functions, MAX_NEW_TOKENS)
+    assert logged.metrics == unlogged.metrics and not unlogged.records
+    checksums = [weights_checksums(policy) for policy in (noting, other, plain)]
+    assert np.array_equal(checksums[0], checksums[1]) and not np.array_equal(checksums[0], checksums[2])
+    records = {(record.group_id, record.place): record for record in logged.records}
+    gathered: list[list[tuple[int, int]]] = [[] for _ in range(noting.world_size)]
+    dist.all_gather_object(gathered, list(records))
+    everywhere = sorted(place for of_rank in gathered for place in of_rank)
+    assert everywhere == [(group.group_id, place) for group in batch(0) for place in range(len(group.episodes))]
+
+    minibatches = pack_shard(part, logged.advantages, loss.aggregation, MAX_NEW_TOKENS, plain.device)
+    sequences = iter(zip(part.places, part.deserialize(), strict=True))
+    by_minibatch = [[next(sequences) for _ in microbatches] for microbatches in minibatches]
+
+    def alone(number: int) -> dict[tuple[int, int], torch.Tensor]:
+        """Log-probs of each sequence of a mini-batch. Both ranks make as many passes, some of them again."""
+        own = [
+            (place[:2], one)
+            for places, episodes in by_minibatch[number]
+            for place, one in zip(places, episodes, strict=True)
+        ]
+        computed = {}
+        with torch.no_grad():
+            for index in range(part.minibatches[number].episodes):
+                place, one = own[index % len(own)]
+                row = pack([one], torch.zeros(1), torch.zeros(1), 0, plain.device)
+                computed[place] = plain.token_logprobs(row).logprobs
+        return computed
+
+    old, new = alone(0) | alone(1), dict[tuple[int, int], torch.Tensor]()
+    for microbatches, of_minibatch in zip(minibatches, by_minibatch, strict=True):
+        for each, (places, _) in zip(microbatches, of_minibatch, strict=True):
+            each.columns["old"] = torch.cat([old[place[:2]] for place in places])
+    for _ in range(settings.epochs):
+        for number, microbatches in enumerate(minibatches):
+            new |= alone(number)
+            plain.update(microbatches, functions.objective)
+    for place, record in records.items():
+        for name, expected in (("trainer_logprobs", old), ("new_logprobs", new)):
+            np.testing.assert_allclose(record.arrays[name], expected[place].numpy(), rtol=0, atol=2e-5, err_msg=name)
+    moved = [np.abs(record.arrays["new_logprobs"] - record.arrays["trainer_logprobs"]) for record in records.values()]
+    assert np.concatenate(moved).max() > 1e-2
+
+
 def packed_shard(policy: Policy, step: int) -> PackedShard:
     """This rank's shard of a batch, as the buffer sends it."""
     groups = [SerializedGroup.read(serialize_group(group)) for group in batch(step)]
@@ -225,7 +281,7 @@ def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> 
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS, temperature=temperature)
     functions = LoadedFunctions(dr_grpo, loss_function(PPOClip(), settings.loss))
     for step in range(STEPS):
-        metrics, _ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
+        metrics, *_ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
         assert metrics["supervised_tokens"] == sum(len(row["answer"]) for row in rows_of(step))
         assert 3 < metrics["supervised_loss"] < 6 and metrics["lr"] == LR
         assert metrics["optimizer_steps"] == (0 if share == 1 else step + 1), "supervised steps are not in the schedule"
@@ -387,6 +443,7 @@ def main(folder: Path) -> None:
     train_by_hand(folder, "by_hand", settings)
     train_several(folder, "several")
     check_old_and_drift(folder)
+    check_token_records(folder)
     train_on_rows(folder, "supervised", 1.0, temperature=0.7)
     train_on_rows(folder, "mixed", SHARE, temperature=1.0)
     check_mixed_gradient(folder)

@@ -247,6 +247,11 @@ class Correction(NamedSettings, flags="trainer.loss.corrections"):
         """float32[N], without gradient: factors on the token losses."""
         raise NotImplementedError
 
+    def truncated(self, inputs: LossInputs) -> torch.Tensor:
+        """bool[N]: tokens whose importance ratio is beyond this correction's bound, so that it is capped, or the token
+        dropped."""
+        return torch.zeros_like(inputs.old, dtype=torch.bool)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TIS(Correction):
@@ -259,6 +264,9 @@ class TIS(Correction):
 
     def weights(self, inputs: LossInputs) -> torch.Tensor:
         return losses.truncated_importance_weights(inputs.old, inputs.behaviour, self.cap)
+
+    def truncated(self, inputs: LossInputs) -> torch.Tensor:
+        return torch.exp(inputs.old.detach() - inputs.behaviour) > self.cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +291,10 @@ class IcePop(_Bounded):
 
     def weights(self, inputs: LossInputs) -> torch.Tensor:
         return losses.icepop_weights(inputs.old, inputs.behaviour, self.low, self.high)
+
+    def truncated(self, inputs: LossInputs) -> torch.Tensor:
+        ratio = torch.exp(inputs.old.detach() - inputs.behaviour)
+        return (ratio < self.low) | (ratio > self.high)
 
 
 @dataclass(frozen=True, kw_only=True)

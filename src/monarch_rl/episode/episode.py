@@ -200,6 +200,12 @@ class Episode:
         return self._joined("trainable")
 
     @property
+    def sampled(self) -> np.ndarray:
+        """bool[n] over all turns: tokens that the policy sampled for training, including those that have since been
+        masked for their lag."""
+        return self.trainable | (self.policy_versions != NO_VERSION)
+
+    @property
     def sampling_masks(self) -> SamplingMasks | None:
         """Sampling masks of all turns; None if no turn has them. Raises ValueError if only some turns have them."""
         sets = [turn.sampling_masks for turn in self.turns if turn.sampling_masks is not None]

@@ -25,6 +25,10 @@ class LoggedGroups(NamedTuple):
         return position in _sampled(self, block)
 
 
+NOT_LOGGED = LoggedGroups(groups=0, per_step=1)
+"""No group is logged."""
+
+
 @functools.lru_cache(64)
 def _sampled(logged: LoggedGroups, block: int) -> frozenset[int]:
     return frozenset(sample_groups(logged.per_step, logged.groups, f"rollouts {logged.seed}/{block}"))

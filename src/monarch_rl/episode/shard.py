@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,50 @@ def mask_older(episode: Episode, oldest: int | None) -> None:
         return
     for turn in episode.turns:
         turn.trainable &= turn.policy_versions >= oldest
+
+
+# -- values of the tokens of logged groups, for the record of the run -------------------------------------------------
+
+
+class TokenFlag(enum.IntFlag):
+    """What the loss did with a token: bits of ``TokenRecord.arrays["flags"]``."""
+
+    CLIPPED = 1
+    """The objective clipped or dropped it."""
+    CORRECTED = 2
+    """The importance weight of the corrections differs from 1."""
+    TRUNCATED = 4
+    """That weight was beyond its bound, and was capped or set to 0."""
+    MASKED = 8
+    """Its weight in the loss is 0: it is too old, its sequence has a value that is not finite, or a correction dropped
+    it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What the trainer computed of one sequence of a logged group."""
+
+    step: int
+    """The step that trained it."""
+    group_id: int
+    attempt: int
+    """Attempt of the group."""
+    place: int
+    """Position in the group."""
+    advantage: float | None
+    """The mean over its sampled tokens; None if it is not finite, or there are no such tokens."""
+    arrays: dict[str, np.ndarray]
+    """By name, a value for each of the sequence's n sampled tokens, in order, including masked ones. Tokens of turns
+    that a forked sequence shares belong to the earlier sequence, and turns sampled at another temperature than
+    training's have none.
+
+    - ``trainer_logprobs``, ``new_logprobs``: float32[n], log-probs under the policy at the start of the step, and in
+      the last pass over the token, before an optimiser step. NaN for tokens that were too old to be trained.
+    - ``entropies``: float32[n], nats, in the last pass. NaN for the same tokens.
+    - ``advantages``: float32[n], as the advantage function returned them.
+    - ``weights``: float32[n], factor of the token's loss: aggregation x importance weight x discount for its lag.
+    - ``flags``: uint8[n], bits of :class:`TokenFlag`.
+    """
 
 
 # -- trained episodes, for inspection (pipeline/rollout_log.py) --------------------------------------------------------

@@ -22,6 +22,7 @@ from monarch_rl.buffer.actor import Buffer, SavedBuffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
+from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
@@ -352,6 +353,7 @@ async def start_actors(
         journal_bytes=s.journal.mib << 20,
         generation=resumed.generation if resumed else 0,
         traces=folder / TRACES if folder is not None else None,
+        logged=LoggedGroups(s.rollout.logged_groups, s.groups_per_step, s.rollout.seed or 0),
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())

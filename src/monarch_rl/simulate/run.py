@@ -268,6 +268,10 @@ class SimulatedTrainer:
         """Empty: simulated episodes have no meaningful tokens."""
         return []
 
+    async def token_records(self) -> list[Any]:
+        """Empty, likewise."""
+        return []
+
     async def owned_spans(self) -> tuple[int, list[Any], list[Any]]:
         """A version with a single element."""
         return 0, [("weights", (1,))], [("weights", 0, 1)]

@@ -20,7 +20,7 @@ from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
 from monarch_rl.episode.serialization import deserialize_group
-from monarch_rl.episode.shard import PackedShard, TrainedEpisode, trained_episodes
+from monarch_rl.episode.shard import PackedShard, TokenRecord, TrainedEpisode, trained_episodes
 from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.profiling import StepProfiler
     from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Span
+    from monarch_rl.trainer.step import TrainedBatch
     from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
     from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 
@@ -70,6 +71,8 @@ class Trainer(ResilientActor):
         """By index of the snapshot."""
         self._trained: tuple[PackedShard, BatchAdvantages] | None = None
         """This rank's share of the last batch, and the advantages of the whole batch."""
+        self._records: list[TokenRecord] = []
+        """Of this rank's sequences of the last step's logged groups."""
         self._journal: StepJournal | None = None
         self._earlier: EarlierSteps | None = None
         self._rows: SupervisedRows | None = None
@@ -197,16 +200,16 @@ class Trainer(ResilientActor):
         if journal is not None:
             journal.took(shard)
 
-        def step() -> tuple[dict[str, float], BatchAdvantages, dict[str, float]]:
+        def step() -> tuple[TrainedBatch, dict[str, float]]:
             dtypes = {} if self._snapshots is None else self._snapshots.served_dtypes
             before = policy.published.sampled_rows(dtypes)
             with nullcontext() if self._profiler is None else self._profiler.step(version + 1):
-                metrics, advantages = train(policy, shard, self.functions, self._plan.normaliser_tokens)
+                trained = train(policy, shard, self.functions, self._plan.normaliser_tokens, self._plan.logged)
             self._rows_taken += rows
             self._note(version + 1)
-            return metrics, advantages, changed_share(before, policy.published.sampled_rows(dtypes), policy.device)
+            return trained, changed_share(before, policy.published.sampled_rows(dtypes), policy.device)
 
-        metrics, advantages, changed = await self._on(self._compute, step)
+        (metrics, advantages, self._records), changed = await self._on(self._compute, step)
         self._trained = shard, advantages
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
@@ -267,6 +270,12 @@ class Trainer(ResilientActor):
     async def trained_episodes(self, groups: int, seed: int) -> list[TrainedEpisode]:
         """This rank's episodes of ``groups`` random groups of the last trained batch."""
         return [] if self._trained is None else trained_episodes(*self._trained, groups, seed)
+
+    @persistent_endpoint
+    async def token_records(self) -> list[TokenRecord]:
+        """What this rank computed of the tokens of the last step's logged groups. Tensor-parallel ranks return the
+        same."""
+        return self._records
 
     @persistent_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:

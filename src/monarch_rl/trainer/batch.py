@@ -15,7 +15,7 @@ import torch
 
 from monarch_rl.algorithms.functions import Columns
 from monarch_rl.algorithms.losses import Aggregation, token_weights
-from monarch_rl.episode.episode import NO_VERSION, Episode
+from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.episode.sampling import SamplingMasks
 from monarch_rl.episode.shard import MiniBatch, PackedShard
@@ -70,6 +70,9 @@ class MicroBatch:
     """Inputs that the episodes would have if they shared no prefixes."""
     supervised: bool = False
     """Whether these are supervised rows, which are trained by cross-entropy whatever the objective is."""
+    notes: dict[str, torch.Tensor] | None = None
+    """Values of the last pass for the record of the run (``token_records.py``), by name: [N], without gradient. None:
+    no sequence belongs to a logged group, and nothing needs to be noted."""
 
     @property
     def num_tokens(self) -> int:
@@ -173,7 +176,7 @@ def _trainable_only(
     found = []
     for episode, count, of_episode in zip(episodes, counts.tolist(), values, strict=True):
         if of_episode.ndim:
-            sampled = torch.from_numpy(episode.trainable | (episode.policy_versions != NO_VERSION))
+            sampled = torch.from_numpy(episode.sampled)
             if (tokens := int(sampled.sum())) != len(of_episode):
                 raise ValueError(f"an episode with {tokens} sampled tokens has advantages for {len(of_episode)} tokens")
             by_token = torch.zeros(len(sampled)).masked_scatter(sampled, of_episode.float())

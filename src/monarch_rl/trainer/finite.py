@@ -23,6 +23,8 @@ class LeftOut:
     """Trainable tokens of these episodes."""
     causes: dict[int, str]
     """What is not finite, by index of the episode in its micro-batch."""
+    kept: torch.Tensor | None = None
+    """bool[N]: which of the micro-batch's tokens are trained; None: all."""
 
 
 NOTHING = LeftOut(0, {})
@@ -53,8 +55,9 @@ def finite_only(output: TokenLogprobs, batch: MicroBatch) -> tuple[TokenLogprobs
         lags=batch.lags[keep],
         sequences=batch.sequences[keep],
         columns=Columns({name: values[keep] for name, values in batch.columns.items()}),
+        notes=None if batch.notes is None else {},
     )
-    return output.each(lambda values: values[keep]), chosen, LeftOut(int((~keep).sum()), causes)
+    return output.each(lambda values: values[keep]), chosen, LeftOut(int((~keep).sum()), causes, keep)
 
 
 # -- the cause of a non-finite gradient, for the message that ends the run --------------------------------------------

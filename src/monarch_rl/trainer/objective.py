@@ -63,6 +63,10 @@ TRAINERS_OWN = (
 )
 """Patterns of names, after ``trainer/``, of the trainer's own metrics and their inputs, which no sum of an objective
 may replace."""
+WEIGHT, CLIPPED, CORRECTED, TRUNCATED = "weight", "clipped", "corrected", "truncated"
+"""Names in ``MicroBatch.notes`` that a loss function may set, [N] each. ``weight``: float32, the token's weight in the
+loss; if it is not set, it is ``batch.weights``. The others, bool: whether the objective clips the token; whether its
+importance weight differs from 1; whether that weight was capped or set to 0 because it is beyond its bound."""
 VALUE, RETURNS = "value", "returns"
 """Columns: the critic's value before each sampled token, computed before the critic's update, and its target."""
 
@@ -84,6 +88,8 @@ def loss_function(objective: Objective, settings: LossSettings) -> LossFunction:
         inputs = _loss_inputs(output, batch, settings)
         token = policy.token_loss(inputs)
         loss, sums = _loss_and_sums(token.loss, output, batch, inputs, policy, settings)
+        if batch.notes is not None:
+            batch.notes[CLIPPED] = token.clipped
         return loss, sums | {"clipped": token.clipped.sum()}
 
     return _with_metadata(policy_loss, objective, settings, *settings.needed_columns)
@@ -139,7 +145,8 @@ def _loss_and_sums(
             token, like the entropy, to which no importance weight applies: only corrections that drop sequences do.
     """
     corrections = settings.applied_corrections(objective)
-    importance = _importance(inputs, [each for each in corrections if sampled_only or not each.has_importance_ratio])
+    applied = [each for each in corrections if sampled_only or not each.has_importance_ratio]
+    importance = _importance(inputs, applied)
     loss = loss * importance
     sums = {"tokens": torch.ones_like(importance).sum(), "importance_weight": importance.sum()}
     if settings.kl_coefficient:
@@ -154,6 +161,12 @@ def _loss_and_sums(
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * output.entropies
     weights = batch.weights * losses.lag_discount(batch.lags, settings.lag_discount)
+    if batch.notes is not None:
+        ratios = _importance(inputs, [each for each in applied if each.has_importance_ratio])
+        truncated = torch.zeros_like(importance, dtype=torch.bool)
+        for correction in applied:
+            truncated = truncated | correction.truncated(inputs)
+        batch.notes |= {WEIGHT: weights * importance, CORRECTED: ratios != 1, TRUNCATED: truncated}
     return (loss * weights).sum(), sums
 
 

@@ -20,6 +20,7 @@ from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.algorithms.objectives import Objective
 from monarch_rl.checkpoint.folders import read_checked, write_checked
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
+from monarch_rl.episode.logged import NOT_LOGGED, LoggedGroups
 from monarch_rl.errors import SettingsError, written_by_another_version
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
@@ -58,6 +59,9 @@ class TrainerPlan:
     """How many times the run has been resumed."""
     traces: Path | None = None
     """Folder of the traces of ``settings.profile_steps``; None: no trace."""
+    logged: LoggedGroups = NOT_LOGGED
+    """The groups whose tokens are recorded. It does not change how batches are trained, and is no part of the plan's
+    file."""
 
 
 # -- the plan as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume -----------------------------

@@ -66,6 +66,7 @@ from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import SampledTokens, TokenLogprobs  # noqa: E402
+from monarch_rl.trainer.token_records import note_pass  # noqa: E402
 
 
 class Policy:
@@ -355,11 +356,16 @@ class Policy:
         routes = {} if batch.supervised else self._expert_route_sums(batch)
         if not batch.supervised:
             batch.columns.setdefault(OLD, output.logprobs.detach())
-        output, trained, left_out = finite_only(output, batch)
+        if batch.notes is not None:
+            batch.notes = {}  # without those of the previous epoch
+        computed = output
+        output, trained, left_out = finite_only(computed, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
         # Not by evaluate_loss(), which would refuse the names of these sums.
         loss, sums = rows_loss(output, trained) if batch.supervised else evaluate_loss(objective, output, trained)
+        if batch.notes is not None:
+            note_pass(batch, computed, trained, left_out.kept)
         if not batch.supervised:
             sums |= common_sums(output, trained)
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()

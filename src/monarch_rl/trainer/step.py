@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.returns import explained_variance, group_advantages
-from monarch_rl.episode.shard import PackedShard
+from monarch_rl.episode.logged import NOT_LOGGED, LoggedGroups
+from monarch_rl.episode.shard import PackedShard, TokenRecord
 from monarch_rl.errors import NotFinite
 from monarch_rl.trainer.advantages import (
     BatchAdvantages,
@@ -32,9 +34,21 @@ from monarch_rl.trainer.metrics import batch_metrics, check_agreement
 from monarch_rl.trainer.objective import RETURNS, VALUE, rows_loss
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.supervised import mixed, pack_rows
+from monarch_rl.trainer.token_records import begin_notes, token_records
 from monarch_rl.user_code import place_of
 
 logger = logging.getLogger("monarch_rl")
+
+
+class TrainedBatch(NamedTuple):
+    """The result of :func:`train` on one rank."""
+
+    metrics: dict[str, float]
+    """The metrics of :meth:`Policy.update_batch` and :func:`batch_metrics`."""
+    advantages: BatchAdvantages
+    """Advantages of the whole batch."""
+    records: list[TokenRecord]
+    """Of this rank's sequences of logged groups."""
 
 
 def train(
@@ -42,22 +56,21 @@ def train(
     shard: PackedShard,
     functions: LoadedFunctions,
     normaliser_tokens: int,
-) -> tuple[dict[str, float], BatchAdvantages]:
+    logged: LoggedGroups = NOT_LOGGED,
+) -> TrainedBatch:
     """Train on this rank's share of a batch, including its supervised rows, in one or more optimiser steps. A critic
     computes its values before these steps, and is updated after them.
 
     Args:
         normaliser_tokens: tokens per episode in the normaliser of the ``constant`` aggregation.
-
-    Returns:
-        The metrics of :meth:`Policy.update_batch` and :func:`batch_metrics`, and the advantages of the whole batch.
+        logged: the groups whose tokens are recorded.
 
     Raises:
         NotFinite: gradient or loss is not finite; names the step, the cause and the objective.
         ValueError: the advantage or the objective returned an unusable value, or ranks got different advantages.
     """
     if not shard.rewards:
-        return train_rows(policy, shard), []
+        return TrainedBatch(train_rows(policy, shard), [], [])
     advantage, objective, loss = functions.advantage, functions.objective, policy.settings.loss
     where, critic, epochs = f"step {shard.version + 1}", policy.critic, policy.settings.epochs
     if critic is not None:
@@ -73,6 +86,7 @@ def train(
         "only on the groups that it is given, not on random numbers, clocks or the order of sets",
     )
     minibatches = pack_shard(shard, advantages, loss.aggregation, normaliser_tokens, policy.device, columns)
+    begin_notes(shard, minibatches, logged)
     trained = minibatches if shard.supervised is None else mixed(minibatches, shard.supervised, policy.device)
     learns = critic is None or not critic.warming_up
     with _not_finite_in(where, f". The objective is {place_of(objective)}"):
@@ -86,7 +100,8 @@ def train(
     if critic is not None:
         with _not_finite_in(where):
             metrics |= critic.update_batch(minibatches, epochs) | value_metrics(columns)
-    return metrics | batch_metrics(shard, flat(advantages)), advantages
+    records = token_records(shard, minibatches, advantages, logged)
+    return TrainedBatch(metrics | batch_metrics(shard, flat(advantages)), advantages, records)
 
 
 def train_rows(policy: Policy, shard: PackedShard) -> dict[str, float]:
