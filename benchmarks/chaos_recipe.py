@@ -72,9 +72,9 @@ class FailingWorker(RolloutWorker):
 class FailingTrainer(Trainer):
     """A trainer rank that can fail when it copies its weights."""
 
-    def _copy(self, index: int, views: list[torch.Tensor]) -> None:
+    def _copy(self, version: int, index: int, views: list[torch.Tensor]) -> None:
         end_on_demand(f"trainer rank {self.policy.rank}")
-        super()._copy(index, views)
+        super()._copy(version, index, views)
 
 
 class FailingGenerator(Generator):

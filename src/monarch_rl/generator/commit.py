@@ -31,6 +31,7 @@ from monarch_rl.generator.requests import Requests
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
+from monarch_rl.runtime import timeline
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
@@ -113,7 +114,7 @@ class Commits:
             await self._settle_running(version)
             self._requests.version = version
             refused = f"version {version} is not served"
-            await self._load(self._kind.loader, area, sheet, f"version {version}", refused)
+            await self._load(self._kind.loader, area, sheet, f"version {version}", refused, version)
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
                 version, cost.nbytes, seconds, cost.paused_seconds, cost.copy_seconds, cost.checksum_seconds
@@ -131,7 +132,9 @@ class Commits:
             await self._load(self._kind.verifier, area.handle, sheet, "base weights", refused)
             self._rest_verified = True
 
-    async def _load(self, loader: str, area: bytes, sheet: LoadSheet, what: str, refused: str) -> None:
+    async def _load(
+        self, loader: str, area: bytes, sheet: LoadSheet, what: str, refused: str, version: int | None = None
+    ) -> None:
         """Run a loader on all ranks, and serve if their weights are the trainer's.
 
         Args:
@@ -140,11 +143,13 @@ class Commits:
             sheet: the sheet on which the ranks report.
             what: the loaded object, in messages about waits.
             refused: beginning of the error message if the weights are refused.
+            version: the version that is loaded; None if none is.
         """
         clock = self._requests.clock
         clock.pause()
         loading = self._replace_weights(loader, area, sheet.handle)
-        failures = await self._sglang.or_stopped(loading, f"{what} to be loaded")
+        with timeline.span("swap of weights", self._sglang.replica, version):
+            failures = await self._sglang.or_stopped(loading, f"{what} to be loaded")
         refusal = sheet.judge()
         if refusal is not None:
             error = WeightMismatch if refusal.differs else CommitError

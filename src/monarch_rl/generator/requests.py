@@ -40,7 +40,7 @@ from monarch_rl.generator.sglang_format import (
     take_side_channel,
     to_part,
 )
-from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime import timeline, wait_registry
 from monarch_rl.runtime.wait_registry import Wait
 
 ANOTHER_TRAINER = "the trainer whose policy was asked is lost"
@@ -85,9 +85,15 @@ class TurnReads:
 
 
 class BusyClock:
-    """Counts the seconds in which at least one request was in the engine and no commit was in progress."""
+    """Counts the seconds in which at least one request was in the engine and no commit was in progress.
 
-    def __init__(self) -> None:
+    Args:
+        lane: lane of the timeline that shows these seconds; empty shows them nowhere.
+    """
+
+    def __init__(self, lane: str = "") -> None:
+        self._lane = lane
+        self._busy = False
         self._requests = 0
         self._paused = False
         self._since = 0.0
@@ -112,18 +118,32 @@ class BusyClock:
     def enter(self) -> None:
         self._count()
         self._requests += 1
+        self._show()
 
     def leave(self) -> None:
         self._count()
         self._requests -= 1
+        self._show()
 
     def pause(self) -> None:
         self._count()
         self._paused = True
+        self._show()
 
     def resume(self) -> None:
         self._count()
         self._paused = False
+        self._show()
+
+    def _show(self) -> None:
+        busy = self._requests > 0 and not self._paused
+        if busy == self._busy or not self._lane:
+            return
+        self._busy = busy
+        if busy:
+            timeline.begin(self._lane, "work", "generation")
+        else:
+            timeline.end(self._lane, "work")
 
     def _count(self) -> None:
         """Add the time since the last call. The number of requests was constant in it."""
@@ -176,7 +196,7 @@ class Requests:
         """Prompt tokens of the answered requests."""
         self.turn_reads = TurnReads()
         """Prompt tokens of turns that continue a conversation, since the start."""
-        self.clock = BusyClock()
+        self.clock = BusyClock(sglang.replica)
         """Busy time of the engine."""
         self.idle = asyncio.Event()
         """Set while no request is in SGLang."""

@@ -661,7 +661,7 @@ METRICS = (
     Metric(
         "checkpoint/lost_lines",
         "lines",
-        "Lines of `metrics.jsonl` and `rollouts.jsonl` so far that could not be written to disk.",
+        "Lines of `metrics.jsonl`, `rollouts.jsonl` and the timeline so far that were not written to disk.",
         "checkpoints",
     ),
     # -- custom objectives: last, because the pattern matches all metrics of the trainer ----------------------

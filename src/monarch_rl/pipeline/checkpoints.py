@@ -24,7 +24,9 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement, Staged
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import last_line
+from monarch_rl.runtime import timeline
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, on_disk, within
+from monarch_rl.runtime.wait_registry import CONTROLLER
 from monarch_rl.trainer.actor import Trainer
 
 logger = logging.getLogger("monarch_rl")
@@ -196,7 +198,11 @@ class Checkpoints:
             self._note_failed(version, error)
             return
         self._copy_s = copy.seconds
-        self._writing = asyncio.create_task(self._write(copy, current))
+        self._writing = asyncio.create_task(self._recorded_write(copy, current))
+
+    async def _recorded_write(self, copy: Staged, state: ControllerState) -> None:
+        with timeline.span("checkpoint", f"{CONTROLLER}, checkpoints", copy.version):
+            await self._write(copy, state)
 
     async def _write(self, copy: Staged, state: ControllerState) -> None:
         started = now()

@@ -24,7 +24,9 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime import timeline
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.wait_registry import CONTROLLER
 from monarch_rl.tasks.task import Task
 
 logger = logging.getLogger("monarch_rl")
@@ -216,9 +218,12 @@ class Evaluations:
                 if concurrent
                 else self._progress.evaluation(self._outputs.when(step), items * settings.samples)
             )
+            # Another lane than the controller's own: an evaluation may run next to training.
+            running = timeline.span(f"evaluation{f' of {name}' if name else ''}", f"{CONTROLLER}, evaluations", step)
             async with reporting:
                 # If publishing fails, no generator may be left to answer: that ends the evaluation.
-                result = await self._publisher.unless_publishing_fails(evaluating)
+                with running:
+                    result = await self._publisher.unless_publishing_fails(evaluating)
             values = self._outputs.evaluation(result, step)
             await self._note(values, result, step)
             measured |= values.keys()

@@ -107,9 +107,9 @@ class RunOutputs:
         step = version - self._warm_up_steps()
         return f"after step {step}" if step else "after the warm-up" if version else "before training"
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics, named as in docs/metrics.md: lines that could not be written."""
-        return {"checkpoint/lost_lines": float(self._metrics.lines.lost + self._rollouts.lines.lost)}
+    def metrics(self, lost_spans: int = 0) -> dict[str, float]:
+        """Metrics, named as in docs/metrics.md: lines that could not be written, with those of the timeline."""
+        return {"checkpoint/lost_lines": float(self._metrics.lines.lost + self._rollouts.lines.lost + lost_spans)}
 
     @property
     def seconds(self) -> float:
@@ -153,7 +153,7 @@ class NoOutputs:
     def when(self, version: int) -> str:
         return ""
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, lost_spans: int = 0) -> dict[str, float]:
         return {}
 
     def flush(self, limit_s: float | None = None) -> dict[str, int]:

@@ -146,6 +146,9 @@ class NoWatch:
     def loop_lag(self) -> dict[str, float]:
         return {}
 
+    def lost_spans(self) -> int:
+        return 0
+
     def state_of(self, name: str) -> str:
         return ""
 
@@ -524,7 +527,7 @@ class Run:
         s = self.settings
         if isinstance(self._cluster, LocalProcess) or self.folder is None:
             return nullcontext(NoWatch())
-        return watched(self._cluster, self.folder, s.stall_s, recovery.recover, s.checkpoint.grace_s)
+        return watched(self._cluster, self.folder, s.stall_s, recovery.recover, s.checkpoint.grace_s, timeline=True)
 
     async def _replay_steps(
         self, actors: Actors, resumed: Resumed, observer: Observer, outputs: RunOutputs | NoOutputs
@@ -626,7 +629,7 @@ class Run:
         values = await components.frozen.metrics() | await components.observer.step(update_metrics)
         # No await from here on: after a signal in between, the step would be logged twice, or its rates lost.
         values |= components.recovery.metrics() | components.watch.loop_lag()
-        values |= self._checkpoints.metrics() | outputs.metrics()
+        values |= self._checkpoints.metrics() | outputs.metrics(components.watch.lost_spans())
         outputs.write(self.version, values, rollouts)
         self._unlogged = None
         outputs.show(self._steps_trained, values)

@@ -23,10 +23,11 @@ from types import FrameType
 import psutil
 from monarch.actor import Actor
 
-from monarch_rl.runtime import starvation, wait_registry
+from monarch_rl.runtime import starvation, timeline, wait_registry
 from monarch_rl.runtime.device_work import GpuOperation, operation_in_progress
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import AnswersCalls
+from monarch_rl.runtime.timeline import Span
 from monarch_rl.runtime.wait_registry import Progress, Wait
 
 TASKS_SHOWN = 20
@@ -89,6 +90,19 @@ class ProcessState:
     """Seconds for which its threads were ready to run but had no core (``runtime/starvation.py``)."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """New spans of a process's timeline."""
+
+    machine: str
+    """As in :class:`ProcessReport`."""
+    now: float
+    """``time.monotonic()`` of its machine, as are the times of spans."""
+    spans: list[Span]
+    dropped: int
+    """Number of further spans that were dropped, because nobody took them in time."""
+
+
 class ProcessMonitor(AnswersCalls, Actor):
     """Reports on its process, and inspects or kills other processes on its machine."""
 
@@ -96,6 +110,11 @@ class ProcessMonitor(AnswersCalls, Actor):
     async def report(self) -> ProcessReport:
         """Report on this process."""
         return own_report()
+
+    @persistent_endpoint
+    async def spans(self, cut_s: float) -> SpanReport:
+        """Take the new spans of this process: see :meth:`Timeline.take`."""
+        return own_spans(cut_s)
 
     @concurrent_endpoint
     async def stacks(self) -> str:
@@ -145,6 +164,12 @@ def own_report() -> ProcessReport:
         wait_registry.block_limit_s(),
         wait_registry.blocking_group(),
     )
+
+
+def own_spans(cut_s: float) -> SpanReport:
+    """Take the new spans of this process: see :meth:`Timeline.take`."""
+    spans, dropped = timeline.take(cut_s)
+    return SpanReport(machine(), time.monotonic(), spans, dropped)
 
 
 def _blocked_at() -> str:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from monarch_rl.runtime import timeline
 from monarch_rl.runtime.device_work import GpuOperation
 
 CONTROLLER = "controller"
@@ -174,14 +175,16 @@ def process_name() -> str | None:
 
 def begin_wait(what: str, on: str = "", deadline_s: float = math.inf) -> int:
     """Record the start of a wait; returns its number, for :func:`end_wait`."""
-    number = next(_numbers)
-    _waits[number] = Wait(current_name(), what, on, time.monotonic(), deadline_s)
+    number, waiter = next(_numbers), current_name()
+    _waits[number] = Wait(waiter, what, on, time.monotonic(), deadline_s)
+    timeline.begin(waiter, "wait", what, on)
     return number
 
 
 def end_wait(number: int) -> None:
     """Record the end of a wait."""
-    del _waits[number]
+    wait = _waits.pop(number)
+    timeline.end(wait.waiter, "wait", wait.on)
 
 
 @contextmanager

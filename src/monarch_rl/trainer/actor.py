@@ -21,7 +21,7 @@ from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
 from monarch_rl.episode.serialization import deserialize_group
 from monarch_rl.episode.shard import PackedShard, TokenRecord, TrainedEpisode, trained_episodes
-from monarch_rl.runtime import device_work, wait_registry
+from monarch_rl.runtime import device_work, timeline, wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.network import host_address
@@ -58,7 +58,8 @@ class Trainer(ResilientActor):
 
     def __init__(self, plan: TrainerPlan, buffer: Buffer) -> None:
         self._rank = current_rank().rank
-        wait_registry.register(f"trainer rank {self._rank}")
+        self._name = f"trainer rank {self._rank}"
+        wait_registry.register(self._name)
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
@@ -140,7 +141,8 @@ class Trainer(ResilientActor):
                 self._profiler = StepProfiler(*plan.settings.profile_steps, plan.traces, policy.rank, policy.device)
             return policy
 
-        self._policy = await self._on(self._compute, build)
+        with timeline.span("start", self._name):
+            self._policy = await self._on(self._compute, build)
         await self._on(self._compute, self._note, 0)
         freeze_heap()
         owned = sum(elements for _, _, elements in self._policy.published.owned_spans())
@@ -203,7 +205,9 @@ class Trainer(ResilientActor):
         def step() -> tuple[TrainedBatch, dict[str, float]]:
             dtypes = {} if self._snapshots is None else self._snapshots.served_dtypes
             before = policy.published.sampled_rows(dtypes)
-            with nullcontext() if self._profiler is None else self._profiler.step(version + 1):
+            profiled = nullcontext() if self._profiler is None else self._profiler.step(version + 1)
+            # On this thread, because other work may be under way there when the update is called.
+            with timeline.span("update", self._name, version + 1), profiled:
                 trained = train(policy, shard, self.functions, self._plan.normaliser_tokens, self._plan.logged)
             self._rows_taken += rows
             self._note(version + 1)
@@ -347,12 +351,12 @@ class Trainer(ResilientActor):
         """Copy the weights, which must be those of ``version``, into snapshot ``index``. Returns the seconds taken."""
         started = time.perf_counter()
         views = self.snapshots.prepare(version, index)
-        await self._on(self._compute, self._copy, index, views)
+        await self._on(self._compute, self._copy, version, index, views)
         return time.perf_counter() - started
 
-    def _copy(self, index: int, views: list[torch.Tensor]) -> None:
+    def _copy(self, version: int, index: int, views: list[torch.Tensor]) -> None:
         published = self.policy.published
-        with device_work.operation("a copy of the weights"):
+        with timeline.span("snapshot", self._name, version), device_work.operation("a copy of the weights"):
             if index not in self._snapshot_plans:
                 self._snapshot_plans[index] = published.plan_snapshot(self.snapshots.manifest, views)
             published.snapshot(self._snapshot_plans[index])
@@ -367,7 +371,8 @@ class Trainer(ResilientActor):
         Raises:
             NotFinite: a tensor of the version holds NaN or infinity; names the tensor.
         """
-        return await self.snapshots.send(version, snapshot)
+        with timeline.span("transfer", f"{self._name}, transfers", version):
+            return await self.snapshots.send(version, snapshot)
 
     @persistent_endpoint
     async def weights_abort(self, why: str) -> None:
@@ -390,8 +395,10 @@ class Trainer(ResilientActor):
         return await self._on(self._compute, self._stage, new_group)
 
     def _stage(self, new_group: bool) -> Staged:
-        with device_work.operation("a copy for a checkpoint"):
-            return self.policy.checkpoint.stage(new_group)
+        checkpoint = self.policy.checkpoint
+        copying = timeline.span("copy for a checkpoint", self._name, checkpoint.version)
+        with copying, device_work.operation("a copy for a checkpoint"):
+            return checkpoint.stage(new_group)
 
     @persistent_endpoint
     async def write_checkpoint(self, folder: str) -> list[FileSum]:
@@ -401,7 +408,8 @@ class Trainer(ResilientActor):
             CannotWrite: a rank could not write; names the rank.
         """
         checkpoint = self.policy.checkpoint
-        return await self._on(self._disk, checkpoint.write, Path(folder), checkpoint.group)
+        with timeline.span("checkpoint", f"{self._name}, checkpoints"):
+            return await self._on(self._disk, checkpoint.write, Path(folder), checkpoint.group)
 
     @concurrent_endpoint
     async def restore(self, folder: str, version: int, optimizer_steps: int) -> None:

@@ -46,6 +46,7 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience, on_disk, within
 from monarch_rl.runtime.wait_registry import CONTROLLER
 from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LAG_ALARM_S, LoopLag, ProcessPoller
+from monarch_rl.watch.span_collector import SpanCollector
 from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
@@ -77,7 +78,13 @@ class Watch:
     """The watch of one run; see the top of this file. :func:`watched` creates, starts and stops it."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, stall_s: float, recover: Recover | None, grace_s: float = 0.0
+        self,
+        cluster: Cluster,
+        folder: Path,
+        stall_s: float,
+        recover: Recover | None,
+        grace_s: float = 0.0,
+        timeline: bool = False,
     ) -> None:
         if stall_s <= 0:
             raise ValueError(f"stall_s must be positive, got {stall_s}")
@@ -88,6 +95,7 @@ class Watch:
         self._interval_s = stall_s / POLLS
         self._lag = LoopLag()
         self._poller = ProcessPoller(cluster, stall_s, self._interval_s, self._lag)
+        self._spans = SpanCollector(cluster, folder) if timeline else None
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
         self._last_advance = time.monotonic()
@@ -111,6 +119,10 @@ class Watch:
     def loop_lag(self) -> dict[str, float]:
         """Metrics of event-loop lag since the last call, by kind of actor, in milliseconds: see docs/metrics.md."""
         return self._lag.metrics()
+
+    def lost_spans(self) -> int:
+        """Number of spans of work and waits so far that are not in the run's timeline."""
+        return 0 if self._spans is None else self._spans.lost
 
     def state_of(self, name: str) -> str:
         """How a process was silent or blocked at the last poll; completes a sentence that begins with its name. Empty
@@ -172,12 +184,12 @@ class Watch:
         wait_registry.name_loop(WATCH)
         beating = self._loop.create_task(self._heartbeat.run())
         failed = 0
-        self._poller.add_new()
+        self._add_new()
         while not self._ended.is_set():
             await asyncio.to_thread(self._ended.wait, self._interval_s)
             try:
                 await self._poll()
-                self._poller.add_new()
+                self._add_new()
                 failed = 0
             except Exception as error:
                 failed += 1
@@ -186,6 +198,13 @@ class Watch:
                 logger.warning("a poll of the watch has failed; it continues", exc_info=error)
         beating.cancel()
         self._poller.close()
+        if self._spans is not None:
+            await self._spans.close()
+
+    def _add_new(self) -> None:
+        self._poller.add_new()
+        if self._spans is not None:
+            self._spans.add_new()
 
     async def _poll(self) -> None:
         # Checked before and after the picture: its times are wrong if they include a stop of this process.
@@ -333,6 +352,7 @@ async def watched(
     stall_s: float = STALL_S,
     recover: Recover | None = None,
     grace_s: float = 0.0,
+    timeline: bool = False,
 ) -> AsyncIterator[Watch]:
     """Watch the run while the block runs.
 
@@ -343,13 +363,14 @@ async def watched(
         recover: called to replace a culprit, or to continue without it, before the run is ended because of it. Runs on
             the event loop of the block. Without it the run ends.
         grace_s: seconds that the block may take to end, in addition to :data:`END_S`.
+        timeline: whether to write the timeline of all processes to ``folder``: see ``watch/span_collector.py``.
 
     Raises:
         Stalled: the run could not continue.
         ValueError: ``stall_s`` is not positive.
     """
     wait_registry.register(CONTROLLER)
-    watch = Watch(cluster, folder, stall_s, recover, grace_s)
+    watch = Watch(cluster, folder, stall_s, recover, grace_s, timeline)
     watch.start()
     try:
         yield watch
