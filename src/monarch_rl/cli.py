@@ -16,15 +16,22 @@ app = SubcommandApp()
 
 @app.command
 def convert(
-    run: Positional[Path], *, to: Literal["csv"], output: Annotated[Path | None, arg(aliases=["-o"])] = None
+    run: Positional[Path], *, to: Literal["csv", "perfetto"], output: Annotated[Path | None, arg(aliases=["-o"])] = None
 ) -> int:
     """Convert a run's files for other programs.
 
     Args:
         run: run folder.
-        to: csv: a table of the metrics.
+        to: csv: a table of the metrics. perfetto: the timeline of all actors, for https://ui.perfetto.dev and
+            chrome://tracing.
         output: file to write; by default in the run's folder.
     """
+    if to == "perfetto":
+        from monarch_rl.report.perfetto import to_perfetto
+
+        output = output or run / "timeline.json.gz"
+        print(f"wrote {output}: {to_perfetto(run, output)} spans. Open it in https://ui.perfetto.dev")
+        return 0
     from monarch_rl.report.convert import to_csv
 
     output = output or run / "metrics.csv"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from monarch_rl.observe.lines import read_rows
 from monarch_rl.observe.pieces import pieces_of
-from monarch_rl.runtime.timeline import Span
-from monarch_rl.watch.span_collector import FOLDER, STEM, TimelineLog, _Clock
+from monarch_rl.runtime.timeline import FOLDER, STEM, Span
+from monarch_rl.watch.span_collector import TimelineLog, _Clock
 
 WALL = 1.79e9
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+FOLDER, STEM = "timeline", "spans"
+"""Folder of the timeline in a run's folder, and beginning of its files' names."""
 RING = 4096
 """Number of ended spans that a process keeps; the oldest are dropped, and counted."""
 SHORTEST_S = 0.005

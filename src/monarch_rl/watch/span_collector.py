@@ -23,12 +23,11 @@ from monarch_rl.runtime import monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.monitor import ProcessMonitor
-from monarch_rl.runtime.timeline import CUT_S, SHORTEST_S, Kind, Span
+from monarch_rl.runtime.timeline import CUT_S, FOLDER, SHORTEST_S, STEM, Kind, Span
 from monarch_rl.runtime.wait_registry import CONTROLLER
 
 logger = logging.getLogger("monarch_rl")
 
-FOLDER, STEM = "timeline", "spans"
 BOUND = 64 << 20
 """Bytes of the timeline on disk."""
 EVERY_S = 5.0
