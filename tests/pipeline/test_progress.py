@@ -59,6 +59,23 @@ def test_a_wait_is_reported_after_30_s_and_each_time_that_it_has_doubled(wait_s:
     assert noted == [str(30 * 2**place) for place in range(lines)]
 
 
+def test_a_terminal_shows_the_wait_each_second_until_it_ends() -> None:
+    shown, noted = list[str](), list[str]()
+
+    async def describe(seconds: float) -> str:
+        if seconds > 2.5:
+            raise RuntimeError("the buffer is lost")
+        return f"for {seconds:.0f} s"
+
+    async def wait() -> None:
+        async with reporting(noted.append, describe, status=shown.append):
+            await asyncio.sleep(5.5)
+        await asyncio.sleep(100)
+
+    run_virtual(wait())
+    assert shown == ["for 1 s", "for 2 s", ""] and not noted
+
+
 def test_a_report_that_fails_costs_neither_the_wait_nor_later_reports() -> None:
     noted: list[str] = []
 

@@ -190,7 +190,7 @@ def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     found = re.search(r"Run folder: (\S+)$", output, re.MULTILINE)
     assert found, output
     folder = Path(found[1])
-    assert re.search(rf"^metrics.* model .*{folder}$", output, re.MULTILINE), output
+    assert re.search(rf"^files: +metrics.* model .*{folder}$", output, re.MULTILINE), output
     assert set((folder / "console.log").read_text().splitlines()) <= set(output.splitlines())
     assert re.search(rf"^step {STEPS}/{STEPS} ", (folder / "console.log").read_text(), re.MULTILINE)
     window = window_of(max_policy_lag)

@@ -82,8 +82,7 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     check_run(ended.output(), model, max_policy_lag=2)
     refused = re.findall(r"started without the fork server: .* differ", ended.output())
     assert not refused, "processes were not forked by the fork server"
-    for part in ("trainer ranks up: ", "generators up: ", "rollout workers up: ", "version 0 is served"):
-        assert re.search(f"^{part}", ended.output(), re.MULTILINE), f"not reported: {part}"
+    check_phases(ended.output())
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
@@ -100,7 +99,40 @@ def test_a_run_continues_after_its_console_was_closed(start: Start, model: Path,
     (folder,) = (tmp_path / "runs").iterdir()
     log = (folder / "console.log").read_text()
     assert "Broken pipe" in log and re.search(rf"^step {STEPS}/{STEPS} ", log, re.MULTILINE), log
-    assert len(run.output().splitlines()) == 1 and log.splitlines()[-1].endswith(f" are in {folder}")
+    assert len(run.output().splitlines()) == 1 and re.search(rf"^files: .* are in {folder}$", log, re.MULTILINE), log
+    assert log.splitlines()[-1].startswith("resume: ") and f" --resume {folder} " in log.splitlines()[-1]
+
+
+def check_phases(log: str) -> None:
+    """The phases of a run are printed in order, from its first line to its last."""
+    phases = [
+        "checking the settings for ",
+        "starting the hosts$",
+        "Run folder: ",
+        f"Each step trains on 8 prompts x 8 episodes = {8 * 8} episodes;",
+        "Asynchronous: ",
+        "trying an item of the task$",
+        "starting 2 trainer ranks, 2 generators, .* and the buffer$",
+        "version 0 is served$",
+        "evaluating 8 held-out items before training$",
+        "before training, version 0: held-out accuracy ",
+        rf"step 1/{STEPS} \| .*/step, .* left \| reward .*held-out [0-9.]+% @0 ",
+        rf"step {STEPS}/{STEPS} \| .*/step \| reward .*held-out [0-9.]+% @0 ",
+        f"after step {STEPS}, version {STEPS}: held-out accuracy ",
+        rf"done: +{STEPS} steps in .*; held-out accuracy [0-9.]+% @0 -> [0-9.]+% @{STEPS} \[.*\]$",
+        "files: ",
+        "look: +tensorboard --logdir ",
+        "table: +monarch-rl convert ",
+        "model: +python tools/export.py ",
+        "evaluate: +python tools/evaluate.py .* --task .*grpo.py$",
+        "resume: +the same command with --resume ",
+    ]
+    found = [re.search(f"^{phase}", log, re.MULTILINE) for phase in phases]
+    assert None not in found, f"not printed: {phases[found.index(None)]}\n{log}"
+    places = [match.start() for match in found if match is not None]
+    assert places == sorted(places), log
+    for part in ("trainer ranks up: ", "generators up: ", "rollout workers up: "):
+        assert re.search(f"^{part}", log, re.MULTILINE), f"not reported: {part}"
 
 
 @pytest.mark.timeout(1800)

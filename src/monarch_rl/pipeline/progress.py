@@ -1,4 +1,7 @@
-"""Lines on the console while nothing else is printed: the parts of the start, and what a long wait is waiting for."""
+"""What the console shows while nothing is finished: the parts of the start, and what a long wait is waiting for.
+
+A terminal shows it in its last line, each second; a file gets a line when a part is done, and for a long wait.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from monarch_rl.buffer.actor import AwaitedBatch, Buffer
+from monarch_rl.observe.console import area_of
+from monarch_rl.observe.console_relay import existing_relay
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.rollout.statistics import WorkerProgress
 from monarch_rl.rollout.worker import RolloutWorker
@@ -21,6 +26,8 @@ T = TypeVar("T")
 Note = Callable[[str], None]
 """Prints a line."""
 
+STATUS_S = 1.0
+"""Seconds between updates of a terminal's last line."""
 FIRST_S = 30.0
 """Seconds after which a wait is reported for the first time."""
 ANSWER_S = 5.0
@@ -29,7 +36,10 @@ ANSWER_S = 5.0
 
 @asynccontextmanager
 async def reporting(
-    note: Note, describe: Callable[[float], Awaitable[str]], steadily: bool = False
+    note: Note,
+    describe: Callable[[float], Awaitable[str]],
+    steadily: bool = False,
+    status: Note | None = None,
 ) -> AsyncIterator[None]:
     """While the block runs, print what it waits for: after :data:`FIRST_S`, and each time the wait has become twice as
     long.
@@ -37,6 +47,7 @@ async def reporting(
     Args:
         describe: returns the line, given the seconds since the block began. If it raises, there is no line.
         steadily: print it every :data:`FIRST_S` instead.
+        status: shows the line every :data:`STATUS_S` in addition, and "" at the end; None without a terminal.
     """
     began = now()
 
@@ -51,11 +62,24 @@ async def reporting(
                 logger.debug("no progress to report: %s", last_line(error))
             next_s = passed_s + FIRST_S if steadily else 2 * passed_s
 
-    reporter = asyncio.ensure_future(report())
+    async def show(status: Note) -> None:
+        while True:
+            await asyncio.sleep(STATUS_S)
+            try:
+                status(await describe(now() - began))  # waits: for processes, within ANSWER_S
+            except Exception as error:  # as above
+                logger.debug("no progress to show: %s", last_line(error))
+
+    reporters = [asyncio.ensure_future(report())]
+    if status is not None:
+        reporters.append(asyncio.ensure_future(show(status)))
     try:
         yield
     finally:
-        reporter.cancel()
+        for reporter in reporters:
+            reporter.cancel()
+        if status is not None:
+            status("")
 
 
 # -- the start of a run -----------------------------------------------------------------------------------------------
@@ -88,9 +112,19 @@ class Start:
         say(f"{done} ({now() - self._began:.0f} s)")
         return result
 
-    def reporting(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def reporting(self) -> AsyncIterator[None]:
         """While the block runs, print regularly which parts are not done; see :func:`reporting`."""
-        return reporting(say, self._describe, steadily=True)
+        area = area_of(existing_relay())
+
+        def show(text: str) -> None:
+            if text:
+                area.show(text)
+            else:
+                area.end(keep=False)
+
+        async with reporting(say, self._describe, steadily=True, status=show if area.terminal.is_terminal else None):
+            yield
 
     async def _describe(self, seconds: float) -> str:
         return f"starting for {seconds:.0f} s; waiting for {', '.join(self._pending)}"
@@ -106,6 +140,7 @@ class Progress:
         note: prints a line; None reports nothing.
         state_of: describes a process that does not answer, in words that complete a sentence beginning with its name;
             empty if nothing is known.
+        status: shows a text in a terminal's last line, and nothing for ""; None without a terminal.
     """
 
     def __init__(
@@ -114,9 +149,10 @@ class Progress:
         buffer: Buffer,
         workers: ActorPool[RolloutWorker],
         state_of: Callable[[str], str],
+        status: Note | None = None,
     ) -> None:
         self._note, self._buffer, self._workers = note, buffer, workers
-        self._state_of = state_of
+        self._state_of, self._status = state_of, status
 
     def step(self, step: str) -> AbstractAsyncContextManager[None]:
         """While a step, called ``step``, is made: what its batch lacks, or that the trainer computes."""
@@ -132,7 +168,7 @@ class Progress:
         return self._reporting(partial(_of_wait, what))
 
     def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._note is None else reporting(self._note, describe)
+        return nullcontext() if self._note is None else reporting(self._note, describe, status=self._status)
 
     async def _of_step(self, step: str, seconds: float) -> str:
         call = self._buffer.awaited_batch.call_one()

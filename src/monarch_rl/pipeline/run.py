@@ -56,10 +56,10 @@ from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
-from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
+from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, closing_lines, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.preloads import PRELOADS
-from monarch_rl.pipeline.progress import Progress
+from monarch_rl.pipeline.progress import Progress, say
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.replayed_steps import replay_steps
@@ -414,6 +414,7 @@ class Run:
         if self._survivors is None:
             freeze_heap()  # here, because nothing waits for this process while the fork server imports
         if settings.probe and self._survivors is None:
+            say("trying an item of the task")
             await cluster.fork_server.imported(SCORING_PRELOAD)
             for warning in await probe(task, settings.rollout, cluster.fork_server.name):
                 print(f"warning: {warning}")
@@ -495,7 +496,11 @@ class Run:
                 metric=lambda: self._best.metric,
             )
         progress = Progress(
-            None if self.folder is None else outputs.note, actors.buffer, actors.workers, watch.state_of
+            None if self.folder is None else outputs.note,
+            actors.buffer,
+            actors.workers,
+            watch.state_of,
+            outputs.status,
         )
         evaluations = Evaluations(
             s,
@@ -924,6 +929,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     supervisor.follow_supervisor()
     relay = relay_output()
     note_hangups()  # here, because a model may be downloaded for minutes before the hosts start
+    say(f"checking the settings for {settings.model}")
     try:
         given, settings = settings, keep_sizes(with_recorded_model(settings))
         refusals, made = Refusals(), None
@@ -944,6 +950,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         sys.exit(f"error: {error}")
     if settings.trainer.deterministic and offered.kind == "cuda":
         fix_nccl_order()
+    say("starting the hosts")
     with (
         restarting_after_loss(settings.checkpoint.restarts),
         launch_cluster(PRELOADS, settings.checkpoint.grace_s) as cluster,
@@ -954,12 +961,13 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         relay.log_to(folder)
         if chosen := chosen_sizes(given, settings):
             print(f"{' and '.join(chosen)} by default {'as before' if resumed else 'on this machine'}")
-        print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
+        say(f"Run folder: {folder}")
+        print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer))
         try:
             origin = None if resumed is None else resumed.checkpoint
             with recording_state(folder, cluster.interrupts, settings.name, origin, settings.evaluation.best):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
-                saved = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
+                run = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:
             # The message has what the recipe's author needs; a traceback would not help.
             sys.exit(f"error: {error}")
@@ -974,7 +982,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             if cluster.interrupts.reason is None:  # otherwise this process sent itself the signal, because of a loss
                 print(f"interrupted: exit code {128 + number}; {how_to_resume(folder)}")
             raise KeyboardInterrupt from None
-        print(f"{'metrics, rollouts and the model' if saved else 'metrics and rollouts'} are in {folder}")
+        for line in closing_lines(folder, settings, run._steps_trained, run.warm_up_steps, run.saved):
+            print(line)
 
 
 async def _train(
@@ -984,15 +993,15 @@ async def _train(
     folder: Path,
     resumed: Resumed | None,
     task: Task | None,
-) -> Path | None:
-    """Call the recipe, and again after each warm restart; returns the folder of the saved model, if it was saved."""
+) -> Run:
+    """Call the recipe, and again after each warm restart; returns the ended run."""
     survivors: Survivors | None = None
     while True:
         run = Run(settings, cluster, folder, resumed, survivors, task)
         try:
             # In a task of its own, because a failing run cancels its task, which must not affect the next run.
             await asyncio.create_task(_call(train, run, settings))  # waits: as long as the run
-            return run.saved
+            return run
         except Exception as error:
             cluster.interrupts.take_over = None
             if run._begun is None:

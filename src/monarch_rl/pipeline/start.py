@@ -35,7 +35,7 @@ from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool, ping
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.memory import checkpoint_bytes, cpu_memory
-from monarch_rl.pipeline.progress import Start
+from monarch_rl.pipeline.progress import Start, say
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.settings import RunSettings, episode_limits, normaliser_tokens
 from monarch_rl.rollout.frozen import connect_frozen_models
@@ -230,23 +230,34 @@ def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
 
 
 def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
-    """A summary of the schedule that follows from the settings, to print at the start of a run."""
+    """How rollouts and training overlap according to the settings, in two lines to print at the start of a run."""
     slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
-    order = "any number of groups may" if window is None else f"at most {window} groups may"
-    batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes per step; "
+    batch = (
+        f"Each step trains on {groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} "
+        "episodes; the episodes of a prompt are a group."
+    )
+    order = "any number of groups" if window is None else f"at most {window} groups"
+    overtaken = f"a slow group may be overtaken by {order}"
     if slots is None:
         return (
-            f"{batch}stream: the lag is unbounded. Tokens of any age may be trained, in particular if generators are "
-            f"faster than the trainer; {order} overtake a slower one."
+            f"{batch}\nAsynchronous without a bound: generators never wait, so tokens of any age may be trained, in "
+            f"particular if generators are faster than the trainer; {overtaken}."
         )
     late = {
         "wait": "then the trainer waits for it",
-        "drop": "a group above the lag bound is dropped",
-        "mask": "tokens above the lag bound are not trained",
+        "drop": "a group whose tokens would become older is dropped",
+        "mask": "tokens that would become older are not trained",
     }[buffer.late]
-    again = f", each in up to {buffer.replay} batches" if buffer.replay > 1 else ""
-    bound = f"lag <= {buffer.max_policy_lag}; buffer of {slots} groups{again}"
-    return f"{batch}{bound}; {order} overtake a slower one: {late}."
+    lag = buffer.max_policy_lag
+    meaning = (
+        f"Asynchronous: when a token is trained, the policy is at most {lag} version{'s' * (lag > 1)} newer than the "
+        "one that sampled it"
+        if lag
+        else "Synchronous: a token is trained by the policy version that sampled it"
+    )
+    again = f", each trained up to {buffer.replay} times" if buffer.replay > 1 else ""
+    ahead = f"rollouts are started and stored for at most {slots} groups"
+    return f"{batch}\n{meaning} (lag <= {lag}; {ahead}{again}; {overtaken}, {late})."
 
 
 async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patience) -> list[dict[str, float]]:
@@ -358,6 +369,9 @@ async def start_actors(
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())
     bound = s.rollout.bound(episode_limit)
+    numbers = {"trainer rank": s.trainer.ranks, "generator": s.generator.replicas, "rollout worker": s.rollout.workers}
+    parts = [f"{count} {name}{'s' * (count > 1)}" for name, count in numbers.items()]
+    say(f"starting {', '.join([*parts, *(f'frozen model {plan.model.name}' for plan in frozen)])} and the buffer")
     start = Start()
     async with start.reporting():
         spawning = start_buffer(

@@ -1,0 +1,81 @@
+"""The last lines of a run, from the files of its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.pipeline import outputs
+from monarch_rl.pipeline.outputs import closing_lines
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.start import schedule
+from monarch_rl.rollout.evaluation import EvaluationSettings
+
+
+def evaluated(step: int, accuracy: float, name: str = "held_out") -> dict[str, Any]:
+    """The line of an evaluation."""
+    key = f"{name}/accuracy"
+    return {"step": step, key: accuracy, f"{key}_low": accuracy - 0.1, f"{key}_high": accuracy + 0.1}
+
+
+def of_metrics(folder: Path, *lines: dict[str, Any]) -> str:
+    """The line ``done`` of a run of 12 steps with these lines in its metrics."""
+    rows = [json.dumps(line | {"seconds": 20.0 * (place + 1)}) for place, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_text("".join(row + "\n" for row in rows))
+    sets = tuple({key.split("/")[1] for line in lines for key in line if key.count("/") == 2})
+    return closing_lines(folder, RunSettings(evaluation=EvaluationSettings(sets=sets)), 12, warm_up_steps=3)[0]
+
+
+def test_the_first_and_the_last_evaluation_are_named_with_their_steps(tmp_path: Path) -> None:
+    step = {"step": 4, "reward/mean": 0.5}
+    line = of_metrics(tmp_path, evaluated(3, 0.35), step, evaluated(9, 0.2), evaluated(15, 0.44), step)
+    after = "held-out accuracy 35.0% @0 -> 44.0% @12 [34.0%, 54.0%]"
+    assert line.split(maxsplit=1) == ["done:", f"12 steps in 1 min 40 s; {after}"]
+    named = of_metrics(tmp_path, step, evaluated(15, 0.44, "held_out/hard"))
+    assert named.endswith("in 40 s; held-out hard accuracy 44.0% @12 [34.0%, 54.0%]")
+    only_rewards = [{"step": 0, "held_out/reward": 0.25}, {"step": 15, "held_out/reward": None}]
+    assert of_metrics(tmp_path, *only_rewards).endswith("; held-out reward 0.250 @0")
+    assert of_metrics(tmp_path, step).endswith("12 steps in 20 s")
+
+
+def test_each_command_stands_on_a_line_and_only_if_it_has_something_to_work_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs.sys, "argv", ["recipes/own_data.py", "--steps", "12"])
+    settings = RunSettings(steps=12)
+    none = dict(line.split(": ", 1) for line in closing_lines(tmp_path, settings, 1))
+    assert none["done"].strip() == "1 step in 0 s"  # no metrics were written
+    assert none["files"].strip() == f"metrics and rollouts are in {tmp_path}"
+    assert list(none) == ["done", "files", "look", "table"]
+    monkeypatch.setattr(outputs, "complete", lambda folder: {12: folder / "step-000012"})
+    lines = closing_lines(tmp_path, settings, 12, model=tmp_path / "model")
+    assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines}) == 1, "texts are not aligned"
+    assert lines[1].endswith(f"metrics, rollouts and the model are in {tmp_path}")
+    assert [line.split(maxsplit=1)[1] for line in lines[-3:]] == [
+        f"python tools/export.py {tmp_path} OUT",
+        f"python tools/evaluate.py {tmp_path} --task recipes/own_data.py",
+        f"the same command with --resume {tmp_path} --steps 24",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (
+            BufferSettings(2),
+            ["Asynchronous", "2 versions newer", "lag <= 2", "at most 8 groups, then the trainer waits"],
+        ),
+        (BufferSettings(1, late="drop"), ["1 version newer", "lag <= 1", "is dropped"]),
+        (BufferSettings(0), ["Synchronous", "lag <= 0"]),
+        (BufferSettings(None), ["without a bound", "any age"]),
+        (BufferSettings(2, replay=3), ["each trained up to 3 times"]),
+    ],
+)
+def test_the_schedule_is_explained(buffer: BufferSettings, words: list[str]) -> None:
+    first, second = schedule(32, 8, buffer).splitlines()
+    assert first.startswith("Each step trains on 32 prompts x 8 episodes = 256 episodes")
+    assert not [word for word in words if word not in second], second
