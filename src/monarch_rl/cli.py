@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
+from monarch_rl.errors import SettingsError
+
 app = SubcommandApp()
 
 
@@ -37,6 +39,42 @@ def convert(
     output = output or run / "metrics.csv"
     rows = to_csv(run, output)
     print(f"wrote {output}: metrics of {rows} steps and evaluations")
+    return 0
+
+
+@app.command
+def report(
+    runs: Positional[tuple[Path, ...]],
+    *,
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None,
+    single: bool = False,
+) -> int:
+    """Write a page that shows runs: an HTML file that opens in any browser, without a network.
+
+    Args:
+        runs: run folders; several are drawn into the same charts.
+        output: file to write; by default `report.html` in the first run's folder. Older rollouts are put into a folder
+            beside it, which is named like the file without `.html`.
+        single: put all rollouts into the file.
+    """
+    from monarch_rl.report.defaults import default_settings
+    from monarch_rl.report.page import make_page, write_page
+    from monarch_rl.report.read import read_run
+
+    if not runs:
+        raise SettingsError("no run was given: give the folder of a run, such as runs/NAME")
+    output = output or runs[0] / "report.html"
+    page = make_page(
+        [read_run(run) for run in runs],
+        defaults=default_settings(),
+        single=single,
+        pieces_at=output.with_suffix("").name,
+    )
+    write_page(page, output)
+    print(
+        f"wrote {output}: {len(page.html) / 1e6:.1f} MB"
+        + f" and {len(page.pieces)} files beside it" * bool(page.pieces)
+    )
     return 0
 
 

@@ -1,0 +1,383 @@
+"""Makes the page of one or several runs: one HTML file that opens offline, and files beside it with older rollouts.
+
+All data is deflated JSON in base64, so no text that a model, a task or a tool wrote can end a script or a tag. The code
+in ``static/`` shows it with ``textContent`` alone, and the page's policy (CSP) forbids every connection.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from monarch_rl.errors import SettingsError
+from monarch_rl.observe.registry import find
+from monarch_rl.report.read import Metrics, RunRecord
+from monarch_rl.report.reduce import POINTS, reduce
+
+GROUPS = 32
+"""The newest groups, which are in the page itself, and the most groups of a piece."""
+PAGE_GROUP_BYTES = 600_000
+"""Deflated bytes of the groups in the page."""
+PIECE_BYTES = 4_000_000
+"""Deflated bytes after which a piece ends; a larger group is a piece of its own."""
+OTHER_POINTS = 400
+"""Points of a metric that is on no chart of the first screen."""
+SPANS = 20_000
+"""The newest spans of the timeline in the page."""
+CODE = ("data.js", "charts.js", "learn.js", "run.js", "main.js")
+"""Files of ``static/``, in the order in which they are joined."""
+
+CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward/mean",)),
+    ("Held-out", ("held_out/accuracy", "held_out/reward")),
+    ("Parts of the reward", ("reward/*/*",)),
+    ("Length", ("length/mean", "length/max")),
+    ("Cut at a limit", ("length/cut_share",)),
+    ("Entropy", ("trainer/entropy",)),
+    ("KL and mismatch", ("trainer/kl_reference", "trainer/mismatch_k3_on_policy", "trainer/mismatch_k3_all")),
+    ("Gradient norm", ("trainer/grad_norm",)),
+)
+"""Charts of the first screen; a pattern stands for all metrics whose registry entry has that name."""
+STACKED = ("reward/all_wrong_share", "reward/equal_groups_share", "reward/all_right_share")
+INTERVALS = ("held_out/accuracy_low", "held_out/accuracy_high")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, and the pieces beside it."""
+
+    html: str
+    pieces: dict[int, str] = field(default_factory=dict)
+    """Text of the piece ``NNN.js``, by number."""
+
+
+def write_page(page: Page, output: Path) -> None:
+    """Write a page and its pieces, which are in a folder beside it, named like the page without ``.html``. Older pieces
+    there are removed.
+
+    Raises:
+        SettingsError: a file cannot be written.
+    """
+    folder = output.with_suffix("")
+    try:
+        if folder.is_dir():
+            for old in folder.glob("[0-9][0-9][0-9]*.js"):
+                old.unlink()
+        if page.pieces:
+            folder.mkdir(exist_ok=True)
+        for number, text in page.pieces.items():
+            (folder / piece_name(number)).write_text(text)
+        incomplete = output.with_name(f".{output.name}.{os.getpid()}")
+        incomplete.write_text(page.html)
+        incomplete.replace(output)
+    except OSError as error:
+        raise SettingsError(f"{output} cannot be written ({error.strerror or error})") from error
+
+
+def piece_name(number: int) -> str:
+    return f"{number:03}.js"
+
+
+def make_page(
+    runs: Sequence[RunRecord],
+    *,
+    defaults: dict[str, Any] | None = None,
+    single: bool = False,
+    live: bool = False,
+    pieces_at: str = "report",
+) -> Page:
+    """The page of one or several runs.
+
+    Args:
+        runs: in the order in which they are shown.
+        defaults: default settings, nested like ``settings.json``; None shows all settings.
+        single: put all rollouts into the page.
+        live: let the page reload itself while a run is running.
+        pieces_at: folder of the pieces, relative to the page.
+    """
+    pieces = _Pieces(single)
+    described = [_run(run, defaults, pieces, number, len(runs)) for number, run in enumerate(runs)]
+    names = sorted({name for run in described for name in run["series"]})
+    data = {
+        "made": time.time(),
+        "live": live and any(run.state.get("state") == "running" for run in runs),
+        "pieces_at": pieces_at,
+        "charts": CHARTS,
+        "stacked": STACKED,
+        "metrics": {name: _described(name) for name in names},
+        "runs": described,
+        "inside": pieces.inside,
+    }
+    title = ", ".join(run.name for run in runs)
+    return Page(_html(title, _packed(data)), pieces.outside)
+
+
+def _html(title: str, data: str) -> str:
+    static = files("monarch_rl.report") / "static"
+    style = (static / "uPlot.min.css").read_text() + (static / "style.css").read_text()
+    library = (static / "uPlot.iife.min.js").read_text()
+    code = '"use strict";\n' + "".join((static / name).read_text() for name in CODE)
+    policy = (
+        f"default-src 'none'; script-src 'self' file: {_hash(library)} {_hash(code)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><meta name="referrer" content="no-referrer">'
+        f"<title>{html.escape(title.encode(errors='replace').decode())}</title><style>{style}</style></head><body>"
+        "<noscript>This page needs JavaScript. It loads nothing from the network.</noscript>"
+        f'<script type="text/plain" id="data">{data}</script><script>{library}</script><script>{code}</script>'
+        "</body></html>\n"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _packed(value: Any) -> str:
+    """JSON, deflated, in base64."""
+    return base64.b64encode(_deflated(value)).decode()
+
+
+def _deflated(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":"), default=repr).encode(), 6)
+
+
+def _array(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def _described(name: str) -> list[str]:
+    """Unit, meaning, and the registry's name of a metric."""
+    metric = find(name)
+    return ["", "", ""] if metric is None else [metric.unit, metric.meaning, metric.name]
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    run: RunRecord, defaults: dict[str, Any] | None, pieces: _Pieces, number: int, number_of_runs: int
+) -> dict[str, Any]:
+    axes, series = _series(run.metrics, run.settings, number_of_runs)
+    differs, rest = _settings(run.settings, defaults)
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": run.state,
+        "differs": differs,
+        "settings": rest,
+        "axes": axes,
+        "series": series,
+        "groups": _groups(run.episodes, pieces, number),
+        "lags": _lags(run.episodes),
+        "lanes": _lanes(run.spans),
+        "spans": [
+            [span["lane"], span.get("kind"), span.get("what"), span.get("on", ""), span["from"], span["to"]]
+            for span in run.spans[-SPANS:]
+        ],
+        "failures": run.failures,
+        "resumes": run.resumes,
+        "recipe": run.recipe,
+        "log": run.log,
+        "notes": run.notes,
+    }
+
+
+def _series(
+    metrics: Metrics, settings: dict[str, Any], number_of_runs: int
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """The horizontal axes, and per metric its axis and its mean, lowest and highest values (float32, base64)."""
+    horizontal = _horizontal(metrics, settings)
+    axes, known, series = list[dict[str, str]](), dict[tuple[int, int, bytes], int](), dict[str, Any]()
+    for name, column in metrics.columns.items():
+        points = (POINTS if _is_first(name) else OTHER_POINTS) // number_of_runs
+        values = reduce(column.values, max(points, 50))
+        if np.isnan(values.mean).all():
+            continue
+        rows = np.asarray(column.rows)[values.at]
+        key = (len(rows), len(column.rows), rows.tobytes())
+        if key not in known:
+            known[key] = len(axes)
+            axes.append({axis: _array(at[rows]) for axis, at in horizontal.items()})
+        series[name] = {"axis": known[key], "mean": _array(values.mean), "last": _last(column.values)}
+        if values.low is not values.mean:
+            series[name] |= {"low": _array(values.low), "high": _array(values.high)}
+    return axes, series
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return next((value for value in reversed(values) if math.isfinite(value)), None)
+
+
+def _is_first(name: str) -> bool:
+    """Whether a metric is on a chart of the first screen."""
+    entry = _described(name)[2]
+    return name in STACKED + INTERVALS or any(name in chart or entry in chart for _, chart in CHARTS)
+
+
+def _horizontal(metrics: Metrics, settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Per axis of choice, the position of each row."""
+    rows = len(metrics.steps)
+    axes = {"step": np.asarray(metrics.steps, dtype=np.float64), "hours": np.asarray(metrics.seconds) / 3600}
+    if (tokens := metrics.columns.get("trainer/tokens")) is not None:
+        added = np.zeros(rows)
+        added[np.asarray(tokens.rows)] = np.nan_to_num(np.asarray(tokens.values))
+        axes["tokens"] = np.cumsum(added)
+    rollout = settings.get("rollout")
+    size = rollout.get("group_size") if isinstance(rollout, dict) else None
+    trained = metrics.columns.get("buffer/trained")
+    if trained is not None and isinstance(size, int):
+        total = np.zeros(rows)
+        total[np.asarray(trained.rows)] = np.nan_to_num(np.asarray(trained.values)) * size
+        axes["episodes"] = np.maximum.accumulate(total)  # an evaluation's row takes that of the step before
+    return axes
+
+
+def _settings(settings: dict[str, Any], defaults: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
+    """Settings as ``[flag, value, default]``: those that differ from the defaults, and the others. A recipe's own flags
+    come last among the first, without a default."""
+    flat = dict(_flat(settings))
+    if defaults is None:
+        return [], [[name, value] for name, value in flat.items()]
+    standard = dict(_flat(defaults))
+    common = [[name, value, standard[name]] for name, value in flat.items() if name in standard]
+    own = [[name, value] for name, value in flat.items() if name not in standard]
+    return [row for row in common if row[1] != row[2]] + own, [row for row in common if row[1] == row[2]]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in settings.items():
+        name = prefix + name.replace("_", "-")
+        rows += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return rows
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------------
+
+
+class _Pieces:
+    """Distributes groups over the page and its pieces: numbers from 1, and 0 for the page itself."""
+
+    def __init__(self, single: bool) -> None:
+        self.inside: dict[str, str] = {}
+        """By name of the group, its packed rows."""
+        self.outside: dict[int, str] = {}
+        self._single = single
+        self._nbytes = 0
+
+    def add(self, groups: list[tuple[str, list[dict[str, Any]]]]) -> dict[str, int]:
+        """Add a run's groups, newest first. Returns each group's piece."""
+        places: dict[str, int] = {}
+        piece: dict[str, str] = {}
+        nbytes = 0
+        for count, (name, rows) in enumerate(groups):
+            packed = _packed(rows)
+            fits = count < GROUPS and self._nbytes + len(packed) <= PAGE_GROUP_BYTES * 4 // 3
+            if self._single or (fits and not piece):
+                self.inside[name] = packed
+                self._nbytes += len(packed)
+                places[name] = 0
+                continue
+            if piece and (len(piece) >= GROUPS or nbytes + len(packed) > PIECE_BYTES):
+                self._end_piece(piece)
+                piece, nbytes = {}, 0
+            piece[name] = packed
+            places[name] = len(self.outside) + 1
+            nbytes += len(packed)
+        if piece:
+            self._end_piece(piece)
+        return places
+
+    def _end_piece(self, piece: dict[str, str]) -> None:
+        number = len(self.outside) + 1
+        # Base64 and names made here: nothing in it needs escaping.
+        self.outside[number] = f'__piece({number}, "{_packed(piece)}");\n'
+
+
+def _groups(episodes: list[dict[str, Any]], pieces: _Pieces, run: int) -> list[dict[str, Any]]:
+    """What the list of rollouts shows, newest group first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for episode in episodes:
+        kind = episode.get("kind")
+        key = (episode["group"], repr(episode.get("attempt", 0)), kind == "held_out" and repr(episode.get("version")))
+        groups.setdefault(key, []).append(episode)
+    named = [(f"{run}.{number}", rows) for number, rows in enumerate(groups.values())]
+    named.reverse()
+    places = pieces.add(named)
+    return [_summary(name, rows) | {"piece": places[name]} for name, rows in named]
+
+
+def _summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
+    return {
+        "name": name,
+        "group": first["group"],
+        "attempt": first.get("attempt", 0),
+        "kinds": sorted({str(row.get("kind")) for row in rows}),
+        "step": max(steps, default=None),
+        "version": max((version for row in rows for version, _ in _versions(row)), default=None),
+        "task": str(first.get("task", "")),
+        "index": first.get("task_index"),
+        "set": first.get("held_out"),
+        "episodes": len(rows),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "best": max(rewards, default=None),
+        "finish": sorted({str(row["finish_reason"]) for row in rows if row.get("finish_reason")}),
+        "prompt": str(first.get("prompt") or "")[-300:],
+    }
+
+
+def _versions(row: dict[str, Any]) -> list[tuple[int, int]]:
+    spans = row.get("versions")
+    return [
+        (span[0], span[1])
+        for span in (spans if isinstance(spans, list) else [])
+        if isinstance(span, list) and len(span) == 2 and all(isinstance(value, int) for value in span)
+    ]
+
+
+def _lags(episodes: list[dict[str, Any]]) -> dict[int, int]:
+    """Trained tokens by lag: the number of updates between the version that sampled a token and the one that the
+    step updated. Of the episodes whose step is known."""
+    lags: dict[int, int] = {}
+    for episode in episodes:
+        if episode.get("kind") == "train" and isinstance(step := episode.get("step"), int):
+            for version, tokens in _versions(episode):
+                lag = step - 1 - version
+                lags[lag] = lags.get(lag, 0) + tokens
+    return dict(sorted(lags.items()))
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+def _lanes(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per lane, the shares of its time that it worked, and waited for each other actor."""
+    lanes: dict[str, dict[str, float]] = {}
+    begin = min((span["from"] for span in spans), default=0.0)
+    end = max((span["to"] for span in spans), default=0.0)
+    for span in spans:
+        shares = lanes.setdefault(span["lane"], {})
+        what = "work" if span.get("kind") == "work" else f"wait: {span.get('on') or span.get('what')}"
+        shares[what] = shares.get(what, 0.0) + max(0.0, span["to"] - span["from"])
+    whole = max(end - begin, 1e-9)
+    return [{"lane": lane, "shares": {what: s / whole for what, s in shares.items()}} for lane, shares in lanes.items()]

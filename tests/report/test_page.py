@@ -1,0 +1,78 @@
+"""The page of a run, and its library."""
+
+import hashlib
+import re
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.report.page import make_page, write_page
+from monarch_rl.report.read import read_run
+from tests.patience import run
+from tests.report.synthetic import write_run
+from tests.report.test_convert import monarch_rl
+
+LIBRARY = {  # uPlot 1.6.32, as npm has it
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+
+
+def test_the_library_is_the_published_one() -> None:
+    static = files("monarch_rl.report") / "static"
+    assert {name: hashlib.sha256((static / name).read_bytes()).hexdigest() for name in LIBRARY} == LIBRARY
+
+
+def test_no_code_of_the_page_sets_html() -> None:
+    code = [path for path in (files("monarch_rl.report") / "static").iterdir() if path.name.endswith(".js")]
+    own = "".join(path.read_text() for path in code if path.name not in LIBRARY)
+    assert "textContent" in own
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", own)
+
+
+def test_the_command_writes_a_page_without_pytorch_or_a_tag_from_the_run(tmp_path: Path) -> None:
+    hostile = "</title></script><!--<script>alert(1)</script>\u2028"
+    folder = write_run(tmp_path / "run", steps=5)
+    (folder / "console.log").write_text(hostile)
+    (folder / "recipe.py").write_text(hostile)
+    record = read_run(folder)
+    record.name = hostile
+    page = make_page([record]).html
+    assert "alert(1)" not in re.sub(r"<title>.*?</title>", "", page) and page.count("</title>") == 1
+    assert page.count("<script") == 3 + page.count("<script src") and "\u2028" not in re.sub(
+        "<title>.*?</title>", "", page
+    )
+
+
+def test_the_room_imports_no_pytorch() -> None:
+    code = (
+        "import sys, monarch_rl.report.page, monarch_rl.report.read, monarch_rl.cli; sys.exit('torch' in sys.modules)"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_names_its_file_and_a_folder_that_is_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    done = monarch_rl("report", folder)
+    assert done.returncode == 0 and str(folder / "report.html") in done.stdout, done.stderr
+    page = (folder / "report.html").read_text()
+    assert len(page) < 2_000_000 and "default-src 'none'" in page
+    done = monarch_rl("report", folder, tmp_path / "none")
+    assert done.returncode == 2 and str(tmp_path / "none") in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_older_rollouts_are_beside_the_page_or_in_it(tmp_path: Path, single: bool) -> None:
+    record = read_run(write_run(tmp_path / "run", steps=5, groups=80))
+    page = make_page([record], single=single)
+    assert len(page.pieces) == (0 if single else 2)
+    write_page(make_page([record]), tmp_path / "page.html")
+    write_page(page, tmp_path / "page.html")
+    beside = tmp_path / "page"
+    assert len(list(beside.iterdir())) == len(page.pieces), "pieces of an earlier page are removed"
+    for number, text in page.pieces.items():
+        assert re.fullmatch(rf'__piece\({number}, "[A-Za-z0-9+/=]+"\);\n', text)

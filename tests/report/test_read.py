@@ -1,0 +1,93 @@
+"""Reading a run's folder: whole, cut anywhere, damaged, and of an earlier version."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.errors import SettingsError
+from monarch_rl.report.page import make_page
+from monarch_rl.report.read import read_run
+from tests.report.synthetic import write_run
+
+
+def test_everything_is_read(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", steps=20))
+    assert run.name == "run" and not run.notes
+    assert list(run.metrics.steps)[:3] == [0, 1, 2] and len(run.metrics.columns["reward/mean"].values) == 20
+    assert {episode["kind"] for episode in run.episodes} == {"train", "dropped", "failed", "held_out"}
+    by_place = {(episode["group"], episode["episode"]): episode for episode in run.episodes}
+    assert (
+        by_place[2, 1]["step"] == 3 and by_place[2, 1]["advantage"] == 0.5 and "entropies" in by_place[2, 1]["trained"]
+    )
+    assert len(run.spans) == 80 and run.failures[0]["who"] == "rollout worker 1"
+    assert run.log.endswith("| step 1\n") and "recipe" in run.recipe and "crc32" not in run.settings
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "whole", steps=5)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_folder_with_a_file_cut_or_overwritten_is_shown(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = data.draw(st.sampled_from(sorted(path for path in whole.rglob("*") if path.is_file())))
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content)))
+    junk = data.draw(st.binary(max_size=20))
+    try:
+        path.write_bytes(content[:at] + junk + (content[at + len(junk) :] if junk else b""))
+        make_page([read_run(whole)], defaults={"steps": 1})
+    finally:
+        path.write_bytes(content)
+
+
+def test_a_line_that_was_being_written_is_no_damage_but_a_damaged_line_is_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    whole = read_run(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[1]\nnothing\n" + '{"step": 4, "sec')
+    run = read_run(folder)
+    assert list(run.metrics.steps) == list(whole.metrics.steps)
+    assert run.notes == [f"{folder / 'metrics.jsonl'}: 2 damaged lines left out"]
+
+
+def test_rollouts_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    row = {"step": 3, "group": 1, "episode": 0, "play": 2, "advantage": [1.0, 2.0], "reward": 1.0}
+    row |= {"turns": [{"read": "a", "drawn": "b", "reward": None}]}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    [episode] = read_run(tmp_path).episodes
+    assert (episode["kind"], episode["rollout"], episode["advantage"], episode["step"]) == ("train", 2, 1.5, 3)
+    assert episode["turns"][0]["sampled"] == "b" and episode["messages"] == []
+
+
+def test_null_is_a_gap_and_a_resumed_run_continues_its_clock(tmp_path: Path) -> None:
+    rows = [{"step": 1, "seconds": 5.0, "a": 1}, {"step": 2, "seconds": 1.0, "a": None}, {"step": 3, "seconds": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    metrics = read_run(tmp_path).metrics
+    assert list(metrics.seconds) == [5.0, 6.0, 7.0]
+    values = metrics.columns["a"].values
+    assert values[0] == 1 and math.isnan(values[1]) and len(values) == 2
+
+
+def test_a_newer_format_and_a_folder_without_a_run_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="holds no run"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"format": 2, "state": "running"}')
+    [note] = read_run(tmp_path).notes
+    assert "run.json" in note and "format 2" in note
+
+
+def test_only_the_newest_episodes_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", groups=2)
+    newest = folder / "rollouts" / "episodes-000002.jsonl"
+    newest.write_text(json.dumps({"group": 7, "episode": 0}) + "\n")
+    run = read_run(folder, episode_bytes=100)
+    assert [episode["group"] for episode in run.episodes] == [7] and "left out" in run.notes[0]
