@@ -8,7 +8,7 @@ import pytest
 from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.report.browser import Browser, chromium, needs_chromium
-from tests.report.synthetic import write_run
+from tests.report.synthetic import add_episodes, episode, trained, write_run
 
 pytestmark = needs_chromium
 
@@ -65,3 +65,75 @@ def test_a_folder_without_rollouts_metrics_or_log(browser: Browser, tmp_path: Pa
     shown(browser, [tmp_path])
     check(browser)
     assert "run.json is damaged" in browser.run("document.body.textContent")
+
+
+def test_rollouts_are_listed_filtered_and_shown_by_token(browser: Browser, tmp_path: Path) -> None:
+    shown(browser, [write_run(tmp_path / "run", groups=40)], "#screen=rollouts")
+    browser.wait_for("document.querySelector('.answer')")
+    assert browser.run("document.querySelectorAll('tr.row').length") == 43
+    for kind, text in (("failed", "KeyError: 'x'"), ("dropped", "too old"), ("held_out", "held"), ("train", "one two")):
+        browser.run(f"setState({{kind: '{kind}', group: ''}}); show()")
+        browser.wait_for(f"document.getElementById('detail').textContent.includes({text!r})")
+    for color in browser.run("[...document.querySelectorAll('#detail option')].map(option => option.value)"):
+        browser.run(f"setState({{color: '{color}'}}); show()")
+        browser.wait_for("document.querySelector('.tokens span')")
+    assert color == "mask"
+    first = browser.run("STATE.group")
+    browser.press("j")
+    assert browser.run("STATE.group") != first
+    browser.press("k")
+    assert browser.run("STATE.group") == first
+    browser.press("/")
+    assert browser.run("document.activeElement.id") == "filter"
+    browser.run("setState({step: '1-2'}); show()")  # in a piece beside the page
+    browser.wait_for("document.querySelector('.tokens span')")
+    assert browser.run("visible.length") == 2 and any(
+        address.endswith("/report/001.js") for address in browser.requests
+    )
+    check(browser)
+
+
+def test_a_missing_piece_is_a_sentence(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", groups=40)
+    shown(browser, [folder], "#screen=run")
+    (folder / "report/001.js").unlink()
+    browser.run("setState({screen: 'rollouts', step: '1'}); show()")
+    browser.wait_for(
+        "document.getElementById('detail')?.textContent.includes('001.js beside the page, which is missing')"
+    )
+
+
+def test_what_a_model_wrote_stays_text(browser: Browser, tmp_path: Path) -> None:
+    """Tags, right-to-left text, 100,000 tokens, and tokens that end inside a character."""
+    folder = write_run(tmp_path / "run", groups=0)
+    tags = "</script><script>globalThis.owned = 1</script><img src=x onerror='globalThis.owned = 1'><!--\u2028"
+    euro = "€".encode()
+    smile, hebrew = "😀".encode(), "\u202e\u05e9\u05dc\u05d5\u05dd"
+    hostile = [tags.encode(), hebrew.encode(), euro[:2], euro[2:], smile[:1], smile[1:], b"end"]
+    rows = [episode(5, 0, hostile), episode(5, 1, ["w "] * 100_000, reward=0.0)]
+    for name in ("task", "worker", "finish_reason", "seat"):
+        rows[0][name] = tags
+    rows[0] |= {"item": {tags: tags}, "info": {tags: tags}, "parts": {tags: 1.0}}
+    rows[0]["messages"].append({"role": tags, "content": [{"text": tags}], "tool_calls": tags})
+    add_episodes(folder, rows, [trained(5, 0, len(hostile)), trained(5, 1, 100_000)])
+    shown(browser, [folder], "#screen=rollouts&group=0.3")
+    browser.wait_for("document.querySelectorAll('.tokens span').length === 7")
+    texts = browser.run("[...document.querySelectorAll('.tokens span')].map(span => span.textContent)")
+    assert texts == [tags, hebrew, "▫", "€", "▫", "😀", "end"]
+    browser.run("document.querySelectorAll('.answer')[1].click()")
+    browser.wait_for("document.querySelector('#detail').textContent.includes('100,000 sampled tokens')")
+    browser.run("{ const box = document.querySelector('.tokens'); box.scrollTop = box.scrollHeight; }")
+    browser.wait_for("document.querySelectorAll('.tokens span').length > 2000")
+    assert browser.run("globalThis.owned === undefined && document.querySelectorAll('img').length === 0")
+    check(browser)
+
+
+def test_time_shows_lanes_lags_losses_and_faults(browser: Browser, tmp_path: Path) -> None:
+    shown(browser, [write_run(tmp_path / "run")], "#screen=time")
+    check(browser)
+    assert browser.run("document.querySelectorAll('canvas').length") == 3
+    text = browser.run("document.querySelector('main').textContent")
+    assert all(each in text for each in ("wait: buffer", "dropped/late", "rollout worker 1", "Tokens by lag"))
+    box = browser.run("(({x, y}) => [x, y])(document.querySelector('.lanes').getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 300, y=box[1] + 40)
+    browser.wait_for("/trainer rank 0: (update|waits: batch)/.test(document.querySelector('.tip')?.textContent)")

@@ -37,7 +37,7 @@ OTHER_POINTS = 400
 """Points of a metric that is on no chart of the first screen."""
 SPANS = 20_000
 """The newest spans of the timeline in the page."""
-CODE = ("data.js", "charts.js", "learn.js", "run.js", "main.js")
+CODE = ("data.js", "charts.js", "learn.js", "rollouts.js", "time.js", "run.js", "main.js")
 """Files of ``static/``, in the order in which they are joined."""
 
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -75,12 +75,12 @@ function stacked(title, hint, layers, parent) {
     return make("span", {}, dot, label);
   })));
 }
-function draw(card, series, bands, data, after, y = {}) {
+function draw(card, series, bands, data, after, y = {}, x = {}, cursor = "x") {
   const axis = {stroke: css("--dim"), grid: {stroke: css("--line"), width: 1}, ticks: {stroke: css("--line"), width: 1}};
   plots.push(new uPlot({
     width: Math.max(card.clientWidth - 14, 200), height: 180, series, bands,
-    scales: {x: {time: false}, y}, legend: {show: false},
-    cursor: {sync: {key: "x"}, drag: {x: true, y: false}},
+    scales: {x: {time: false, ...x}, y}, legend: {show: false},
+    cursor: {sync: {key: cursor}, drag: {x: true, y: false}},
     axes: [{...axis, values: (_, values) => values.map(brief)}, {...axis, size: 58, values: (_, values) => values.map(brief)}],
     hooks: {draw: [after], setCursor: [plot => tipOf(plot, card)]},
   }, data, card));

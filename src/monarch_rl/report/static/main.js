@@ -1,5 +1,5 @@
 // The frame: header, screens, keys.
-const SCREENS = {learn: ["Learn", showLearn], run: ["Run", showRun]};
+const SCREENS = {learn: ["Learn", showLearn], rollouts: ["Rollouts", showRollouts], time: ["Time", showTime], run: ["Run", showRun]};
 const main = make("main");
 
 function show() {
@@ -24,8 +24,10 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const screen = Object.keys(SCREENS)["12".indexOf(event.key)];
+  const screen = Object.keys(SCREENS)["1234".indexOf(event.key)];
   if (screen && event.key !== "") goTo(screen);
+  else if (STATE.screen === "rollouts" && "jk".includes(event.key)) moveBy(event.key === "j" ? 1 : -1);
+  else if (event.key === "/") { if (STATE.screen !== "rollouts") goTo("rollouts"); document.getElementById("filter")?.focus(); }
   else return;
   event.preventDefault();
 }
