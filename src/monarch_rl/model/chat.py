@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from monarch_rl.errors import ChatError, SettingsError
 from monarch_rl.model.chat_shape import (
     TURN_SENTINEL,
@@ -26,6 +28,7 @@ from monarch_rl.model.config import find_config
 from monarch_rl.model.control_text import ControlText, split_at, texts_of, unused_mark
 from monarch_rl.model.messages import Message, ParsedReply, Role, as_row
 from monarch_rl.model.reply_reader import PARSERS_CACHED, ReplyReader, special_tokens
+from monarch_rl.model.token_text import TokenText
 from monarch_rl.model.tokens import END_FILES, check_templates, end_tokens
 from monarch_rl.model.tools import ToolSet
 from monarch_rl.values import lone_surrogate
@@ -229,6 +232,11 @@ class ChatTemplate:
         text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 
+    def decode_with_ends(self, token_ids: Sequence[int]) -> tuple[str, np.ndarray]:
+        """The text of these ids, special tokens included, and where each token ends in its UTF-8 bytes, as uint32: see
+        :meth:`TokenText.decode`."""
+        return self._token_text.decode(token_ids)
+
     def plain(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, without special tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -243,6 +251,10 @@ class ChatTemplate:
         """Whether a cut turn ends inside a thought."""
         shape = self.shape(tools)
         return shape.thinking is not None and self._reply_reader.thinks(self._reply_reader.raw(token_ids), shape)
+
+    @cached_property
+    def _token_text(self) -> TokenText:
+        return TokenText(self.tokenizer)
 
     @cached_property
     def _reply_reader(self) -> ReplyReader:

@@ -1,0 +1,66 @@
+"""The text of sampled tokens, and where each of them ends in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.token_text import replace_invalid
+from tests.model.chat_helpers import write_model
+from tests.rollout.helpers import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate(write_model(tmp_path_factory.mktemp("bytes"), "qwen3"))
+
+
+@given(data=st.data(), text=st.text(max_size=12))
+def test_tokens_of_a_byte_level_vocabulary_end_at_exact_bytes(
+    byte_level: ChatTemplate, data: st.DataObject, text: str
+) -> None:
+    """Tokens inside characters and special tokens included."""
+    end = byte_level.stop_token_ids[0]
+    ids = [*byte_level.tokenizer.encode(text, add_special_tokens=False), end]
+    decoded, ends = byte_level.decode_with_ends(ids)
+    assert decoded == byte_level.decode(ids) == text + byte_level.decode([end])
+    assert ends.dtype == np.uint32 and ends[-1] == len(decoded.encode())
+    starts = [0, *ends[:-1].tolist()]
+    pieces = [decoded.encode()[start:stop] for start, stop in zip(starts, ends.tolist(), strict=True)]
+    cut = data.draw(st.integers(0, len(ids)))
+    assert b"".join(pieces[:cut]).decode(errors="replace") == byte_level.decode(ids[:cut])
+
+
+def test_a_token_may_end_inside_a_character(byte_level: ChatTemplate) -> None:
+    ids = byte_level.tokenizer.encode("é日", add_special_tokens=False)
+    text, ends = byte_level.decode_with_ends(ids)
+    assert text == "é日" and ends.tolist() == [1, 2, 3, 4, 5]
+    text, ends = byte_level.decode_with_ends(ids[:-1])  # an answer that was cut there
+    assert text == byte_level.decode(ids[:-1]) == "é\ufffd" and ends.tolist() == [1, 2, 3, 5]
+    text, ends = byte_level.decode_with_ends([*ids[:3], *ids[:2]])
+    assert text == "é\ufffdé" and ends.tolist() == [1, 2, 5, 6, 7]
+    assert byte_level.decode_with_ends([])[0] == ""
+
+
+def test_in_another_vocabulary_a_character_belongs_to_the_token_that_completes_it(tmp_path: Path) -> None:
+    template = ChatTemplate(write_tokenizer(tmp_path))
+    ids = [*template.tokenizer.encode("ab "), template.stop_token_ids[0]]
+    text, ends = template.decode_with_ends(ids)
+    assert text == template.decode(ids) == "ab <|end|>" and ends.tolist() == [1, 2, 3, 10]
+
+
+@given(st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=2).map(str.encode)), max_size=8))
+def test_offsets_follow_the_replacement_of_invalid_bytes(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    text, ends = replace_invalid(data, np.arange(len(data) + 1))
+    assert text == data.decode(errors="replace")
+    assert ends[0] == 0 and ends[-1] == len(text.encode()) and (np.diff(ends.astype(int)) >= 0).all()
+    for offset, end in enumerate(ends.tolist()):
+        before, after = data[:offset].decode(errors="replace"), data[offset:].decode(errors="replace")
+        if before + after == text:  # no character and no replaced bytes lie across the offset
+            assert end == len(before.encode())
