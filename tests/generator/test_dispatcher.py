@@ -595,7 +595,8 @@ def test_requests_of_a_hanging_replica_that_is_removed_are_answered_by_another_o
         await until(lambda: bool(replicas[0].messages), "the request at replica 0")
         replicas[1].open.set()
         dispatcher.update_replicas(paused=[], lost=[0])
-        assert await task == COMPLETION
+        answer = await task
+        assert answer == COMPLETION and answer.replica == 1 and answer.seconds > 0
         dispatcher.update_replicas(paused=[], lost=[])  # it is back
         assert dispatcher._replica_of(1) == 0
 

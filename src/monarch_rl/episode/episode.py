@@ -10,6 +10,7 @@ A :class:`Group` (all episodes of one prompt) is sent between processes and stor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,6 +48,10 @@ class Turn:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """float32[n] by name, 0 where not trainable: per-token values that objectives and advantages read. All turns of a
     group have the same columns."""
+    seconds: float = 0.0
+    """Seconds that the turn was waited for. Stays on the worker that ran the episode, as does ``replica``."""
+    replica: int | None = None
+    """Index of the replica that generated it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
@@ -126,7 +131,15 @@ class Turn:
         sampling_masks = completion.sampling_masks
         if sampling_masks is not None:
             sampling_masks = SamplingMasks.join([SamplingMasks.none(context), sampling_masks])
-        return cls(token_ids, logprobs, versions, trainable, sampling_masks)
+        return cls(
+            token_ids,
+            logprobs,
+            versions,
+            trainable,
+            sampling_masks,
+            seconds=completion.seconds,
+            replica=completion.replica,
+        )
 
 
 def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -143,6 +156,20 @@ class Fork(NamedTuple):
     """Index of the earlier sequence among the sequences of the rollout."""
     turns: int
     """Number of leading turns that both share. They are trained in the earlier sequence, and are context here."""
+
+
+@dataclass(slots=True)
+class EpisodeTimes:
+    """When an episode ran, and what it waited for besides the policy's turns. Stays on the worker that ran it."""
+
+    began: float = field(default_factory=time.time)
+    """Unix time in seconds."""
+    ended: float = 0.0
+    """Unix time in seconds."""
+    tool_s: float = 0.0
+    """Seconds in ``run_tools``, over all calls."""
+    score_s: float = 0.0
+    """Seconds in which scores were waited for, over all scores."""
 
 
 @dataclass(slots=True)
@@ -172,6 +199,8 @@ class Episode:
     """The whole conversation, as JSON objects with role and content. Stays on the worker that ran the episode."""
     answer: str = ""
     """Text of the last turn, without reasoning and tool calls. Stays on the worker as well."""
+    times: EpisodeTimes | None = None
+    """Shared by all sequences of the rollout."""
 
     def _joined(self, name: str) -> np.ndarray:
         if len(self.turns) == 1:

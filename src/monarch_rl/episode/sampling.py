@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,10 @@ class Completion:
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [tokens, layers, k], if requested: the experts to which each token was routed, from
     ``expert_routes_from`` to the last but one of the sequence. The last sampled token was never an input."""
+    seconds: float = field(default=0.0, compare=False)
+    """Seconds from the request to the answer, set by the dispatcher."""
+    replica: int | None = field(default=None, compare=False)
+    """Index of the replica that sampled it, or its last part; set by the dispatcher."""
 
 
 # -- log-probs of tokens that the engine received as input ------------------------------------------------------------

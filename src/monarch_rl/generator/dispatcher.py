@@ -23,7 +23,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import GenerationError, ProcessLost
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost, Request
 from monarch_rl.generator.parts import finish_reason_of, join_parts, settle
-from monarch_rl.runtime.deadlines import DeadlineClock, retrieve, within
+from monarch_rl.runtime.deadlines import DeadlineClock, now, retrieve, within
 from monarch_rl.runtime.gathered_calls import GatheredCalls
 
 logger = logging.getLogger("monarch_rl")
@@ -189,6 +189,8 @@ class Dispatcher:
                 self._in_flight[replica] -= 1
                 missing[place].complete(whole)
 
+            for answer in missing:
+                answer.replica = replica
             return self._connections[replica].ask(requests, take)
 
         try:
@@ -273,6 +275,9 @@ class _PartialAnswer:
         self._sampled_ids: list[int] = []
         self._finish_reason: str | None = None
         """None while tokens are missing."""
+        self._since = now()
+        self.replica: int | None = None
+        """The replica that was asked last."""
         self.whole: Completion | Exception | None = None
         """The answer, or the error of this request; None while something is missing."""
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -321,6 +326,8 @@ class _PartialAnswer:
             self._settle(error)
 
     def _settle(self, whole: Completion | Exception) -> None:
+        if isinstance(whole, Completion):
+            whole = replace(whole, seconds=now() - self._since, replica=self.replica)
         self.whole = whole
         settle(self.done, whole)
         self.done.add_done_callback(retrieve)  # in a group that runs as a unit, nobody awaits it

@@ -330,11 +330,13 @@ def merge_turns(begun: Turn, rest: Turn) -> Turn:
         np.concatenate([begun.policy_versions, rest.policy_versions]),
         np.concatenate([begun.trainable, rest.trainable]),
         SamplingMasks.join(masks) if masks else None,
+        seconds=begun.seconds + rest.seconds,
+        replica=rest.replica,
     )
 
 
 def slice_turn(turn: Turn, start: int, end: int) -> Turn:
-    """Tokens ``start`` to ``end`` as a turn. It keeps the reward only if it includes the last token."""
+    """Tokens ``start`` to ``end`` as a turn. It keeps reward and seconds only if it includes the last token."""
     if (start, end) == (0, len(turn.token_ids)):
         return turn
     return Turn(
@@ -344,6 +346,8 @@ def slice_turn(turn: Turn, start: int, end: int) -> Turn:
         turn.trainable[start:end],
         None if turn.sampling_masks is None else turn.sampling_masks[start:end],
         turn.reward if end == len(turn.token_ids) else None,
+        seconds=turn.seconds if end == len(turn.token_ids) else 0.0,
+        replica=turn.replica,
     )
 
 

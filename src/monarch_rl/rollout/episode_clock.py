@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from monarch_rl.episode.episode import EpisodeTimes
 from monarch_rl.errors import JudgeFailed
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineClock, now
@@ -26,10 +27,11 @@ class StoppableClock(Protocol):
 class RunningEpisode:
     """The episode that the running code belongs to."""
 
-    __slots__ = ("clock", "group")
+    __slots__ = ("clock", "group", "times")
 
-    def __init__(self, clock: StoppableClock, group: int) -> None:
+    def __init__(self, clock: StoppableClock, group: int, times: EpisodeTimes | None = None) -> None:
         self.clock, self.group = clock, group
+        self.times = times or EpisodeTimes()
 
 
 RUNNING_EPISODE: ContextVar[RunningEpisode | None] = ContextVar("monarch_rl_playing", default=None)
@@ -66,6 +68,17 @@ def episode_clock_stopped() -> Iterator[None]:
         yield
     finally:
         episode.clock.resume()
+
+
+@contextmanager
+def tools_running() -> Iterator[None]:
+    """Count the seconds of the block as tool time of the running episode."""
+    episode, started = RUNNING_EPISODE.get(), now()
+    try:
+        yield
+    finally:
+        if episode is not None:
+            episode.times.tool_s += now() - started
 
 
 # -- the clock of an episode's own code -------------------------------------------------------------------------------

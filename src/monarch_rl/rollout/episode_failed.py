@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from monarch_rl.episode.episode import EpisodeTimes, Turn
 from monarch_rl.episode.failure import Failure, shortened
 from monarch_rl.errors import EpisodeError, is_infrastructure
 from monarch_rl.rollout.tracebacks import describe
@@ -31,6 +32,9 @@ class EpisodeFailed(EpisodeError):
         """Text of the policy's last turn."""
         self.messages: list[dict[str, Any]] = []
         """The conversation so far, as JSON objects with role and content."""
+        self.turns: list[Turn] = []
+        """The policy's turns so far, in the conversation of ``messages``."""
+        self.times: EpisodeTimes | None = None
         self.index: int | None = None
         """Index of the item."""
 

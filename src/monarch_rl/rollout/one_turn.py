@@ -8,13 +8,14 @@ the CPU time.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.episode import Episode, EpisodeTimes, Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import LoopBlocked, SamplingMaskMissing, ScoringFailed
@@ -30,7 +31,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import EpisodeResult
 from monarch_rl.rollout.tracebacks import describe
 from monarch_rl.rollout.transcripts import as_rows
-from monarch_rl.runtime.deadlines import ends_in_time
+from monarch_rl.runtime.deadlines import ends_in_time, now
 from monarch_rl.tasks.one_turn import OneTurn
 from monarch_rl.tasks.task import Outcome, Task
 from monarch_rl.user_code import definition
@@ -102,6 +103,7 @@ class OneTurnGroups:
             return None
         clock = EpisodeClock(self._deadline_s)
         clock.stop()  # the generator keeps the deadline of the answers
+        times = EpisodeTimes()
         with self._runner.running(_RunningGroup(group, (0, len(prompt_ids)), clock), task.name, index):
             try:
                 completions = await self._generator.generate_group(prompt_ids, samplings, group)
@@ -111,13 +113,16 @@ class OneTurnGroups:
                     for sampling, completion in zip(samplings, completions, strict=True)
                 ]
                 calls = [(*reward_args, answer.reply.text) for answer in answers if isinstance(answer, _Answer)]
+                scored = now()
                 outcomes = iter(await self._outcomes(episode, calls, clock))
+                times.score_s = now() - scored
             finally:
                 clock.end()
+                times.ended = time.time()
         results: list[EpisodeResult] = []
         for answer in answers:
             found = next(outcomes) if isinstance(answer, _Answer) else answer
-            results.append(_result(answer, found, messages, samplings[0].temperature, index))
+            results.append(_result(answer, found, messages, samplings[0].temperature, index, times))
         return results
 
     def _answer(
@@ -159,6 +164,7 @@ def _result(
     messages: list[Message],
     temperature: float,
     index: int,
+    times: EpisodeTimes,
 ) -> EpisodeResult:
     """The episode, or its failure with all that its author is shown."""
     reply = answer.reply if isinstance(answer, _Answer) else None
@@ -168,7 +174,7 @@ def _result(
             episode = Episode(
                 [answer.turn], outcome.reward, answer.finish_reason, outcome.info, answer.expert_routes, outcome.parts
             )
-            episode.messages, episode.answer = rows, answer.reply.text
+            episode.messages, episode.answer, episode.times = rows, answer.reply.text, times
             return [episode]
         outcome = nothing_to_train()
     if isinstance(outcome, ScoringFailed):
@@ -176,5 +182,6 @@ def _result(
     assert isinstance(outcome, EpisodeFailed)
     outcome.tokens = int(answer.turn.trainable.sum()) if isinstance(answer, _Answer) else 0
     outcome.index, outcome.prompt, outcome.messages = index, prompt_text(messages), rows
-    outcome.answer = None if reply is None else reply.text
+    outcome.answer, outcome.times = None if reply is None else reply.text, times
+    outcome.turns = [answer.turn] if isinstance(answer, _Answer) else []
     return outcome

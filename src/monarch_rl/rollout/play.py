@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -144,15 +145,17 @@ class EpisodeRunner:
         """
         conversation, reward = Conversation(self._template), task.full_context_reward
         rollout = Rollout(self._context, conversation, sampling, group, reward, share)
-        running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group))
+        running = RUNNING_EPISODE.set(RunningEpisode(rollout.clock, group, rollout.times))
         with self.running(rollout, task.name, index):
             try:
                 return rollout.sequences(await self._outcomes(task.episode, item, rollout))
             except EpisodeFailed as failed:
                 failed.tokens, failed.index = rollout.num_trainable, index
                 failed.prompt, failed.answer, failed.messages = rollout.prompt, rollout.answer, rollout.messages
+                failed.turns, failed.times = rollout.turns, rollout.times
                 raise
             finally:
+                rollout.times.ended = time.time()
                 rollout.end()
                 RUNNING_EPISODE.reset(running)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.episode import Episode, EpisodeTimes, Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.errors import (
@@ -93,6 +93,7 @@ class Rollout:
         """Error from outside the episode's code. It is raised whatever the coroutine does with it."""
         self.clock = EpisodeClock(context.episode_deadline_s)
         self.turn_rewards = TurnRewards()
+        self.times = EpisodeTimes()
         self.scoring: list[float] = []
         """Start time of each score that is being waited for, by the event loop's clock."""
 
@@ -124,8 +125,17 @@ class Rollout:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation of the first seat of the first branch so far, as JSON objects with role and content."""
+        return as_rows(self._first_line.conversation.messages)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The policy's turns in this conversation."""
+        return list(self._first_line.turns)
+
+    @property
+    def _first_line(self) -> Line:
         line, *_ = self.branches.leaves[0].seats.values()
-        return as_rows(line.conversation.messages)
+        return line
 
     @property
     def length(self) -> tuple[int, int]:
@@ -157,6 +167,8 @@ class Rollout:
         """The sequences of the rollout; none of them has tokens if it ended before the policy's turn. Raises
         EpisodeFailed if there were turns, or a prompt without room for one, but there is nothing to train."""
         found = sequences(self.branches, outcomes, self.sampling.truncated)
+        for sequence in found:
+            sequence.times = self.times
         if not any(sequence.turns for sequence in found):
             full = [line for branch in self.branches.all for line in branch.lines.values() if line.full]
             if full:
@@ -325,6 +337,7 @@ class EpisodePolicy:
             raise
         finally:
             self._rollout.scoring.remove(since)
+            self._rollout.times.score_s += now() - since
 
     def _within_room(self, sampling: Sampling) -> Sampling:
         """``sampling`` with ``max_new_tokens`` limited to the room that is left, and with the first expert route to

@@ -19,6 +19,7 @@ from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.errors import DeadlineExceeded, ToolExit, ToolsHang
 from monarch_rl.model.messages import Message, ToolCall
 from monarch_rl.model.tools import Tools, as_tools
+from monarch_rl.rollout.episode_clock import tools_running
 from monarch_rl.rollout.tracebacks import REPORT_CHARACTERS, describe, exception_message, place_of, suspended
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.user_code import definition
@@ -94,11 +95,12 @@ async def run_tools(
         if not call.error and call.name not in functions:
             raise LookupError(f"the tool {call.name!r} is only a schema, without a function: run its calls yourself")
     answers = [asyncio.ensure_future(_answer(call, functions, deadline_s, characters, failed)) for call in calls]
-    try:
-        return list(await asyncio.gather(*answers))
-    finally:
-        for answer in answers:  # if one raised, nobody waits for the others
-            answer.cancel()
+    with tools_running():
+        try:
+            return list(await asyncio.gather(*answers))
+        finally:
+            for answer in answers:  # if one raised, nobody waits for the others
+                answer.cancel()
 
 
 async def _answer(
