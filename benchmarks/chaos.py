@@ -297,7 +297,7 @@ def check(run: Run) -> dict[str, float]:
 def check_rollouts(run: Run) -> int:
     """Return the number of logged groups. Raises RuntimeError if a group was trained in two steps."""
     steps_of: dict[int, set[int]] = {}
-    for row in run.rows("rollouts.jsonl"):
+    for row in run.rows("rollouts/tokens-*.jsonl"):
         steps_of.setdefault(row["group"], set()).add(row["step"])
     if twice := {group: steps for group, steps in steps_of.items() if len(steps) > 1}:
         raise RuntimeError(f"groups that were trained twice: {twice}")

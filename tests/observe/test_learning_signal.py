@@ -42,7 +42,7 @@ DIFFERENT = metrics([[0, 1]] * 16, grad_norm=0.1, advantage_std=0.5)
 @pytest.mark.parametrize(
     "groups, facts",
     [
-        ([[0.0] * 4] * 16, ("all 16 groups", "(0)", "too hard", "format", "rollouts.jsonl", "run.supervised")),
+        ([[0.0] * 4] * 16, ("all 16 groups", "(0)", "too hard", "format", "rollouts/", "run.supervised")),
         ([[-1.0] * 4] * 16, ("all 16 groups", "(-1)", "too hard")),
         ([[1.0] * 4] * 16, ("all 16 groups", "(1)", "too easy")),
         ([[0.43] * 7] * 16, ("all 16 groups", "(0.43)", "does not depend on the answer")),

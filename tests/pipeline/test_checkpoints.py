@@ -26,7 +26,7 @@ from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, ControllerState
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
-from monarch_rl.pipeline.outputs import RolloutLog
+from monarch_rl.pipeline.outputs import RolloutRecord
 from monarch_rl.pipeline.run import Run
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
@@ -281,12 +281,13 @@ def test_trainer_ranks_use_a_new_process_group_after_a_failed_checkpoint(
     assert reported == [["2"], ["4"], ["6"]]
 
 
-@pytest.mark.parametrize("part", [RolloutLog.gather, Observer.step, FrozenMeter.metrics])
+@pytest.mark.parametrize("part", [RolloutRecord.token_lines, Observer.step, FrozenMeter.metrics])
 def test_a_step_whose_log_is_interrupted_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Callable[..., Any]
 ) -> None:
     """A signal interrupts it, whichever actor's answer it waits for."""
-    owner = {RolloutLog.gather: RolloutLog, Observer.step: Observer, FrozenMeter.metrics: FrozenMeter}[part]
+    owners = {RolloutRecord.token_lines: RolloutRecord, Observer.step: Observer, FrozenMeter.metrics: FrozenMeter}
+    owner: Any = owners[part]
     cancelled: list[Run] = []
 
     async def interrupted(self: Any, *arguments: Any) -> Any:

@@ -31,13 +31,13 @@ def of_metrics(folder: Path, *lines: dict[str, Any]) -> str:
 
 
 def test_the_first_and_the_last_evaluation_are_named_with_their_steps(tmp_path: Path) -> None:
-    step = {"step": 4, "reward/mean": 0.5}
+    step: dict[str, Any] = {"step": 4, "reward/mean": 0.5}
     line = of_metrics(tmp_path, evaluated(3, 0.35), step, evaluated(9, 0.2), evaluated(15, 0.44), step)
     after = "held-out accuracy 35.0% @0 -> 44.0% @12 [34.0%, 54.0%]"
     assert line.split(maxsplit=1) == ["done:", f"12 steps in 1 min 40 s; {after}"]
     named = of_metrics(tmp_path, step, evaluated(15, 0.44, "held_out/hard"))
     assert named.endswith("in 40 s; held-out hard accuracy 44.0% @12 [34.0%, 54.0%]")
-    only_rewards = [{"step": 0, "held_out/reward": 0.25}, {"step": 15, "held_out/reward": None}]
+    only_rewards: list[dict[str, Any]] = [{"step": 0, "held_out/reward": 0.25}, {"step": 15, "held_out/reward": None}]
     assert of_metrics(tmp_path, *only_rewards).endswith("; held-out reward 0.250 @0")
     assert of_metrics(tmp_path, step).endswith("12 steps in 20 s")
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.observe.pieces import pieces_of
 from tests import patience
 from tests.forking import run_forked
 from tests.runtime.launched import Launched
@@ -48,25 +52,9 @@ SMALL_RUN: dict[str, Any] = {
 """Flags of a small run: partial marks count, or a random model would never get a reward; a failed run ends; several
 processes of each kind, whatever the machine's defaults are."""
 ROW = {
-    "step",
-    "group",
-    "episode",
-    "play",
-    "seat",
-    "fork",
-    "task",
-    "task_index",
-    "item",
-    "messages",
-    "prompt",
-    "turns",
-    "reward",
-    "parts",
-    "advantage",
-    "info",
-    "finish_reason",
-    "tokens",
-    "versions",
+    *("kind", "group", "attempt", "episode", "rollout", "seat", "fork", "task", "task_index", "messages", "prompt"),
+    *("turns", "reward", "parts", "info", "finish_reason", "tokens", "versions", "worker", "began", "ended"),
+    *("generate_s", "tool_s", "score_s"),
 }
 """The keys of a sampled rollout."""
 
@@ -226,21 +214,44 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
 
 
 def check_rollouts(folder: Path, max_policy_lag: int) -> None:
-    """Check that one group per step is logged, with all columns, messages, and the versions that sampled it."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    groups = {(row["step"], row["group"]) for row in rows}
-    assert sorted(step for step, _ in groups) == list(range(1, 1 + max(row["step"] for row in rows)))
-    for row in rows:
-        assert set(row) == ROW
+    """Check that trained groups are recorded with messages, tokens and the versions that sampled them, and held-out
+    episodes of both evaluations."""
+    rows = check_episodes(folder)
+    trained, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "held_out"))
+    blocks = {row["group"] // 8 for row in trained}
+    assert blocks >= set(range(STEPS)), "one group of each 8 is logged"
+    assert sum("item" in row for row in trained) == len({row["group"] for row in trained})
+    for row in trained:
+        assert set(row) - {"item"} == ROW
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert row["messages"][0]["content"] in row["prompt"] and row["turns"][0]["read"] == row["prompt"]
         assert row["prompt"].endswith(" -> ") and row["tokens"] <= 8
+        (turn,) = row["turns"]
+        ends = np.frombuffer(base64.b64decode(turn["text_ends"]), "<u4")
+        assert len(ends) == turn["tokens"] == row["tokens"] and ends[-1] == len(turn["sampled"].encode())
+        assert turn["seconds"] > 0 <= turn["replica"] and row["began"] < row["ended"]
         # A group is trained at the step of its place in the order, or later if groups of the window overtake it.
         step, latest = row["group"] // 8, (row["group"] + window_of(max_policy_lag)) // 8
-        assert step <= row["step"] - 1 <= latest, row
         first, last = row["versions"][0][0], row["versions"][-1][0]
         assert sum(tokens for _, tokens in row["versions"]) == row["tokens"], row
         assert max(0, step - max_policy_lag) <= first <= last <= latest, row
+    assert [sorted({row["version"][place] for row in held_out}) for place in (0, 1)] == [[0, STEPS]] * 2
+    records = [json.loads(line) for line in (folder / "rollouts/tokens-000001.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in records} == set(range(1, 1 + STEPS))
+    known = {(row["group"], row["attempt"], row["episode"]) for row in trained}
+    assert {(row["group"], row["attempt"], row["episode"]) for row in records} <= known
+    for row in records:
+        latest = (row["group"] + window_of(max_policy_lag)) // 8
+        assert row["group"] // 8 <= row["step"] - 1 <= latest, row
+
+
+def check_episodes(folder: Path) -> list[dict[str, Any]]:
+    """Check that all lines about episodes are whole and none stands twice; returns them."""
+    pieces = [piece.read_bytes() for piece in pieces_of(folder / "rollouts", "episodes")]
+    rows: list[dict[str, Any]] = [json.loads(line) for piece in pieces for line in piece.splitlines()]
+    keys = Counter((row["kind"], row["group"], row["attempt"], row["episode"], str(row.get("version"))) for row in rows)
+    assert [key for key, count in keys.items() if count > 1] == []
+    return rows
 
 
 def check_model(saved: Path, start: Path) -> None:

@@ -253,10 +253,10 @@ def test_self_play(run_sample: Callable[..., Launched], model: Path, tmp_path: P
     run = run_sample("game", model, given=small | ONE_REPLICA, fixed=fixed, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "rollouts/episodes-000001.jsonl").read_text().splitlines()]
     games: dict[tuple[int, int, int], dict[str, float]] = {}
-    for row in rows:
-        games.setdefault((row["step"], row["group"], row["play"]), {})[row["seat"]] = row["reward"]
+    for row in (row for row in rows if row["kind"] == "train"):
+        games.setdefault((row["attempt"], row["group"], row["rollout"]), {})[row["seat"]] = row["reward"]
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * len(row["turns"])
     assert games and all(sorted(game.values()) == [-1.0, 1.0] for game in games.values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

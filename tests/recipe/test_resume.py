@@ -15,7 +15,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monarch_rl.checkpoint.folders import complete, verify
 from monarch_rl.runtime.network import free_port
-from tests.recipe.running import RECIPE, RUN_S, SLOW, STAND_IN, end_by_signal, process_named, recipe, wait_for_line
+from tests.recipe.running import (
+    RECIPE,
+    RUN_S,
+    SLOW,
+    STAND_IN,
+    check_episodes,
+    end_by_signal,
+    process_named,
+    recipe,
+    wait_for_line,
+)
 from tests.runtime.launched import TORCHRUN, Launched, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
@@ -114,11 +124,12 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_journaled_batch(
     board.Reload()
     assert [event.step for event in board.Scalars("reward/mean")] == [row["step"] for row in rows]
     steps_of: dict[int, set[int]] = {}
-    for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines()):
+    for row in map(json.loads, (folder / "rollouts/tokens-000001.jsonl").read_text().splitlines()):
         steps_of.setdefault(row["group"], set()).add(row["step"])
     assert len(steps_of) == 8 * steps and all(len(trained) == 1 for trained in steps_of.values()), (
         "a group was trained twice"
     )
+    check_episodes(folder)
     resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
     assert [row["generation"] for row in resumes] == list(range(1, len(losses) + 2 + sglang))
     rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]

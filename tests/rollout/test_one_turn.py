@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from monarch_rl.episode.admission_steps import AdmissionSteps
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.group_bound import GroupBound
+from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.episode.sampling import Completion, Sampling, SamplingMasks
 from monarch_rl.errors import SamplingMaskMissing
 from monarch_rl.model.chat import ChatTemplate
@@ -196,9 +198,9 @@ async def rolled_out(
     routes: bool,
     lost: float,
 ) -> tuple[Any, Generators]:
-    """All that a worker sends, counts and keeps; and the generators."""
+    """All that a worker sends, counts and records; and the generators."""
     generators, buffer = Generators(resources.template.stop_token_ids[0], lost), Buffer(list(tickets))
-    worker: Any = RolloutWorker(s, ByValue(task), "", "worker", keep_expert_routes=routes)
+    worker: Any = RolloutWorker(s, ByValue(task), "", "worker", keep_expert_routes=routes, logged=LoggedGroups(1, 1))
     worker.connect(LocalMesh([buffer]), generators, replace(resources, task=task), limit)
     worker._scorer = resources.scorer
     for ticket in tickets:
@@ -206,10 +208,15 @@ async def rolled_out(
         if group is not None:
             await worker._submitter.submit(ticket, item, group)
     stats = worker._statistics.stats()
-    messages = dict(worker._transcripts._groups)
+    recorded = [json.loads(line) for line in worker._record.take().lines]
+    for row in recorded:
+        del row["began"], row["ended"], row["score_s"]
+        row["item"] = "item" in row  # a generator in it is shown with its address
+        if row["kind"] == "failed":  # the place is one of another coroutine, as below
+            row["failure"] = row["failure"]["reason"]
     # The first failure of a kind may be another episode's, and the place is one of another coroutine.
     failures = {failure.reason for failure in buffer.failures}
-    return (buffer.submitted, buffer.dropped, failures, stats, messages), generators
+    return (buffer.submitted, buffer.dropped, failures, stats, recorded), generators
 
 
 @settings(max_examples=40)
@@ -246,7 +253,7 @@ def test_a_unit_gives_the_groups_of_the_coroutine(
     gathered: bool,
     seed: int,
 ) -> None:
-    """Bytes, failures, counters and messages; and the unit is used unless the coroutine is needed. The scores of
+    """Bytes, failures, counters and rows; and the unit is used unless the coroutine is needed. The scores of
     coroutines are the same whether they are gathered or not."""
     rows: Any = Rows(prompts, kind != "unpicklable")
     rewarded = reward_in_worker if kind == "worker" else reward

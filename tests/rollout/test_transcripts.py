@@ -1,4 +1,4 @@
-"""Rows of ``rollouts.jsonl``, and the messages that a worker keeps for them."""
+"""Episodes, items and messages as JSON objects."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from monarch_rl.episode.episode import Episode, Fork, Group, Turn
+from monarch_rl.episode.episode import Episode, EpisodeTimes, Fork, Turn
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.episode.serialization import SerializedGroup, serialize_group
-from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.messages import ToolCall, assistant, tool, user
 from monarch_rl.rollout.sequences import untrained
-from monarch_rl.rollout.transcripts import MESSAGE_CHARACTERS, Transcripts, as_rows, rows, shown
-from monarch_rl.tasks.mixture import Mixture
-from monarch_rl.tasks.task import Task
+from monarch_rl.rollout.transcripts import as_line, as_rows, episode_rows, shown
 
-ITEM = {"question": "1 + 2 =", "answer": "3", "scorer": len}
 MESSAGES = as_rows([user("1 + 2 ="), assistant("3")])
 
 
@@ -42,60 +35,38 @@ def sampled_episode(reward: float = 1.0, messages: list[dict[str, Any]] = MESSAG
     return Episode(turns, reward, "stop", {"note": "x"}, parts={"score": reward}, messages=messages)
 
 
-async def never_run(item: Any, policy: Any) -> float:
-    raise AssertionError("not run")
-
-
-def trained_of(group: Group) -> list[TrainedEpisode]:
-    """The episodes of a group as one rank received them in step 8."""
-    return [
-        TrainedEpisode(
-            8,
-            group.group_id,
-            0,
-            place,
-            group.task,
-            group.task_index,
-            one.reward,
-            -0.5,
-            bytes(one.data),
-            one.parts,
-            one.seat,
-            one.rollout,
-            one.fork,
-            [reward for _, reward in one.turns],
-        )
-        for place, one in enumerate(SerializedGroup.read(serialize_group(group)).episodes)
-    ]
-
-
 def test_a_row_describes_an_episode_completely() -> None:
     episode = sampled_episode()
-    episode.turns[1].reward = 0.25
-    (trained,) = trained_of(Group(3, 4, [episode], task="sums"))
+    episode.turns[1].reward, episode.turns[0].replica = 0.25, 2
+    episode.turns[0].seconds, episode.turns[1].seconds = 1.5, 0.25
+    episode.times = EpisodeTimes(100.0, 103.0, tool_s=0.5, score_s=0.25)
     template: Any = Ids()
-    (row,) = rows([(trained, MESSAGES)], Task(lambda cursor: ITEM, never_run), template)
-    assert json.loads(json.dumps(row)) == {
-        "step": 8,
-        "group": 3,
-        "episode": 0,
-        "play": 0,
+    (row,) = episode_rows([episode], template, with_tokens=False)
+    assert json.loads(as_line(row)) == {
         "seat": "",
         "fork": None,
-        "task": "sums",
-        "task_index": 4,
-        "item": {"question": "1 + 2 =", "answer": "3", "scorer": "<built-in function len>"},
         "messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}],
         "prompt": "1 2",
-        "turns": [{"read": "1 2", "drawn": "7 8 9", "reward": None}, {"read": "3", "drawn": "4 4", "reward": 0.25}],
+        "turns": [
+            {"read": "1 2", "sampled": "7 8 9", "reward": None, "tokens": 3, "seconds": 1.5, "replica": 2},
+            {"read": "3", "sampled": "4 4", "reward": 0.25, "tokens": 2, "seconds": 0.25, "replica": None},
+        ],
         "reward": 1.0,
         "parts": {"score": 1.0},
-        "advantage": -0.5,
         "info": {"note": "x"},
         "finish_reason": "stop",
         "tokens": 5,
         "versions": [[5, 1], [6, 3], [7, 1]],
+        "began": 100.0,
+        "ended": 103.0,
+        "generate_s": 1.75,
+        "tool_s": 0.5,
+        "score_s": 0.25,
     }
+
+
+def test_a_line_has_no_nan() -> None:
+    assert as_line({"info": {"a": [float("nan"), (1.0, float("-inf"))]}}) == '{"info": {"a": [null, [1.0, null]]}}'
 
 
 def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
@@ -104,7 +75,8 @@ def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
 
     def turn(context: list[int], ids: list[int]) -> Turn:
         n = len(ids)
-        return Turn.from_completion(context, Completion(np.asarray(ids), np.full(n, -0.5), np.zeros(n, int), "stop"))
+        completion = Completion(np.asarray(ids), np.full(n, -0.5), np.zeros(n, int), "stop", seconds=1.0)
+        return Turn.from_completion(context, completion)
 
     def sequence(rollout: int, fork: Fork | None, *turns: Turn) -> Episode:
         shared = 0 if fork is None else fork.turns
@@ -118,10 +90,8 @@ def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
         (Fork(1, 2), [first, other, turn([6], [6])]),
         (Fork(0, 2), [first, begun, turn([], [5, 5])]),
     ]
-    group = Group(3, 4, [sequence(rollout, fork, *turns) for rollout in range(2) for fork, turns in tree])
-    asked: list[Any] = [(trained, MESSAGES) for trained in trained_of(group)]
     template: Any = Ids()
-    found = rows(asked[::-1], Task(lambda cursor: ITEM, never_run), template)[::-1]
+    found = episode_rows([sequence(n, fork, *turns) for n in range(2) for fork, turns in tree], template, False)
     for rollout in (found[:4], found[4:]):
         assert [row["fork"] for row in rollout] == [
             None,
@@ -129,38 +99,14 @@ def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
             {"sequence": 1, "turns": 2},
             {"sequence": 0, "turns": 2},
         ]
-        assert [[(turn["read"], turn["drawn"]) for turn in row["turns"]] for row in rollout] == [
+        assert [[(turn["read"], turn["sampled"]) for turn in row["turns"]] for row in rollout] == [
             [("1 2", "7"), ("3", "8 8"), ("", "9")],
             [("1 2", "7"), ("4 4", "5")],
             [("1 2", "7"), ("4 4", "5"), ("6", "6")],
             [("1 2", "7"), ("3", "8 8"), ("", "5 5")],
         ]
         assert {row["prompt"] for row in rollout} == {"1 2"} and [row["tokens"] for row in rollout] == [4, 1, 1, 2]
-
-
-def test_a_row_of_a_mixture_has_the_item_of_its_task() -> None:
-    mixed = Mixture({Task(lambda cursor: {"number": cursor}, never_run): 1})
-    template: Any = Ids()
-    asked = [(one, MESSAGES) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [sampled_episode()]))]
-    assert [shown["item"] for shown in rows(asked, mixed, template)] == [{"number": 0}, {"number": 1}]
-
-
-def test_an_item_is_made_once_per_group_and_its_error_does_not_end_the_run() -> None:
-    made: list[int] = []
-
-    def items(cursor: int) -> dict[str, int]:
-        made.append(cursor)
-        if cursor == 1:
-            raise KeyError("gone")
-        return {"number": cursor}
-
-    template: Any = Ids()
-    asked = [
-        (one, MESSAGES) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [sampled_episode()] * 3))
-    ]
-    shown = [row["item"] for row in rows(asked, Task(items, never_run), template)]
-    assert made == [0, 1]
-    assert shown == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3
+        assert [row["generate_s"] for row in rollout] == [3.0, 1.0, 1.0, 1.0], "a shared turn counts once"
 
 
 @dataclass
@@ -186,6 +132,7 @@ CIRCLE.append(CIRCLE)
         (Locked("a"), "Locked(name='a')"),
         (CIRCLE, "[1, [...]]"),
         ({"score": float("nan"), "name": "x"}, "{'score': nan, 'name': 'x'}"),
+        ({"question": "1 + 2 =", "scorer": len}, {"question": "1 + 2 =", "scorer": "<built-in function len>"}),
         ({"of": Unspeakable()}, {"of": "<Unspeakable: its representation raised RuntimeError>"}),
         ({1: {"a": (1, 2)}}, {"1": {"a": [1, 2]}}),
         ({"board": [{(0, 1): "x"}], date(2026, 5, 1): 1}, {"board": [{"(0, 1)": "x"}], "datetime.date(2026, 5, 1)": 1}),
@@ -203,33 +150,3 @@ def test_messages_have_their_tool_calls() -> None:
     ]
     (row,) = as_rows([type(assistant(""))("assistant", "", (call,))])
     assert row["content"] == "" and row["tool_calls"][0]["arguments"] == {"a": 1}
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400)), max_size=30), st.integers(0, 1500))
-def test_the_newest_messages_are_kept_within_the_bound(groups: list[tuple[int, int]], most: int) -> None:
-    """Whatever is added, including the same group again."""
-    transcripts = Transcripts(most)
-    expected: list[tuple[int, int]] = []
-    for group_id, size in groups:
-        messages = [{"role": "user", "content": "x" * size}]
-        transcripts.add(Group(group_id, 0, [sampled_episode(messages=messages)]))
-        expected = [one for one in expected if one[0] != group_id] + [(group_id, size)]
-        while sum(MESSAGE_CHARACTERS + size for _, size in expected) > most:
-            expected.pop(0)
-        stored = {group_id for group_id in range(10) if transcripts.of(group_id, 0, 0) is not None}
-        assert stored == {group_id for group_id, _ in expected}
-    assert all(transcripts.of(group_id, 1, 0) is None for group_id in range(10))
-    transcripts.forget_before(5)
-    assert all(transcripts.of(group_id, 0, 0) is None for group_id in range(5))
-
-
-def test_messages_survive_a_step_if_the_group_may_be_trained_again() -> None:
-    """Group 0 is trained, then group 1, then group 0 once more."""
-    for again, expected in ((True, MESSAGES), (False, None)):
-        transcripts, found = Transcripts(), list[Any]()
-        for group_id in range(2):
-            transcripts.add(Group(group_id, 0, [sampled_episode()]))
-        for step, group_id in enumerate((0, 1, 0)):
-            trained = TrainedEpisode(step, group_id, 0, 0, "sums", 0, 1.0, 0.0, b"", {})
-            found += transcripts.take([trained], again)
-        assert found == [MESSAGES, MESSAGES, expected]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,7 +23,8 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import Failure
-from monarch_rl.episode.shard import PackedShard, trained_episodes
+from monarch_rl.episode.logged import LoggedGroups
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import PRELOAD
@@ -104,7 +107,9 @@ async def system(
     buffer = processes.shared.spawn("buffer", Buffer, 2, BufferSettings(max_policy_lag, window=0))
     generator = processes.shared.spawn("generator", StandInGenerator, ChatTemplate(model).stop_token_ids[0])
     mesh = processes.rollout.slice(worker=slice(0, settings.workers))
-    workers = mesh.spawn("workers", RolloutWorker, settings, ByValue(task), model, "", False, ByValue(stages))
+    workers = mesh.spawn(
+        "workers", RolloutWorker, settings, ByValue(task), model, "", False, ByValue(stages), LoggedGroups(1, 2)
+    )
     await within(WAIT_S, workers.setup.call(buffer, Handle(generator)), "the workers to set up")
     try:
         yield System(buffer, generator, workers)
@@ -157,33 +162,50 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             assert {row.worker for row in stats} == {"rollout worker 0", "rollout worker 1"}
             assert sum(row.groups_put for row in stats) >= 8 and all(not row.failed for row in stats)
             assert sum(row.episodes for row in stats) * 2 == sum(row.tokens for row in stats)
-            await check_rollouts(s, shards[2], template)
+            await check_rows(s, shards, template)
 
     run(test)
 
 
-async def check_rollouts(system: System, shard: PackedShard, template: ChatTemplate) -> None:
-    """The worker that ran an episode of a batch reports it; other workers report it without messages."""
-    source, trained = TaskSource(SUMS), trained_episodes(shard, shard.rewards, 2, seed=0)
-    assert len(trained) == 8
-    answers = list((await system.workers.rollouts.call(trained)).values())
-    rows = [row for of_worker in answers for row in of_worker]
-    assert len(rows) == 8 and {row["group"] for row in rows} == {one.group_id for one in trained}
+async def check_rows(system: System, shards: Sequence[PackedShard], template: ChatTemplate) -> None:
+    """Workers have recorded the trained episodes of logged groups, each once and with all its tokens."""
+    logged, source = LoggedGroups(1, 2), TaskSource(SUMS)
+    rows = [
+        json.loads(line) for of_worker in (await system.workers.take_rows.call()).values() for line in of_worker.lines
+    ]
+    trained = {shard.group_ids[g][0]: (g, shard) for shard in shards for g in range(2)}
+    places = [(row["group"], row["episode"]) for row in rows if row["group"] in trained]
+    assert sorted(places) == [
+        (group_id, place) for group_id in sorted(trained) if group_id in logged for place in range(4)
+    ]
+    assert len(places) == len(shards) * 4 and all(row["group"] in logged for row in rows)
     for row in rows:
         user, assistant = row["messages"]
         item = source.item(row["task_index"])
-        assert user == {"role": "user", "content": item.prompt} and row["item"]["prompt"] == item.prompt
-        assert assistant["role"] == "assistant" and assistant["content"] in "0123456789"
-        assert row["turns"] == [{"read": row["prompt"], "drawn": assistant["content"] + helpers.END, "reward": None}]
+        assert (row["kind"], row["attempt"], row["task"]) == ("train", 0, SUMS.name)
+        assert ("item" in row) == (row["episode"] == 0)
+        assert user == {"role": "user", "content": item.prompt}
+        assert row.get("item", {"prompt": item.prompt})["prompt"] == item.prompt
+        (turn,) = row["turns"]
+        assert turn["read"] == row["prompt"] and turn["sampled"] == assistant["content"] + helpers.END
         assert template.plain(template.tokenizer.encode(row["prompt"])) == item.prompt
-        assert row["step"] == 3 and sum(tokens for _, tokens in row["versions"]) == row["tokens"] == 2
-    again = list((await system.workers.rollouts.call(trained, False)).values())
-    for of_worker in again:
-        assert [(row["group"], row["episode"]) for row in of_worker] == [(one.group_id, one.place) for one in trained]
-    earlier = trained_episodes(shard, shard.rewards, 2, seed=0)[:1]
-    later = [replace(earlier[0], group_id=10**6)]
-    assert not any((await system.workers.rollouts.call(later)).values())  # all groups before it are forgotten
-    assert not any((await system.workers.rollouts.call(trained)).values())
+        assert sum(tokens for _, tokens in row["versions"]) == row["tokens"] == turn["tokens"] == 2
+        assert row["worker"].startswith("rollout worker ") and row["began"] <= row["ended"]
+        assert row["score_s"] > 0 == row["tool_s"]
+        ids, ends = unpacked(turn["ids"], "<i4"), unpacked(turn["text_ends"], "<u4")
+        assert template.decode(ids) == turn["sampled"] and ends == [1, 1 + len(helpers.END)]
+        assert unpacked(turn["logprobs"], "<f4") == [-1.0, -1.0]
+        assert sorted(unpacked(turn["token_versions"], "<i4")) == [v for v, n in row["versions"] for _ in range(n)]
+        if row["group"] in trained:
+            g, shard = trained[row["group"]]
+            assert row["reward"] == shard.rewards[g][row["episode"]]
+    again = await system.workers.take_rows.call()
+    assert not any(one.lines for one in again.values()), "rows are handed over once"
+
+
+def unpacked(text: str, dtype: str) -> list[Any]:
+    found: list[Any] = np.frombuffer(base64.b64decode(text), dtype).tolist()
+    return found
 
 
 @pytest.mark.core
@@ -211,6 +233,15 @@ def test_scores_that_raise_or_hang_or_crash_fail_only_their_episode(processes: P
             (raised,) = [failure for failure in failures if failure.reason == "score raised KeyError"]
             assert "Traceback (most recent call last):" in raised.report and scores.__file__ in raised.place
             assert "Item 0, prompt: " in raised.report and raised.report.endswith("Answer: '0'")
+            rows = [json.loads(line) for line in (await s.workers.take_rows.call_one()).lines]
+            failed = [row for row in rows if row["kind"] == "failed"]
+            assert {row["failure"]["reason"] for row in failed} == every_group
+            assert {(row["turns"][0]["sampled"][:1], row["finish_reason"]) for row in failed} <= {
+                (digit, "failed") for digit in "0123"
+            }
+            found = [row["failure"] for row in failed if row["failure"]["reason"] == raised.reason]
+            assert "Traceback (most recent call last):" in found[0]["report"] and found[0]["place"] == raised.place
+            assert [row["item"]["prompt"] for row in failed if "item" in row][:1] == [TaskSource(SUMS).item(0).prompt]
             await s.buffer.close.call_one()
             await within(WAIT_S, running, "the worker to hear of the end")
 
@@ -254,6 +285,13 @@ def test_stages_run_beside_rollouts_and_drop_only_their_group(processes: Process
                 "stage judge took over 3 s": 1,
             }
             assert counts.wasted_tokens == dict.fromkeys(counts.dropped, 4)  # two digits, two ends
+            rows = [json.loads(line) for line in (await s.workers.take_rows.call_one()).lines]
+            dropped = {row["group"]: row["dropped"] for row in rows if row["kind"] == "dropped"}
+            assert dropped == {
+                0: "stage judge took over 3 s",
+                1: "stage judge raised KeyError",
+                2: "stage judge: too easy",
+            }
             assert min(rewards.min() for rewards in shard.rewards) >= 10
             assert shard.column_names == ("judge",)
             for episode in chain(*shard.deserialize()):
@@ -389,6 +427,13 @@ def test_evaluation_is_greedy_on_held_out_items_and_runs_during_training(process
             assert all(sampling.seed is None for _, sampling, _ in calls)
             assert evaluation.rewards.shape == (20, 1) and not evaluation.failed
             assert evaluation.accuracy == (evaluation.rewards == 1).mean()
+            rows = [json.loads(line) for line in (await s.workers.take_rows.call_one()).lines]
+            played = {row["task_index"]: row for row in rows if row["kind"] == "held_out"}
+            assert set(played) == set(range(20))
+            for index, row in played.items():
+                assert (row["group"], row["sample"], row["held_out"]) == (-1 - index, 0, "")
+                assert row["version"] == [0, 0] and row["item"]["prompt"] == held_out.item(index).prompt
+                assert row["reward"] == evaluation.rewards[index, 0] and "ids" not in row["turns"][0]
             await s.workers.close.call()
             await within(WAIT_S, running, "close to end the run")
 

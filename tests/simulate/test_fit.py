@@ -54,8 +54,12 @@ def row(step: int) -> dict[str, Any]:
 def write(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "settings.json").write_text(json.dumps(SETTINGS))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    samples = [{"group": i // 4, "tokens": 10 + i % 4} for i in range(40)]
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    samples = [{"kind": "train", "group": i // 4, "tokens": 10 + i % 4} for i in range(40)]
+    others = [{"kind": kind, "group": 50, "tokens": 1} for kind in ("failed", "dropped", "held_out")]
+    (folder / "rollouts").mkdir(exist_ok=True)
+    for number in (1, 2):
+        lines = [json.dumps(one) + "\n" for one in samples[20 * number - 20 : 20 * number] + others]
+        (folder / "rollouts" / f"episodes-{number:06}.jsonl").write_text("".join(lines))
 
 
 def test_costs_of_a_run_are_recovered(tmp_path: Path) -> None:
@@ -119,10 +123,24 @@ def test_uniform_numbers_are_uniform() -> None:
 def test_a_damaged_line_of_a_run_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, [row(step) for step in range(1, 45)])
     whole = read_run(tmp_path)
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
+    with (tmp_path / "rollouts" / "episodes-000002.jsonl").open("a") as file:
         file.write('{"group": 9, "tok\n')
     assert read_run(tmp_path) == whole
-    assert re.search(r"rollouts\.jsonl: line 41, at byte \d+, is damaged .* 1 such lines .* other 84", caplog.text)
+    assert re.search(
+        r"episodes-000002\.jsonl: line 24, at byte \d+, is damaged .* 1 such lines .* other 84", caplog.text
+    )
+
+
+def test_a_run_of_an_earlier_version_is_fitted_to_its_rollouts_file(tmp_path: Path) -> None:
+    write(tmp_path, [row(step) for step in range(1, 45)])
+    whole = read_run(tmp_path)
+    pieces = sorted((tmp_path / "rollouts").iterdir())
+    rows = [json.loads(line) for piece in pieces for line in piece.read_text().splitlines()]
+    earlier = [{"group": one["group"], "tokens": one["tokens"]} for one in rows if one["kind"] == "train"]
+    for piece in pieces:
+        piece.unlink()
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in earlier))
+    assert read_run(tmp_path) == whole
 
 
 def test_damaged_settings_of_a_run_are_named(tmp_path: Path) -> None:

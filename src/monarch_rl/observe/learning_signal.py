@@ -10,7 +10,7 @@ SPELL_STEPS = 3
 ROUNDING = 1e-6
 """Standard deviation of rewards or advantages, relative to the rewards, below which it is a rounding error of 0."""
 
-LOOK = "look at answers in rollouts.jsonl, or ask the model with tools/play.py"
+LOOK = "look at answers in rollouts/, or ask the model with tools/play.py"
 
 
 class LearningSignal:

@@ -661,8 +661,21 @@ METRICS = (
     Metric(
         "checkpoint/lost_lines",
         "lines",
-        "Lines of `metrics.jsonl`, `rollouts.jsonl` and the timeline so far that were not written to disk.",
+        "Lines of `metrics.jsonl`, `rollouts/` and the timeline so far that were not written to disk.",
         "checkpoints",
+    ),
+    Metric(
+        "record/cpu_s",
+        "s",
+        "CPU time that the controller and the rollout workers spent since the last step on `rollouts/`.",
+        "speed",
+    ),
+    Metric(
+        "record/skipped",
+        "episodes",
+        "Failed episodes, and those of groups that workers dropped, that are not in `rollouts/` because many of their "
+        "kind are; so far.",
+        "losses",
     ),
     # -- custom objectives: last, because the pattern matches all metrics of the trainer ----------------------
     Metric(

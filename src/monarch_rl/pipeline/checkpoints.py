@@ -75,6 +75,7 @@ class Checkpoints:
         run: the run's folder.
         run_settings: the run's settings, stored in each checkpoint.
         note: prints a line.
+        before: awaited before each checkpoint; has deadlines of its own.
         version: the version that the run starts from.
         generation: number of times the run was resumed.
         metric: returns the evaluation metric that defines the best checkpoint (largest value), for
@@ -88,6 +89,7 @@ class Checkpoints:
         settings: CheckpointSettings,
         run_settings: dict[str, Any],
         note: Callable[[str], None],
+        before: Callable[[], Awaitable[None]] | None = None,
         version: int = 0,
         generation: int = 0,
         metric: Callable[[], str] = str,
@@ -95,7 +97,7 @@ class Checkpoints:
         self.failed = 0
         """Number of checkpoints that could not be written."""
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
-        self._generation, self._run_settings = generation, run_settings
+        self._generation, self._run_settings, self._before = generation, run_settings, before
         self._begun_version, self._begun_at = version, now()
         self._failure_logged_at: float | None = None
         self._shards_failed = False
@@ -184,6 +186,8 @@ class Checkpoints:
         """Begin a checkpoint, whether or not one is due; returns after the local copy. None may be being written."""
         self._begun_version, self._begun_at = version, now()
         try:
+            if self._before is not None:
+                await self._before()  # waits: it has deadlines
             current = await on_disk(disk_limit_s(0), "the run's files to be flushed", state)
             stage = self._savers.buffer.stage.call_one()
             copy, buffer_version = await asyncio.gather(

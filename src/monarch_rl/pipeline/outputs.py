@@ -1,35 +1,43 @@
-"""What a run writes and prints: ``metrics.jsonl``, TensorBoard's file, ``rollouts.jsonl`` and the console.
+"""What a run writes and prints: ``metrics.jsonl``, TensorBoard's file, ``rollouts/`` and the console.
 
 A run without a folder (a simulation, most tests) has :class:`NoOutputs`, with the same methods.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monarch_rl.checkpoint.folders import complete
-from monarch_rl.episode.shard import TrainedEpisode
+from monarch_rl.episode.logged import LoggedGroups
+from monarch_rl.episode.shard import TokenRecord
 from monarch_rl.observe.console import Console, console_of, duration
 from monarch_rl.observe.console_relay import existing_relay
 from monarch_rl.observe.disk_thread import DiskThread, answers
-from monarch_rl.observe.lines import LineFile
 from monarch_rl.observe.metrics import FILE, Metrics
+from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.observe.registry import find
-from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
+from monarch_rl.pipeline.run_folder import ROLLOUTS
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.pipeline.start import Actors
+from monarch_rl.pipeline.start import Actors, logged_groups
 from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.rollout.transcripts import as_line, packed
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.trainer.actor import Trainer
+
+logger = logging.getLogger("monarch_rl")
 
 
 @contextmanager
@@ -52,41 +60,42 @@ def open_outputs(
     if folder is None:
         yield NoOutputs()
         return
-    rollout_log = RolloutLog(
-        actors.trainer,
-        actors.workers,
-        folder / "rollouts.jsonl",
-        groups=s.rollout.logged_groups,
-        seed=s.rollout.seed or 0,
-        again=s.buffer.replay > 1,
-    )
+    record = RolloutRecord(actors.trainer, actors.workers, folder, logged_groups(s), s.rollout.log_mib << 20)
     console = console_of(existing_relay(), s.steps)
-    with Metrics(folder, version, seconds) as metrics, closing(rollout_log), console:
-        yield RunOutputs(metrics, rollout_log, console, warm_up_steps)
+    with Metrics(folder, version, seconds) as metrics, closing(record), console:
+        yield RunOutputs(metrics, record, console, warm_up_steps)
 
 
 class RunOutputs:
     """The open files of a run's folder, and the console."""
 
     def __init__(
-        self, metrics: Metrics, rollouts: RolloutLog, console: Console, warm_up_steps: Callable[[], int]
+        self, metrics: Metrics, record: RolloutRecord, console: Console, warm_up_steps: Callable[[], int]
     ) -> None:
-        self._metrics, self._rollouts, self._console = metrics, rollouts, console
+        self._metrics, self._record, self._console = metrics, record, console
         self._warm_up_steps = warm_up_steps
 
     def note(self, text: str) -> None:
         """Print a line on the console."""
         self._console.note(text)
 
-    async def sample_rollouts(self) -> list[dict[str, Any]]:
-        """Rows of groups chosen at random from the last trained batch, for :meth:`write`."""
-        return await self._rollouts.gather()
+    def following_episodes(self) -> AbstractAsyncContextManager[None]:
+        """Write the rows of episodes that end during the block."""
+        return self._record.following()
 
-    def write(self, version: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
-        """Write metrics and sampled rollouts of the step that produced ``version``. Raises ValueError if a metric is
-        not registered."""
+    async def take_episodes(self) -> None:
+        """Take the rows of the episodes that have ended so far, before :meth:`flush`."""
+        await self._record.take()
+
+    async def token_lines(self) -> list[str]:
+        """Lines about the tokens of logged groups in the last trained batch, for :meth:`write`."""
+        return await self._record.token_lines()
+
+    def write(self, version: int, values: Mapping[str, float], token_lines: list[str]) -> None:
+        """Write metrics and token lines of the step that produced ``version``. Raises ValueError if a metric is not
+        registered."""
         self._metrics.log(version, values)
-        self._rollouts.append(rollouts)
+        self._record.append_tokens(token_lines)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step of reinforcement learning, 1, 2, ..., on the console."""
@@ -121,8 +130,10 @@ class RunOutputs:
         return self._console.status if self._console.on_terminal else None
 
     def metrics(self, lost_spans: int = 0) -> dict[str, float]:
-        """Metrics, named as in docs/metrics.md: lines that could not be written, with those of the timeline."""
-        return {"checkpoint/lost_lines": float(self._metrics.lines.lost + self._rollouts.lines.lost + lost_spans)}
+        """Metrics of a step, named as in docs/metrics.md: lines that could not be written, with those of the timeline,
+        and the record's cost."""
+        lost = self._metrics.lines.lost + self._record.lost + lost_spans
+        return {"checkpoint/lost_lines": float(lost)} | self._record.metrics()
 
     @property
     def seconds(self) -> float:
@@ -130,14 +141,15 @@ class RunOutputs:
         return self._metrics.seconds
 
     def flush(self, limit_s: float | None = None) -> dict[str, int]:
-        """Flush the files to disk; returns their sizes in bytes, by name. Raises OSError.
+        """Flush the files to disk; returns their sizes in bytes, by path in the run's folder: of a log in pieces, the
+        newest one. Raises OSError.
 
         Args:
             limit_s: seconds for the flush; None is the short limit for a flush that delays a step.
         """
-        names = self._metrics.path.name, self._rollouts.lines.path.name
-        sizes = answers([self._metrics.position(), self._rollouts.position()], limit_s)
-        return dict(zip(names, sizes, strict=True))
+        asked: list[Future[Any]] = [self._metrics.position(), self._record.positions()]
+        metrics, pieces = answers(asked, limit_s)
+        return {self._metrics.path.name: metrics} | pieces
 
 
 class NoOutputs:
@@ -149,10 +161,16 @@ class NoOutputs:
     def note(self, text: str) -> None:
         pass
 
-    async def sample_rollouts(self) -> list[dict[str, Any]]:
+    def following_episodes(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def take_episodes(self) -> None:
+        pass
+
+    async def token_lines(self) -> list[str]:
         return []
 
-    def write(self, version: int, values: Mapping[str, float], rollouts: list[dict[str, Any]]) -> None:
+    def write(self, version: int, values: Mapping[str, float], token_lines: list[str]) -> None:
         pass
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
@@ -246,73 +264,128 @@ class _Ending:
         return [f"held-out {label} {' -> '.join([*first, text(self.last, interval=True)])}"]
 
 
-# -- rollouts.jsonl: a random sample of the groups of each trained batch, with their full details ----------------------
+# -- rollouts/: episodes that ended, and the trainer's values of logged groups' tokens (docs/run_folder.md) -----------
+
+TAKE_S = 2.0
+"""Seconds between two calls that take the workers' rows. A worker that is lost has not handed over more than that."""
 
 
-class RolloutLog:
-    """Logs groups chosen at random from the batch of each step.
-
-    Trainer ranks have the trained tokens with their advantages; the worker that ran a group has its messages.
+class RolloutRecord:
+    """Writes the rows of episodes that workers hand over, and the token records of trainer ranks.
 
     Args:
-        path: the file; lines are appended.
-        groups: number of groups per step; 0 writes nothing.
-        seed: seed of the choice.
-        again: whether groups may be trained more than once (``buffer.replay``).
+        folder: the run's folder.
+        logged: the groups that are recorded with their tokens.
+        nbytes: maximum size of both logs together.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        workers: ActorPool[RolloutWorker],
-        path: Path,
-        groups: int,
-        seed: int = 0,
-        again: bool = False,
+        self, trainer: Trainer, workers: ActorPool[RolloutWorker], folder: Path, logged: LoggedGroups, nbytes: int
     ) -> None:
-        self._trainer, self._workers = trainer, workers
-        self.lines = LineFile(path)
-        self._disk = DiskThread("rollouts", self.lines.close)
-        self._groups, self._seed, self._again = groups, seed, again
+        self._trainer, self._workers, self._logged = trainer, workers, logged
+        self.episodes = PieceLog(folder / ROLLOUTS, "episodes", nbytes // 2)
+        self.tokens = PieceLog(folder / ROLLOUTS, "tokens", nbytes // 2)
+        self._disk = DiskThread("rollouts", self._close)
+        self._taking = asyncio.Lock()
+        self._failed = False
+        """Whether a failure to take rows has been logged."""
+        self._skipped, self._cpu_s, self._reported_cpu_s = 0, 0.0, 0.0
 
-    async def gather(self) -> list[dict[str, Any]]:
-        """Rows of the groups chosen from the last trained batch."""
-        return await self._rows(await self._trained()) if self._groups else []
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Take the workers' rows every :data:`TAKE_S` during the block, and once more at its end."""
+        ended = asyncio.Event()
+        taking = asyncio.create_task(self._take_until(ended))
+        try:
+            yield
+        finally:
+            ended.set()
+            await asyncio.wait([taking])  # waits: for calls with a deadline
 
-    def append(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows that :meth:`gather` returned."""
-        self._disk.begin(
-            lambda: self.lines.append(*map(json.dumps, rows)),
-            lambda: self.lines.lose(len(rows), "the disk is slower than the run"),
-        )
+    async def _take_until(self, ended: asyncio.Event) -> None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), TAKE_S)
+            await self.take()
 
-    def position(self) -> Future[int]:
-        """Size of the file in bytes, as ``LineFile.position``, once all rows appended so far are on disk."""
-        return self._disk.ask(self.lines.position)
+    async def take(self) -> None:
+        """Take the rows of all workers, and queue them to be written. Never raises: rows are not worth a run."""
+        async with self._taking:  # waits: for a call with a deadline; a checkpoint needs the rows that it brings, too
+            try:
+                answers = await self._workers.ask(
+                    ANSWER_DEADLINE_S, "to hand over its rows", lambda _, worker: worker.take_rows.call_one()
+                )
+            except Exception as error:
+                if not self._failed:
+                    logger.error("the rows of ended episodes cannot be taken: %s", last_line(error))
+                self._failed = True
+                return
+        for rows in answers.values():
+            self._skipped += rows.skipped
+            self._cpu_s += rows.cpu_s
+            if rows.lost:
+                self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
+            if rows.lines:
+                self._append(self.episodes, rows.lines)
+
+    async def token_lines(self) -> list[str]:
+        """Lines of the sequences of logged groups that the last step trained, for :meth:`append_tokens`."""
+        if not self._logged.groups:
+            return []
+        asking = self._trainer.token_records.call()
+        answers = await within(CALL_DEADLINE_S, asking, "the records of trained tokens", on="trainer ranks")
+        with self._timed():
+            # Tensor-parallel ranks return the same records.
+            found = {(one.group_id, one.attempt, one.place): one for of_rank in answers.values() for one in of_rank}
+            return [_token_line(found[key]) for key in sorted(found)]
+
+    def append_tokens(self, lines: list[str]) -> None:
+        """Write lines that :meth:`token_lines` returned."""
+        if lines:
+            self._append(self.tokens, lines)
+
+    @property
+    def lost(self) -> int:
+        """Number of lines that are not on disk."""
+        return self.episodes.lost + self.tokens.lost
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step, named as in docs/metrics.md."""
+        cpu_s, self._reported_cpu_s = self._cpu_s - self._reported_cpu_s, self._cpu_s
+        return {"record/cpu_s": cpu_s, "record/skipped": float(self._skipped)}
+
+    def positions(self) -> Future[dict[str, int]]:
+        """Size of the newest piece of each log, by path in the run's folder, once all queued lines are on disk."""
+        return self._disk.ask(self._positions)
 
     def close(self) -> None:
         """Finish pending writes."""
         self._disk.close()
 
-    async def _trained(self) -> list[TrainedEpisode]:
-        asking = self._trainer.trained_episodes.call(self._groups, self._seed)
-        answers = await within(CALL_DEADLINE_S, asking, "the episodes that were trained", on="trainer ranks")
-        # Tensor-parallel ranks return the same episodes.
-        episodes = {(one.group_id, one.place): one for of_rank in answers.values() for one in of_rank}
-        return [episodes[key] for key in sorted(episodes)]
+    def _append(self, log: PieceLog, lines: list[str]) -> None:
+        def write() -> None:
+            with self._timed():
+                log.append(*lines)
 
-    async def _rows(self, trained: list[TrainedEpisode]) -> list[dict[str, Any]]:
-        """The rows of episodes, in their order. If an episode's worker is lost, another one makes the row, without
-        messages."""
-        what = "to return rollouts"
-        answers = await self._workers.ask(
-            CALL_DEADLINE_S, what, lambda _, worker: worker.rollouts.call_one(trained, True, self._again)
-        )
-        rows = {(row["group"], row["episode"]): row for of_worker in answers.values() for row in of_worker}
-        missing = [one for one in trained if (one.group_id, one.place) not in rows]
-        others = dict(list(self._workers.handles.items())[:1]) if missing else {}
-        more = await self._workers.ask(
-            CALL_DEADLINE_S, what, lambda _, worker: worker.rollouts.call_one(missing, False, self._again), others
-        )
-        rows |= {(row["group"], row["episode"]): row for of_worker in more.values() for row in of_worker}
-        return [rows[key] for one in trained if (key := (one.group_id, one.place)) in rows]
+        self._disk.begin(write, lambda: log.lose(len(lines), "the disk is slower than the run"))
+
+    def _positions(self) -> dict[str, int]:
+        return {f"{ROLLOUTS}/{piece}": nbytes for piece, nbytes in (self.episodes.position(), self.tokens.position())}
+
+    def _close(self) -> None:
+        self.episodes.close()
+        self.tokens.close()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self._cpu_s += time.thread_time() - started
+
+
+def _token_line(record: TokenRecord) -> str:
+    row = {"step": record.step, "group": record.group_id, "attempt": record.attempt, "episode": record.place}
+    arrays = {name: packed(values, values.dtype.newbyteorder("<").str) for name, values in record.arrays.items()}
+    return as_line({**row, "advantage": record.advantage, **arrays})

@@ -37,10 +37,12 @@ from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.errors import BrokenCheckpoint, SettingsError
 from monarch_rl.model.folder import abbreviates, is_named
 from monarch_rl.observe.lines import LineFile, read_rows, truncate
+from monarch_rl.observe.pieces import truncate_pieces
 from monarch_rl.observe.redact import redact_values
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import (
     BEST,
+    ROLLOUTS,
     SAVED,
     SETTINGS,
     STATE,
@@ -299,7 +301,10 @@ def _reset_folder(resumed: Resumed) -> None:
     go_back(resumed.run / FOLDER, resumed.version)
     finish_all(resumed.run)
     for name, nbytes in resumed.manifest.positions.items():
-        truncate(resumed.run / name, nbytes)
+        if name.startswith(f"{ROLLOUTS}/"):
+            truncate_pieces(resumed.run / ROLLOUTS, Path(name).name, nbytes)
+        else:
+            truncate(resumed.run / name, nbytes)
     try:  # a result from after the checkpoint would outrank new ones although its weights are gone
         (resumed.run / BEST).unlink(missing_ok=True)
         if resumed.manifest.best is not None:

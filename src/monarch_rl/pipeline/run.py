@@ -479,6 +479,8 @@ class Run:
         recovery = Recovery(
             actors.generators, actors.workers, publisher, actors.buffer, s.recovery, self.folder, actors.frozen
         )
+        # waits: for nothing, since it begins by starting a task
+        await self._lifetimes.enter_async_context(outputs.following_episodes())
         failures = Failures(actors.buffer, s.stall_s)
         # waits: for nothing, since the watch begins by starting a thread
         watch = await self._lifetimes.enter_async_context(self._watched(recovery))
@@ -491,6 +493,7 @@ class Run:
                 s.checkpoint,
                 run_settings=to_record(s),
                 note=outputs.note,
+                before=outputs.take_episodes,
                 version=restored,
                 generation=resumed.generation if resumed else 0,
                 metric=lambda: self._best.metric,
@@ -544,7 +547,7 @@ class Run:
             # A supervised step precedes all batches. Those of an earlier version count as steps of the run.
             if not counts.trained and not self._warm_up_counts_as_steps:
                 self.warm_up_steps = step
-            outputs.write(step, observer.without_rollouts(trained, counts), await outputs.sample_rollouts())
+            outputs.write(step, observer.without_rollouts(trained, counts), await outputs.token_lines())
 
         s, most = self.settings, self.warm_up_steps + self.settings.steps
         if s.journal.mib:
@@ -630,12 +633,12 @@ class Run:
             The metrics of the step, named as in docs/metrics.md.
         """
         components, outputs = self._components, self._components.outputs
-        rollouts = await outputs.sample_rollouts()
+        token_lines = await outputs.token_lines()
         values = await components.frozen.metrics() | await components.observer.step(update_metrics)
         # No await from here on: after a signal in between, the step would be logged twice, or its rates lost.
         values |= components.recovery.metrics() | components.watch.loop_lag()
         values |= self._checkpoints.metrics() | outputs.metrics(components.watch.lost_spans())
-        outputs.write(self.version, values, rollouts)
+        outputs.write(self.version, values, token_lines)
         self._unlogged = None
         outputs.show(self._steps_trained, values)
         if warning := self._learning_signal.note(values):

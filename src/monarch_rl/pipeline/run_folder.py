@@ -39,6 +39,8 @@ RECIPE = "recipe.py"
 """Copy of the recipe's file in the run's folder."""
 FORMAT = 1
 """Format version of the files that docs/run_folder.md describes."""
+ROLLOUTS = "rollouts"
+"""Folder of the records of episodes and of trained tokens, in pieces."""
 SAVED = "model"
 """Folder of a run's last saved model, in the run's folder."""
 ERROR = "error.txt"

@@ -22,7 +22,7 @@ from monarch_rl.buffer.actor import Buffer, SavedBuffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.logged import LoggedGroups
+from monarch_rl.episode.logged import NOT_LOGGED, LoggedGroups
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
@@ -182,6 +182,7 @@ async def start_rollout(
     stages: ByValue[Sequence[Stage]] | None = None,
     asks_frozen: bool = False,
     survivors: ActorPool[RolloutWorker] | None = None,
+    logged: LoggedGroups | None = None,
 ) -> tuple[ActorPool[RolloutWorker], tuple[int, ...]]:
     """Spawn the rollout workers on the first host, each with its own process mesh and a dispatcher over all replicas.
     Returns them, and the ids at which the policy's turns end.
@@ -196,6 +197,7 @@ async def start_rollout(
         asks_frozen: whether there are frozen models. The task may ask one while it is loaded, so it is loaded later.
         survivors: workers with the same settings, task and stages that survive a warm restart; those that can be set up
             again are reused, for ``buffer``.
+        logged: the groups whose trained episodes workers record; None records no episodes.
     """
 
     end_tokens: tuple[int, ...] = ()
@@ -203,7 +205,9 @@ async def start_rollout(
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
         name = f"rollout worker {index}"
-        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes, stages)
+        return mesh, mesh.spawn(
+            "rollout", RolloutWorker, settings, task, str(model), name, expert_routes, stages, logged
+        )
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
         name = f"rollout worker {index}"
@@ -222,6 +226,11 @@ async def start_rollout(
     workers.factory = ActorFactory(cluster, spawn, set_up)
     await workers.start_all(settings.workers, join=set_up if survivors else None)
     return workers, end_tokens
+
+
+def logged_groups(s: RunSettings) -> LoggedGroups:
+    """The groups of a run that are recorded with their tokens."""
+    return LoggedGroups(s.rollout.logged_groups, s.groups_per_step, s.rollout.seed or 0)
 
 
 def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
@@ -364,7 +373,7 @@ async def start_actors(
         journal_bytes=s.journal.mib << 20,
         generation=resumed.generation if resumed else 0,
         traces=folder / TRACES if folder is not None else None,
-        logged=LoggedGroups(s.rollout.logged_groups, s.groups_per_step, s.rollout.seed or 0),
+        logged=logged_groups(s) if folder is not None else NOT_LOGGED,
     )
     routes = s.trainer.keeps_expert_routes
     engine_bytes = s.generator.replicas * sum(cpu_memory(model, s.generator, s.trainer.lora).values())
@@ -445,6 +454,7 @@ async def start_actors(
                     stages,
                     asks_frozen=bool(frozen),
                     survivors=reusable,
+                    logged=None if folder is None else logged_groups(s),
                 ),
                 f"rollout workers up: {s.rollout.workers}",
             )

@@ -102,8 +102,12 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Deadline in seconds of one turn of the policy; exceeding it ends the run. None means 600, or the time for
     `max_new_tokens` at 20 per second, if that is more."""
     logged_groups: Annotated[int, Range(0, 1_000_000, "0 is none")] = 1
-    """Groups of each step's batch that are written to rollouts.jsonl, chosen at random; 0 writes none. Costs one call
-    to every trainer rank and worker, and decoding, per step."""
+    """Groups of each `groups_per_step` that are written to `rollouts/` with all their tokens, chosen at random; 0
+    writes none. Costs one call to every trainer rank per step, and decoding. Failed and dropped episodes are written
+    besides."""
+    log_mib: Annotated[int, Range(1, 2**30)] = 2048
+    """Maximum MiB of `rollouts/`, half of it for episodes and half for the trainer's values per token; the oldest are
+    deleted, except the beginning."""
     slot_deadline_s: NotAFlag[Annotated[float, Range(30, FOREVER_S)]] = 3600.0
     """Seconds that a worker may wait for a free slot or free space in the buffer, that is, for the trainer; exceeding
     it ends the run."""

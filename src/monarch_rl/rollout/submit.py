@@ -13,9 +13,9 @@ from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.episode.serialization import serialize_group
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
+from monarch_rl.rollout.record import EpisodeRecord
 from monarch_rl.rollout.stages import Stage, StageFailed, Stages
 from monarch_rl.rollout.statistics import Statistics
-from monarch_rl.rollout.transcripts import Transcripts
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import Endpoint
@@ -192,7 +192,7 @@ class GroupSubmitter:
     Args:
         worker: name of the worker.
         slot_deadline_s: seconds to wait for space in the buffer.
-        transcripts: keeps the messages of submitted groups; None keeps none.
+        record: records the episodes of groups that are submitted, or dropped by a stage; None records none.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class GroupSubmitter:
         slot_deadline_s: float,
         stages: Sequence[Stage],
         statistics: Statistics,
-        transcripts: Transcripts | None = None,
+        record: EpisodeRecord | None = None,
     ) -> None:
         self._buffer = buffer
-        self._transcripts = transcripts
+        self._record = record
         self._queue = SubmitQueue(buffer, worker, slot_deadline_s)
         self._stages = Stages(stages, statistics.add_stage)
         self._statistics = statistics
@@ -224,12 +224,14 @@ class GroupSubmitter:
         except StageFailed as failed:
             if failed.failure is not None:
                 await self.note(failed.failure)
+            if self._record is not None:
+                await self._record.add_group(group, item, failed.reason)
             await self.drop(ticket, failed.reason, sum(episode.num_trainable for episode in group.episodes))
             return
         small = sum(episode.num_tokens for episode in group.episodes) <= INLINE_TOKENS
         data = serialize_group(group) if small else await asyncio.to_thread(serialize_group, group)
-        if self._transcripts is not None:
-            self._transcripts.add(group)
+        if self._record is not None:
+            await self._record.add_group(group, item)
         await self._queue.submit(group.group_id, group.attempt, data)
         self._statistics.add_submitted()
         wait_registry.progress("group submitted")

@@ -1,10 +1,10 @@
-"""Keeps the messages of the groups that a worker submitted until they are trained, and formats trained episodes as
-rows."""
+"""Formats messages, items and episodes as JSON objects, for the record of a run (docs/run_folder.md)."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections import OrderedDict
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from itertools import pairwise
@@ -12,18 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import Episode, Group
+from monarch_rl.episode.episode import Episode, EpisodeTimes, Fork, Turn
 from monarch_rl.episode.failure import shortened
-from monarch_rl.episode.serialization import deserialize_episode
-from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import Message, as_row
-from monarch_rl.tasks.task import Task
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 
-KEPT_CHARACTERS = 64 * 2**20
-"""Maximum characters of all messages that a worker keeps; the oldest groups are removed first."""
-MESSAGE_CHARACTERS = 256
-"""Characters counted per message in addition to its content: about the bytes of its dictionary."""
 SHOWN_CHARACTERS = 1000
 """Maximum characters of an item that is not a JSON value."""
 
@@ -31,78 +25,60 @@ Messages = list[dict[str, Any]]
 """Messages of an episode, as JSON objects."""
 
 
-class Transcripts:
-    """The messages of the groups that one worker has submitted. Token ids alone do not show the roles of messages.
-
-    Args:
-        characters: maximum number of characters.
-    """
-
-    def __init__(self, characters: int = KEPT_CHARACTERS) -> None:
-        self._most, self._kept = characters, 0
-        self._groups: OrderedDict[tuple[int, int], tuple[list[Messages], int]] = OrderedDict()
-        """By group and attempt: the messages of each episode, and their number of characters."""
-
-    def add(self, group: Group) -> None:
-        """Keep the messages of a group."""
-        messages = [episode.messages for episode in group.episodes]
-        size = sum(MESSAGE_CHARACTERS + len(message["content"]) for of_episode in messages for message in of_episode)
-        if (group.group_id, group.attempt) in self._groups:
-            self._forget((group.group_id, group.attempt))
-        self._groups[group.group_id, group.attempt] = messages, size
-        self._kept += size
-        while self._kept > self._most:
-            self._forget(next(iter(self._groups)))
-
-    def take(self, trained: Sequence[TrainedEpisode], again: bool = False) -> list[Messages | None]:
-        """The messages of the episodes of one step; None for those that are not here. Groups admitted before all of
-        these episodes are removed, unless groups are trained ``again``."""
-        messages = [self.of(one.group_id, one.attempt, one.place) for one in trained]
-        if not again:
-            self.forget_before(min((one.group_id for one in trained), default=0))
-        return messages
-
-    def of(self, group_id: int, attempt: int, place: int) -> Messages | None:
-        """The messages of an episode; None if its group is not here."""
-        messages, _ = self._groups.get((group_id, attempt), ([], 0))
-        return messages[place] if place < len(messages) else None
-
-    def forget_before(self, group_id: int) -> None:
-        """Remove the groups that were admitted before this one."""
-        for key in [key for key in self._groups if key[0] < group_id]:
-            self._forget(key)
-
-    def _forget(self, key: tuple[int, int]) -> None:
-        self._kept -= self._groups.pop(key)[1]
-
-
-def rows(
-    asked: Sequence[tuple[TrainedEpisode, Messages | None]], task: Task, template: ChatTemplate
-) -> list[dict[str, Any]]:
-    """Trained episodes as JSON objects, the lines of ``rollouts.jsonl`` (docs/run_folder.md).
+def episode_rows(episodes: Sequence[Episode], template: ChatTemplate, with_tokens: bool) -> list[dict[str, Any]]:
+    """The fields of a row that follow from an episode alone, for each of the sequences of a group or a rollout.
 
     Decoding long answers takes tens of milliseconds.
 
     Args:
-        asked: all episodes of some groups, each with its messages, or None if they are not available.
-        task: task of the run; in a mixture, items are shown as the task that they belong to defines them.
+        episodes: all sequences of some rollouts, in their order.
+        with_tokens: include ids, log-probs and versions of the sampled tokens.
     """
-    items = {index: _item(task, index) for index in dict.fromkeys(trained.task_index for trained, _ in asked)}
-    opened = [_Opened(trained, deserialize_episode(trained.data)) for trained, _ in asked]
-    _find_shared(opened)
-    return [
-        _row(one, messages, items[one.trained.task_index], template)
-        for one, (_, messages) in zip(opened, asked, strict=True)
-    ]
+    read = [[_tokens_read(turn.trainable) for turn in episode.turns] for episode in episodes]
+    _find_shared(episodes, read)
+    return [_row(episode, of_turns, template, with_tokens) for episode, of_turns in zip(episodes, read, strict=True)]
 
 
-class _Opened:
-    """A trained episode, deserialized."""
+def failed_row(failed: EpisodeFailed, template: ChatTemplate) -> dict[str, Any]:
+    """The fields of a row that follow from a failure alone: what was played until then, and why it failed."""
+    turns = [_turn(turn, _tokens_read(turn.trainable), template, False) for turn in failed.turns]
+    times, failure = failed.times, failed.failure
+    return {
+        "seat": "",
+        "fork": None,
+        "messages": failed.messages,
+        "prompt": turns[0]["read"] if turns else failed.prompt or "",
+        "turns": turns,
+        "reward": None,
+        "parts": {},
+        "info": {},
+        "finish_reason": "failed",
+        "tokens": failed.tokens,
+        "versions": [],
+        **_times(times, sum(turn.seconds for turn in failed.turns)),
+        "failure": {
+            "reason": failure.reason,
+            "place": failure.place,
+            "report": failure.report,
+            "infrastructure": failed.infrastructure,
+        },
+    }
 
-    def __init__(self, trained: TrainedEpisode, episode: Episode) -> None:
-        self.trained, self.episode = trained, episode
-        self.read = [_tokens_read(turn.trainable) for turn in episode.turns]
-        """For each turn: number of tokens that the policy was given before it generated."""
+
+def as_line(row: dict[str, Any]) -> str:
+    """A row as a line of JSON, with null for NaN and infinity."""
+    try:
+        return json.dumps(row, allow_nan=False, default=_represented)
+    except ValueError:
+        return json.dumps(_finite(row), default=_represented)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _tokens_read(trainable: np.ndarray) -> int:
@@ -111,55 +87,77 @@ def _tokens_read(trainable: np.ndarray) -> int:
     return int(np.argmax(trainable)) if trainable.any() else len(trainable)
 
 
-def _find_shared(opened: Sequence[_Opened]) -> None:
+def _find_shared(episodes: Sequence[Episode], read: list[list[int]]) -> None:
     """Copy the split of shared turns from the sequence that trains them, the only one in which their sampled tokens are
     marked."""
-    rollouts: dict[tuple[int, int], list[_Opened]] = {}
-    for one in sorted(opened, key=lambda one: (one.trained.group_id, one.trained.place)):
-        rollout, fork = rollouts.setdefault((one.trained.group_id, one.trained.rollout), []), one.trained.fork
+    rollouts: dict[int, list[list[int]]] = {}
+    for episode, of_turns in zip(episodes, read, strict=True):
+        rollout, fork = rollouts.setdefault(episode.rollout, []), episode.fork
         if fork is not None:
-            one.read[: fork.turns] = rollout[fork.sequence].read[: fork.turns]
-        rollout.append(one)
+            of_turns[: fork.turns] = rollout[fork.sequence][: fork.turns]
+        rollout.append(of_turns)
 
 
-def _item(task: Task, index: int) -> Any:
-    """The item as its task defines it; a description of the error if it cannot be made again."""
-    try:
-        return task.owner_of(task.items(index))[1]
-    except Exception as error:  # whatever the task raises
-        return f"<item {index} raised {_represented(error)} when it was made>"
-
-
-def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
-    trained, episode = opened.trained, opened.episode
-    of_turns = zip(episode.turns, opened.read, trained.turn_rewards, strict=True)
-    turns = [_decoded(turn.token_ids, read, template) | {"reward": reward} for turn, read, reward in of_turns]
+def _row(episode: Episode, read: Sequence[int], template: ChatTemplate, with_tokens: bool) -> dict[str, Any]:
+    turns = [_turn(turn, n, template, with_tokens) for turn, n in zip(episode.turns, read, strict=True)]
+    own = episode.turns[_shared(episode.fork) :]
     return {
-        "step": trained.step,
-        "group": trained.group_id,
-        "episode": trained.place,
-        "play": trained.rollout,
-        "seat": trained.seat,
-        "fork": None if trained.fork is None else trained.fork._asdict(),
-        "task": trained.task,
-        "task_index": trained.task_index,
-        "item": shown(item),
-        "messages": messages,
-        "prompt": turns[0]["read"],
+        "seat": episode.seat,
+        "fork": None if episode.fork is None else episode.fork._asdict(),
+        "messages": episode.messages,
+        "prompt": turns[0]["read"] if turns else "",
         "turns": turns,
-        "reward": trained.reward,
-        "parts": trained.parts,
-        "advantage": trained.advantage,
+        "reward": episode.reward,
+        "parts": episode.parts,
         "info": episode.info,
         "finish_reason": episode.finish_reason,
         "tokens": episode.num_trainable,
-        "versions": version_runs(episode),
+        "versions": version_runs(episode) if turns else [],
+        **_times(episode.times, sum(turn.seconds for turn in own)),
     }
 
 
-def _decoded(token_ids: np.ndarray, read: int, template: ChatTemplate) -> dict[str, Any]:
-    """Text that the policy read before a turn, and text that it generated, with special tokens."""
-    return {"read": template.decode(token_ids[:read].tolist()), "drawn": template.decode(token_ids[read:].tolist())}
+def _shared(fork: Fork | None) -> int:
+    return 0 if fork is None else fork.turns
+
+
+def _turn(turn: Turn, read: int, template: ChatTemplate, with_tokens: bool) -> dict[str, Any]:
+    """What the policy read before a turn, and what it sampled, as text with special tokens."""
+    ids, arrays = turn.token_ids[read:].tolist(), dict[str, str]()
+    if with_tokens:
+        sampled, ends = template.decode_with_ends(ids)
+        arrays = {
+            "ids": packed(turn.token_ids[read:], "<i4"),
+            "text_ends": packed(ends, "<u4"),
+            "logprobs": packed(turn.logprobs[read:], "<f4"),
+            "token_versions": packed(turn.policy_versions[read:], "<i4"),
+        }
+    else:
+        sampled = template.decode(ids)
+    return {
+        "read": template.decode(turn.token_ids[:read].tolist()),
+        "sampled": sampled,
+        "reward": turn.reward,
+        "tokens": len(ids),
+        "seconds": round(turn.seconds, 4),
+        "replica": turn.replica,
+        **arrays,
+    }
+
+
+def packed(values: np.ndarray, dtype: str) -> str:
+    """An array as base64 of its little-endian bytes; ``dtype``: such as ``"<f4"``."""
+    return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
+
+
+def _times(times: EpisodeTimes | None, generate_s: float) -> dict[str, float | None]:
+    return {
+        "began": None if times is None else round(times.began, 3),
+        "ended": None if times is None else round(times.ended, 3),
+        "generate_s": round(generate_s, 4),
+        "tool_s": 0.0 if times is None else round(times.tool_s, 4),
+        "score_s": 0.0 if times is None else round(times.score_s, 4),
+    }
 
 
 def version_runs(episode: Episode) -> list[list[int]]:

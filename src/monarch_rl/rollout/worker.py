@@ -14,8 +14,8 @@ from monarch.actor import current_rank
 from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.group_bound import GroupBound
+from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.episode.shard import TrainedEpisode
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.blocked_loop import GRACE_S, LoopGuard
 from monarch_rl.rollout.episode_failed import EpisodeFailed
@@ -32,13 +32,13 @@ from monarch_rl.rollout.process_limits import (
     refuse_alarms,
     survive_exits,
 )
+from monarch_rl.rollout.record import EpisodeRecord, WorkerRows
 from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer, read_nothing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import GroupRewarder, Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerProgress, WorkerStats
 from monarch_rl.rollout.submit import GroupSubmitter, TicketQueue
-from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, run_recipe_code
 from monarch_rl.runtime.deadlines import within
@@ -95,6 +95,7 @@ class RolloutWorker(AsksFrozenModels):
         keep_expert_routes: keep the expert routes with which the generators processed each token; not for held-out
             items.
         stages: stages that a group passes before it is submitted.
+        logged: the groups whose trained episodes are recorded; None records no episodes at all.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class RolloutWorker(AsksFrozenModels):
         name: str = "",
         keep_expert_routes: bool = False,
         stages: ByValue[Sequence[Stage]] | None = None,
+        logged: LoggedGroups | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._logged = settings, logged
         self._pickled_task, self._pickled_stages = task, stages
         self._model = model
         self._keep_expert_routes = keep_expert_routes
@@ -122,7 +124,7 @@ class RolloutWorker(AsksFrozenModels):
         """Held-out episodes that have ended since the evaluation began."""
         self._statistics = Statistics(self._name)
         self._permits = asyncio.Semaphore(settings.concurrent_groups)
-        self._transcripts = Transcripts()
+        self._record: EpisodeRecord | None = None
 
     @concurrent_endpoint
     async def load(self) -> None:
@@ -192,9 +194,10 @@ class RolloutWorker(AsksFrozenModels):
         self._generator = generator
         self._template, self._task, self._scorer = resources.template, resources.task, resources.scorer
         stages = () if self._pickled_stages is None else self._pickled_stages.load()
-        transcripts = self._transcripts if self._settings.logged_groups else None
+        # A new one: rows of episodes after the checkpoint, from which a warm restart resumes, must not be written.
+        self._record = None if self._logged is None else EpisodeRecord(self._name, resources.template, self._logged)
         self._submitter = GroupSubmitter(
-            buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, transcripts
+            buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, self._record
         )
         self._tickets = TicketQueue(buffer, self._name, self._settings.slot_deadline_s)
         self._group_rewards = GroupRewarder(resources.scorer, self._settings.episode_deadline_s)
@@ -233,11 +236,17 @@ class RolloutWorker(AsksFrozenModels):
         settings = self._settings
         if not self._evaluating:
             self._held_out_ended = 0
+        samples = Counter[int]()
+
+        async def run_item(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+            samples[index] += 1
+            return await self._run_held_out(task, item, index, sampling, group, plan.held_out, samples[index] - 1)
+
         evaluation = run_held_out(
             plan,
             self._task,
             indices,
-            self._run_held_out,
+            run_item,
             max_new_tokens=settings.max_new_tokens,
             stops=self._template.stop_token_ids,
             item_deadline_s=settings.episode_deadline_s,
@@ -250,8 +259,12 @@ class RolloutWorker(AsksFrozenModels):
             await self._submitter.note(failure)
         return result
 
-    async def _run_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+    async def _run_held_out(
+        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, held_out: str, sample: int
+    ) -> EpisodeResult:
         result = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
+        if self._record is not None:
+            await self._record.add_held_out(result, held_out, sample, task.name, index, item)
         self._held_out_ended += 1
         if not isinstance(result, EpisodeFailed):
             wait_registry.progress("held-out item played")
@@ -268,21 +281,9 @@ class RolloutWorker(AsksFrozenModels):
         return WorkerProgress(self._held_out_ended, self._runner.longest(groups))
 
     @persistent_endpoint
-    async def rollouts(
-        self, trained: list[TrainedEpisode], run_here: bool = True, again: bool = False
-    ) -> list[dict[str, Any]]:
-        """Rows of ``rollouts.jsonl`` for ``trained``.
-
-        Messages of earlier groups are discarded unless ``again`` (set when groups are replayed).
-
-        Args:
-            run_here: return only episodes that this worker ran, whose messages it still holds. Otherwise all, with
-                ``messages`` null where unavailable.
-        """
-        found = zip(trained, self._transcripts.take(trained, again), strict=True)
-        asked = [(one, messages) for one, messages in found if messages is not None or not run_here]
-        # On a thread: decoding takes milliseconds, and so may making an item.
-        return await asyncio.to_thread(rows, asked, self._task, self._template)
+    async def take_rows(self) -> WorkerRows:
+        """The lines of episodes that have ended since the last call, for the run's record."""
+        return WorkerRows([]) if self._record is None else self._record.take()
 
     @persistent_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
@@ -377,20 +378,27 @@ class RolloutWorker(AsksFrozenModels):
             results += [[]] * (size - len(results))
         self._statistics.add_episodes(results)
         failures = [result for result in results if isinstance(result, EpisodeFailed)]
+        if self._record is not None:
+            for number, result in enumerate(results):
+                if isinstance(result, EpisodeFailed):
+                    of_group = ticket.group_id, ticket.attempt, task.name, cursor
+                    await self._record.add_failed(result, number, *of_group, item)
         succeeded = [result for result in results if not isinstance(result, EpisodeFailed) and result]
         for number, sequences in enumerate(succeeded):
             for sequence in sequences:
                 sequence.rollout = number
         episodes = [sequence for sequences in succeeded for sequence in sequences]
+        group = Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt)
+        group.task, group.success_reward = task.name, task.success_reward
         if len(succeeded) >= min(2, size):
-            group = Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt)
-            group.task, group.success_reward = task.name, task.success_reward
             return item, group
         reasons = Counter(failure.reason for failure in failures)
         reasons[NO_TURN.reason] = size - len(failures) - len(succeeded)
         reason = reasons.most_common(1)[0][0]
         if reason == NO_TURN.reason:
             await self._submitter.note(NO_TURN)
+        if self._record is not None:
+            await self._record.add_group(group, item, reason)
         await self._submitter.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
         return item, None
 

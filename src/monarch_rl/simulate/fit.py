@@ -15,6 +15,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint.folders import read_checked
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.lines import read_rows
+from monarch_rl.observe.pieces import pieces_of
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Plan
 
@@ -42,7 +43,7 @@ class Made:
 
 
 def read_run(folder: Path) -> Made:
-    """Fit the costs to ``settings.json``, ``metrics.jsonl`` and ``rollouts.jsonl`` of a run folder.
+    """Fit the costs to ``settings.json``, ``metrics.jsonl`` and the recorded episodes of a run folder.
 
     The files do not contain the costs of prefill and scores, which are set to 0 (their time counts as decoding), nor
     the size of the KV cache, which is unlimited.
@@ -155,7 +156,13 @@ def _between_s(rows: list[dict[str, Any]]) -> float:
 def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     try:
         settings = read_checked(folder / "settings.json")
-        (metrics, damage), (samples, more) = (read_rows(folder / f"{name}.jsonl") for name in ("metrics", "rollouts"))
+        metrics, damage = read_rows(folder / "metrics.jsonl")
+        samples, more = list[dict[str, Any]](), list[str]()
+        # rollouts.jsonl: of a run of an earlier version, which wrote only trained episodes, without their kind
+        for path in pieces_of(folder / "rollouts", "episodes") or [folder / "rollouts.jsonl"]:
+            found, of_piece = read_rows(path)
+            samples += [row for row in found if row.get("kind", "train") == "train"]
+            more += of_piece
     except (OSError, SettingsError) as error:
         raise SettingsError(f"{folder} is not a run folder: {error}") from error
     if damage or more:

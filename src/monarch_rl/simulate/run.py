@@ -264,12 +264,8 @@ class SimulatedTrainer:
         await asyncio.sleep(self._costs.trainer.step_s + self._token_s * shard.trainable_tokens)
         return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}
 
-    async def trained_episodes(self, groups: int, seed: int) -> list[Any]:
-        """Empty: simulated episodes have no meaningful tokens."""
-        return []
-
     async def token_records(self) -> list[Any]:
-        """Empty, likewise."""
+        """Empty: simulated episodes have no meaningful tokens."""
         return []
 
     async def owned_spans(self) -> tuple[int, list[Any], list[Any]]:

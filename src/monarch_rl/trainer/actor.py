@@ -20,7 +20,7 @@ from monarch_rl.buffer.shards import ShardPlan
 from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST, JournalBatch, StepReplay
 from monarch_rl.episode.serialization import deserialize_group
-from monarch_rl.episode.shard import PackedShard, TokenRecord, TrainedEpisode, trained_episodes
+from monarch_rl.episode.shard import PackedShard, TokenRecord
 from monarch_rl.runtime import device_work, timeline, wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from monarch_rl.checkpoint.folders import Staged
     from monarch_rl.episode.shard import SupervisedShard
-    from monarch_rl.trainer.advantages import BatchAdvantages
     from monarch_rl.trainer.functions import LoadedFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.profiling import StepProfiler
@@ -70,8 +69,6 @@ class Trainer(ResilientActor):
         self._snapshots: Snapshots | None = None
         self._snapshot_plans: dict[int, SnapshotPlan] = {}
         """By index of the snapshot."""
-        self._trained: tuple[PackedShard, BatchAdvantages] | None = None
-        """This rank's share of the last batch, and the advantages of the whole batch."""
         self._records: list[TokenRecord] = []
         """Of this rank's sequences of the last step's logged groups."""
         self._journal: StepJournal | None = None
@@ -213,8 +210,7 @@ class Trainer(ResilientActor):
             self._note(version + 1)
             return trained, changed_share(before, policy.published.sampled_rows(dtypes), policy.device)
 
-        (metrics, advantages, self._records), changed = await self._on(self._compute, step)
-        self._trained = shard, advantages
+        (metrics, _, self._records), changed = await self._on(self._compute, step)
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
             changed[LOST] = float(journal.lost)
@@ -269,11 +265,6 @@ class Trainer(ResilientActor):
 
     async def _take_rows(self, rows: SupervisedRows, minibatches: int) -> SupervisedShard:
         return await asyncio.to_thread(rows.take, self._rows_taken, self.policy.data_rank, minibatches)
-
-    @persistent_endpoint
-    async def trained_episodes(self, groups: int, seed: int) -> list[TrainedEpisode]:
-        """This rank's episodes of ``groups`` random groups of the last trained batch."""
-        return [] if self._trained is None else trained_episodes(*self._trained, groups, seed)
 
     @persistent_endpoint
     async def token_records(self) -> list[TokenRecord]:

@@ -1,0 +1,146 @@
+"""What a worker records of its episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.failure import KINDS
+from monarch_rl.episode.logged import LoggedGroups
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.messages import ToolCall, assistant
+from monarch_rl.rollout import record as module
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.play import EpisodeRunner
+from monarch_rl.rollout.record import EpisodeRecord, KindLimit, Outbox
+from monarch_rl.rollout.run_tools import run_tools
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.tasks.task import Policy, Task
+from tests.rollout.test_transcripts import Ids, sampled_episode
+
+TEMPLATE: Any = Ids()
+
+
+def rows_of(record: EpisodeRecord) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.take().lines]
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 100))
+def test_lines_within_the_bound_are_held_and_others_counted(sizes: list[int], most: int) -> None:
+    outbox, held, lost = Outbox(most), list[str](), 0
+    for place, size in enumerate(sizes):
+        if place % 7 == 6:
+            assert outbox.take() == (held, lost)
+            held, lost = [], 0
+        line = "x" * size
+        outbox.add(line)
+        if sum(map(len, held)) + size <= most:
+            held.append(line)
+        else:
+            lost += 1
+    assert outbox.take() == (held, lost) and outbox.take() == ([], 0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, KINDS + 3)), max_size=60))
+def test_a_kind_never_exceeds_its_limit_in_an_interval(events: list[tuple[float, int]]) -> None:
+    moment, accepted = 0.0, list[tuple[float, int]]()
+    limit = KindLimit(3, 60.0, lambda: moment)
+    seen = set[int]()
+    for wait, kind in events:
+        moment += wait
+        first = kind not in seen and len(seen) < KINDS
+        seen.add(kind)
+        if limit.accepts(kind):
+            accepted.append((moment, kind))
+        else:
+            assert not first, "the first of a kind is recorded"
+    for kind in seen:
+        times = [at for at, of in accepted if of == kind]
+        # An interval begins with an event, so any 60 s overlap at most two of them.
+        assert all(sum(begin <= at < begin + 60 for at in times) <= 6 for begin in times)
+
+
+def test_dropped_groups_and_failures_are_recorded_up_to_a_limit_and_all_of_logged_groups() -> None:
+    async def test() -> None:
+        record, dropped = EpisodeRecord("worker", TEMPLATE, LoggedGroups(1, 20)), dict[str, set[int]]()
+        logged = [group_id for group_id in range(40) if group_id in LoggedGroups(1, 20)]
+        for group_id in range(40):
+            group = Group(group_id, group_id, [sampled_episode(), sampled_episode()], task="sums")
+            await record.add_failed(EpisodeFailed("no"), 2, group_id, 0, "sums", group_id, {"n": group_id})
+            await record.add_group(group, {"n": group_id}, "too easy" if group_id % 2 else "")
+        taken = record.take()
+        for row in map(json.loads, taken.lines):
+            dropped.setdefault(row["kind"], set()).add(row["group"])
+            if "item" in row:
+                assert row["item"] == {"n": row["group"]}
+        others = [group_id for group_id in range(40) if group_id not in logged]
+        odd = [group_id for group_id in others if group_id % 2]
+        assert dropped["failed"] == {*logged, *others[: module.PER_KIND]}
+        assert dropped["dropped"] == {*(one for one in logged if one % 2), *odd[: module.PER_KIND]}
+        assert dropped.get("train", set()) == {one for one in logged if one % 2 == 0}
+        assert taken.skipped == len(others) - module.PER_KIND + 2 * (len(odd) - module.PER_KIND)
+        with_item = [row["group"] for row in map(json.loads, taken.lines) if "item" in row]
+        assert len(with_item) == len(set(with_item)) == len(set().union(*dropped.values()))
+        assert taken.cpu_s > 0 and record.take() == ([], 0, 0, 0.0)
+
+    run_virtual(test())
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_held_out_episodes_have_their_set_sample_and_versions(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INLINE_TOKENS", module.INLINE_TOKENS if inline else 0)
+
+    async def test() -> list[dict[str, Any]]:
+        record = EpisodeRecord("worker", TEMPLATE, LoggedGroups(0, 1))
+        await record.add_held_out([sampled_episode()], "easy", 0, "sums", 3, {"n": 3})
+        await record.add_held_out([sampled_episode()], "easy", 1, "sums", 3, {"n": 3})
+        await record.add_held_out(EpisodeFailed("no", "a.py:1", "Traceback"), "easy", 2, "sums", 3, {"n": 3})
+        await record.add_group(Group(0, 0, [sampled_episode()]), {})
+        return rows_of(record)
+
+    first, second, failed = asyncio.run(test())
+    assert (first["kind"], first["group"], first["held_out"], first["version"]) == ("held_out", -4, "easy", [5, 7])
+    assert first["item"] == {"n": 3} and "item" not in second and second["sample"] == 1
+    assert (failed["kind"], failed["group"], failed["sample"]) == ("failed", -4, 2)
+    assert failed["failure"] == {
+        "reason": "no",
+        "place": "a.py:1",
+        "report": "Traceback",
+        "infrastructure": False,
+    }
+
+
+def test_seconds_in_tools_are_counted_also_of_an_episode_that_fails(model: str) -> None:
+    """In virtual time; the traceback of the episode's code is recorded."""
+
+    async def wait() -> str:
+        """Wait."""
+        await asyncio.sleep(7.0)
+        return "done"
+
+    async def episode(item: Any, policy: Policy) -> float:
+        await run_tools([ToolCall("wait", {}, "a"), ToolCall("wait", {}, "b")], [wait])
+        raise KeyError(assistant("gone").content)
+
+    async def test() -> list[dict[str, Any]]:
+        template, generator = ChatTemplate(model), Any
+        runner = EpisodeRunner(generator, template, RolloutSettings())  # type: ignore[arg-type]
+        record = EpisodeRecord("worker", template, LoggedGroups(1, 1))
+        with pytest.raises(EpisodeFailed) as raised:
+            await runner.play(Task(lambda cursor: cursor, episode), 5, {"n": 5}, Sampling(), 2)
+        await record.add_failed(raised.value, 1, 2, 0, "task", 5, {"n": 5})
+        return rows_of(record)
+
+    (row,) = run_virtual(test())
+    assert row["tool_s"] == 7.0 and row["score_s"] == row["generate_s"] == 0.0
+    assert row["failure"]["reason"] == "episode raised KeyError" and __file__ in row["failure"]["place"]
+    assert "raise KeyError(assistant" in row["failure"]["report"]
+    assert (row["group"], row["attempt"], row["episode"], row["item"]) == (2, 0, 1, {"n": 5})
