@@ -130,7 +130,7 @@ def check(
             truncated = not correction.low <= ratio[token] <= correction.high
             importance = 0.0 if truncated else ratio[token]
         expected = 0.0 if dropped else weight * importance * DISCOUNT ** (VERSION - version)
-        flags.append(clipped + 2 * (importance != 1) + 4 * truncated + 8 * (expected == 0))
+        flags.append(clipped + 2 * (np.abs(importance - 1) > 1e-3) + 4 * truncated + 8 * (expected == 0))
         assert record.arrays["weights"][token] == pytest.approx(expected, rel=1e-5)
     trains = versions >= oldest
     for name, values in (("trainer_logprobs", old), ("new_logprobs", new), ("entropies", entropies)):

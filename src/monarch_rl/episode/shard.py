@@ -157,7 +157,7 @@ class TokenFlag(enum.IntFlag):
     CLIPPED = 1
     """The objective clipped or dropped it."""
     CORRECTED = 2
-    """The importance weight of the corrections differs from 1."""
+    """The importance weight of the corrections differs from 1 by more than rounding."""
     TRUNCATED = 4
     """That weight was beyond its bound, and was capped or set to 0."""
     MASKED = 8

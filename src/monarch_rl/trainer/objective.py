@@ -66,7 +66,10 @@ may replace."""
 WEIGHT, CLIPPED, CORRECTED, TRUNCATED = "weight", "clipped", "corrected", "truncated"
 """Names in ``MicroBatch.notes`` that a loss function may set, [N] each. ``weight``: float32, the token's weight in the
 loss; if it is not set, it is ``batch.weights``. The others, bool: whether the objective clips the token; whether its
-importance weight differs from 1; whether that weight was capped or set to 0 because it is beyond its bound."""
+importance weight differs from 1 by more than rounding; whether that weight was capped or set to 0 because it is beyond
+its bound."""
+ROUNDING = 1e-3
+"""An importance weight that is nearer to 1 counts as 1: engine and trainer round differently."""
 VALUE, RETURNS = "value", "returns"
 """Columns: the critic's value before each sampled token, computed before the critic's update, and its target."""
 
@@ -166,7 +169,7 @@ def _loss_and_sums(
         truncated = torch.zeros_like(importance, dtype=torch.bool)
         for correction in applied:
             truncated = truncated | correction.truncated(inputs)
-        batch.notes |= {WEIGHT: weights * importance, CORRECTED: ratios != 1, TRUNCATED: truncated}
+        batch.notes |= {WEIGHT: weights * importance, CORRECTED: (ratios - 1).abs() > ROUNDING, TRUNCATED: truncated}
     return (loss * weights).sum(), sums
 
 
