@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,8 @@ from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.observe.lines import read_rows
+from monarch_rl.observe.pieces import pieces_of
 from monarch_rl.pipeline.run import launch
 from monarch_rl.pipeline.settings import check
 from monarch_rl.rollout.settings import RolloutSettings
@@ -86,9 +89,49 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
+    check_timeline(run_folder)
     check_exported(run_folder, tmp_path / "exported")
     check_evaluated_again(run_folder)
     check_replayed(run_folder)
+
+
+def check_timeline(folder: Path) -> None:
+    """Every step is in the timeline, with the time for which the trainer waited for it, and nothing overlaps."""
+    spans = [row for piece in pieces_of(folder / "timeline", "spans") for row in read_rows(piece)[0]]
+    steps: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for span in spans:
+        if span["step"] is not None:
+            steps[span["lane"], span["what"]].add(span["step"])
+    trained, served = set(range(1, STEPS + 1)), set(range(STEPS + 1))
+    for rank in range(2):
+        assert steps[f"trainer rank {rank}", "update"] == trained
+        assert steps[f"trainer rank {rank}", "snapshot"] >= served
+        assert steps[f"trainer rank {rank}, transfers", "transfer"] >= served
+        assert steps[f"trainer rank {rank}", "copy for a checkpoint"] >= {STEPS}
+    for replica in range(2):
+        assert steps[f"generator {replica}", "swap of weights"] == served
+    assert steps["controller, evaluations", "evaluation"] == {0, STEPS}
+    assert steps["controller, checkpoints", "checkpoint"] >= {STEPS}
+    work = {(span["lane"], span["what"]) for span in spans if span["kind"] == "work"}
+    assert work >= {("trainer rank 1", "start"), ("generator 0", "generation"), ("generator 1", "generation")}
+    waited_on = {(span["lane"], span["on"]) for span in spans if span["kind"] == "wait"}
+    assert ("controller", "rollout worker 0") in waited_on
+    assert any(lane.startswith("rollout worker") and on.startswith("generator") for lane, on in waited_on)
+    assert not any(span["lane"].startswith(("process", "the watch")) for span in spans)
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    wait_s = sum(row.get("trainer/wait_s", 0.0) for row in rows)
+    batches = [span for span in spans if span["lane"] == "trainer rank 0" and span["on"] == "buffer"]
+    assert all(span["what"].startswith("the batch of step ") for span in batches)
+    shortest_s = 0.005 * STEPS  # waits that are too short for the timeline
+    assert sum(span["to"] - span["from"] for span in batches) == pytest.approx(wait_s, rel=0.05, abs=shortest_s)
+
+    lanes: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for span in spans:
+        lanes[span["lane"], span["kind"], span["on"]].append(span)
+    for of_lane in lanes.values():
+        assert all(span["from"] < span["to"] for span in of_lane)
+        assert all(first["to"] <= second["from"] for first, second in pairwise(of_lane))
 
 
 def test_a_run_continues_after_its_console_was_closed(start: Start, model: Path, tmp_path: Path) -> None:

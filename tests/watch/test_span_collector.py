@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +16,9 @@ from hypothesis import strategies as st
 
 from monarch_rl.observe.lines import read_rows
 from monarch_rl.observe.pieces import pieces_of
-from monarch_rl.runtime.timeline import FOLDER, STEM, Span
-from monarch_rl.watch.span_collector import TimelineLog, _Clock
+from monarch_rl.runtime.monitor import SpanReport
+from monarch_rl.runtime.timeline import FOLDER, SHORTEST_S, STEM, Span, Timeline
+from monarch_rl.watch.span_collector import SpanCollector, TimelineLog, _Clock
 
 WALL = 1.79e9
 
@@ -94,3 +98,55 @@ def test_the_best_measurement_of_a_clock_counts_until_it_may_have_drifted() -> N
     assert clock.offset_s == pytest.approx(100.1)
     clock.measure(1e6, 1e6 + 101, 1e6 + 2)
     assert clock.offset_s == pytest.approx(100.0), "an old measurement has become worse"
+
+
+class FakeMonitor:
+    """The monitor of a process with a timeline of its own, on a machine whose clock is ahead by ``ahead_s``."""
+
+    def __init__(self, lane: str, ahead_s: float = 0.0) -> None:
+        self.lane, self.machine = lane, f"machine of {lane}"
+        self.lost = False
+        self._clock = lambda: time.monotonic() + ahead_s
+        self.timeline = Timeline(self._clock)
+        self.spans = SimpleNamespace(call_one=self._answer)
+
+    async def _answer(self, cut_s: float) -> SpanReport:
+        if self.lost:
+            raise RuntimeError("its process is lost")
+        spans, dropped = self.timeline.take(cut_s)
+        return SpanReport(self.machine, self._clock(), spans, dropped)
+
+
+def test_spans_of_all_processes_are_collected_until_the_end(tmp_path: Path) -> None:
+    """Also of a process that is spawned later, by a machine whose clock differs; one that is lost does no harm."""
+    monitors = [FakeMonitor("trainer rank 0"), FakeMonitor("generator 0"), FakeMonitor("generator 1", ahead_s=1e5)]
+
+    async def test() -> None:
+        cluster = SimpleNamespace(monitors=[("trainer", monitors[:1]), ("generator", monitors[1:2])])
+        collector = SpanCollector(cast(Any, cluster), tmp_path)
+        for monitor in monitors:
+            with monitor.timeline.span("update", monitor.lane, 1):
+                await asyncio.sleep(0)
+        collector.add_new()
+        monitors[1].lost = True
+        cluster.monitors.append(("more", monitors[2:]))
+        collector.add_new()
+        await asyncio.sleep(0)
+        monitors[0].timeline.begin(monitors[0].lane, "wait", "the batch of step 2", "buffer")  # it does not end
+        with monitors[0].timeline.span("snapshot", monitors[0].lane, 1):
+            await asyncio.sleep(2 * SHORTEST_S)
+        await collector.close()
+
+    began = time.time()
+    asyncio.run(test())
+    rows = [row for row in spans_in(tmp_path) if row["lane"] in {monitor.lane for monitor in monitors}]
+    assert sorted((row["lane"], row["what"]) for row in rows) == [
+        ("generator 1", "update"),
+        ("trainer rank 0", "snapshot"),
+        ("trainer rank 0", "the batch of step 2"),
+        ("trainer rank 0", "update"),
+    ]
+    # A clock that is ahead by a day is subtracted, with an error of the answer's round trip.
+    assert {row["lane"]: row["from"] for row in rows} == {
+        lane: pytest.approx(began, abs=3600) for lane in ("trainer rank 0", "generator 1")
+    }

@@ -100,7 +100,8 @@ class Timeline:
         were dropped since the last call.
 
         Args:
-            cut_s: spans that continue are included up to now if they have lasted so many seconds.
+            cut_s: spans that continue are included up to now if they have lasted so many seconds; 0 takes everything,
+                because nothing will follow.
         """
         with self._folding:
             self._fold()
@@ -109,7 +110,7 @@ class Timeline:
                 if current.count and now - current.begin >= cut_s:
                     self._record(key, current, now)
                     current.begin = now
-                elif not current.count and now - current.end >= SHORTEST_S:
+                elif not current.count and now - current.end >= min(SHORTEST_S, cut_s):
                     self._record(key, current, current.end)
                     del self._current[key]
             taken, self._ended = list(self._ended), deque()

@@ -12,9 +12,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.observe.disk_thread import DiskThread
@@ -127,9 +129,10 @@ class SpanCollector:
         """By machine."""
         self._collected: dict[int, ProcessMonitor] = {}
         """Every monitor that has been asked, by ``id``, which is not used again while it is here."""
-        self._tasks: dict[asyncio.Task[None], ProcessMonitor] = {}
-        """The tasks that collect from processes that are not lost."""
-        self._own_task: asyncio.Task[None] | None = None
+        self._tasks: dict[asyncio.Task[None], ProcessMonitor | None] = {}
+        """The tasks that collect, with the monitors of their processes, which are not lost; None for this process."""
+        self._ended: asyncio.Future[None] | None = None
+        """Done at the end of the run; None until the first :meth:`add_new`."""
 
     @property
     def lost(self) -> int:
@@ -138,40 +141,40 @@ class SpanCollector:
 
     def add_new(self) -> None:
         """Start to collect from the processes that were spawned since the last call."""
-        if self._own_task is None:
-            self._own_task = asyncio.create_task(self._collect_own())
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+            self._begin(None, self._collect_own(self._ended))
         in_cluster = {id(handle): handle for _, monitors in self._cluster.monitors for handle in monitors}
         for number, handle in in_cluster.items():
             if number not in self._collected:
-                collecting = asyncio.create_task(self._collect(handle))
-                self._tasks[collecting] = handle
-                collecting.add_done_callback(self._tasks.pop)
-        self._collected = in_cluster | {id(handle): handle for handle in self._tasks.values()}
+                self._begin(handle, self._collect(handle, self._ended))
+        self._collected = in_cluster | {id(handle): handle for handle in self._tasks.values() if handle is not None}
+
+    def _begin(self, handle: ProcessMonitor | None, collecting: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(collecting)
+        self._tasks[task] = handle
+        task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
         """Take the last spans of all processes that answer, and close the file."""
-        handles = list(self._tasks.values())
-        for task in (*self._tasks, self._own_task):
-            if task is not None:
+        if self._ended is not None:
+            self._ended.set_result(None)
+        if self._tasks:
+            _, pending = await asyncio.wait(list(self._tasks), timeout=LAST_S)
+            for task in pending:
                 task.cancel()
-        last = [self._take(handle, LAST_S, cut_s=0.0) for handle in handles]
-        for error in await asyncio.gather(*last, return_exceptions=True):
-            if error is not None:
-                logger.debug("the last spans of a process are missing: %s", error)
-        self._take_own(cut_s=0.0)
         await asyncio.to_thread(self._log.close)
 
-    async def _collect(self, handle: ProcessMonitor) -> None:
-        """Take the spans of one process regularly, until it is lost."""
-        while True:
-            try:
-                await self._take(handle, CALL_DEADLINE_S, CUT_S)  # waits: that is its deadline
-            except DeadlineExceeded:
-                continue
-            except Exception as error:  # the poller reports it
-                logger.debug("the spans of a process can no longer be collected: %s", error)
-                return
-            await asyncio.sleep(EVERY_S)
+    async def _collect(self, handle: ProcessMonitor, ended: asyncio.Future[None]) -> None:
+        """Take the spans of one process regularly, until it is lost or the run ends."""
+        try:
+            while not ended.done():
+                with suppress(DeadlineExceeded):  # it may continue
+                    await self._take(handle, CALL_DEADLINE_S, CUT_S)  # waits: that is its deadline
+                await asyncio.wait([ended], timeout=EVERY_S)
+            await self._take(handle, LAST_S, 0.0)  # waits: that is its deadline
+        except Exception as error:  # the poller reports it
+            logger.debug("the spans of a process can no longer be collected: %s", error)
 
     async def _take(self, handle: ProcessMonitor, limit_s: float, cut_s: float) -> None:
         asked = time.monotonic()
@@ -180,10 +183,11 @@ class SpanCollector:
         clock.measure(asked, report.now, time.monotonic())
         self._log.append(report.spans, report.dropped, clock.offset_s)
 
-    async def _collect_own(self) -> None:
-        while True:
+    async def _collect_own(self, ended: asyncio.Future[None]) -> None:
+        while not ended.done():
             self._take_own(CUT_S)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.wait([ended], timeout=EVERY_S)
+        self._take_own(0.0)
 
     def _take_own(self, cut_s: float) -> None:
         """Take the spans of this process, without the waits of the watch itself."""
