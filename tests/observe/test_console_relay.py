@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarch_rl.observe.console_relay import LOG, Sink
 from tests.patience import exit_code, run, wait_until
 
 LINES = 4000
@@ -48,6 +49,15 @@ raise KeyError("the traceback at the exit")
 """
 
 
+def entries(folder: Path) -> list[tuple[str, str]]:
+    """Process and text of each line of the log, which also has a time."""
+    path = folder / "console.log"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \| ([^|]+) \| (.*)", line) for line in lines]
+    assert None not in found, lines
+    return [(match[1], match[2]) for match in found if match]
+
+
 class Program:
     """The program with its standard output and error at descriptor ``console``, which this process closes; or as
     redirections in ``shell`` say."""
@@ -71,8 +81,8 @@ class Program:
         assert (self.folder / file).exists(), self.log()
 
     def log(self) -> str:
-        path = self.folder / "console.log"
-        return path.read_text() if path.exists() else ""
+        """What the program printed, as the log has it."""
+        return "".join(f"{text}\n" for process, text in entries(self.folder) if process != "console relay")
 
     def check_log(self, lines: int = LINES) -> None:
         """The log has all that was printed, in its order."""
@@ -87,8 +97,10 @@ class Program:
         assert "error of a child" in text
 
     def notes(self) -> list[str]:
-        """What happened to the console, as the log says it; each with a time."""
-        return re.findall(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: (.*); the run continues\]$", self.log(), re.MULTILINE)
+        """What happened to the console, as the log says it."""
+        notes = [text for process, text in entries(self.folder) if process == "console relay"]
+        assert all(text.endswith("; the run continues") for text in notes), notes
+        return [text.removesuffix("; the run continues") for text in notes]
 
 
 def read_all(descriptor: int) -> str:
@@ -189,7 +201,7 @@ def test_a_pipe_that_nobody_reads_does_not_block_the_program(tmp_path: Path) -> 
     left_out, rest = gaps[::2], gaps[1::2]
     assert left_out
     told = sum(len(part) for part in (shown, *rest)) + sum(int(number.replace(",", "")) for number in left_out)
-    assert told == len(re.sub(r"\n\[.*; the run continues\]\n", "", program.log())) > LINES * 1000
+    assert told == len(program.log()) > LINES * 1000
 
 
 def test_closed_standard_streams_cost_only_what_is_closed(tmp_path: Path) -> None:
@@ -230,7 +242,7 @@ def test_a_terminal_shows_the_live_table_and_the_log_has_plain_lines(tmp_path: P
     borders = re.findall("\u2570.*\u256f", text)
     assert borders and {len(border) for border in borders} == {111}  # the terminal's width, although stdin is none
     assert "a print of the recipe" in text and text.rstrip().endswith("the end")
-    log = (tmp_path / "console.log").read_text().splitlines()
+    log = [text for _, text in entries(tmp_path)]
     shown = ["a print of the recipe", "step 1/2 | reward 0.250", "a print of the recipe", "step 2/2 | reward 0.500"]
     assert log == ["a note", *shown, "the end"]
 
@@ -297,3 +309,119 @@ def test_output_of_processes_that_are_started_before_the_relay_waits_for_it(how:
     assert done.stdout.splitlines() == ["printed by the program", *(["out of a child"] if relayed else [])]
     assert done.stderr.splitlines() == (["error of a child"] if relayed else [])
     assert (tmp_path / "console.log").exists() == relayed
+
+
+NAMED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from monarch_rl.observe.console_relay import relay_output
+relay = relay_output(Path(sys.argv[1]) / "pipes")
+relay.log_to(Path(sys.argv[1]))
+reader, writer = os.pipe()
+command = [sys.executable, "-c", sys.argv[2]]
+children = {
+    name: subprocess.Popen([*command, name, str(writer)], stdin=subprocess.PIPE, text=True, pass_fds=[writer])
+    for name in ("worker 1", "trainer/2 \u00e4")
+}
+first, second = children.values()
+def tell(child, part):
+    print(part, file=child.stdin, flush=True)
+    os.read(reader, 1)
+    relay.sync()
+for child, part in [(first, "one "), (second, "uno "), (first, "two/three"), (second, "dos/"), (first, "/")]:
+    tell(child, part)
+print("printed by the controller")
+relay.sync()  # processes have no common order within a moment
+tell(first, "!echo of a shell; echo its error >&2; echo opened > /dev/stdout; (echo elsewhere) > /dev/null")
+while "opened" not in (Path(sys.argv[1]) / "console.log").read_text():
+    time.sleep(0.01)
+relay.drain()  # what the relay has read, but not written, is lost with it
+killed = relay._process
+os.kill(killed.pid, signal.SIGKILL)
+while relay._process is killed:
+    time.sleep(0.01)
+for child in children.values():
+    print("after the relay was killed/unfinished", file=child.stdin, flush=True)
+    child.stdin.close()
+    child.wait(600)
+"""
+"""A controller, and two processes whose partial lines reach the relay in turns."""
+CHILD = """
+import os, subprocess, sys
+from monarch_rl.runtime.process import print_as
+print_as(sys.argv[1])
+print("Monarch internal logs are being written to /tmp/a.log", file=sys.stderr, flush=True)
+for part in sys.stdin:
+    if part.startswith("!"):
+        subprocess.run(["sh", "-c", part[1:]], check=True, timeout=600)
+    else:
+        print(part.strip("\\n").replace("/", "\\n"), end="", flush=True)
+    os.write(int(sys.argv[2]), b".")
+"""
+
+
+@pytest.mark.parametrize("streams", ["apart", "together"])
+def test_the_log_names_the_process_of_each_line_and_the_console_shows_it_as_it_is(streams: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NAMED, str(tmp_path), CHILD]
+    together = streams == "together"
+    console = subprocess.STDOUT if together else subprocess.PIPE
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=console)
+    output, errors = program.communicate(timeout=600)
+    assert program.returncode == 0, (output, errors)
+    wait_until(lambda: not (tmp_path / "pipes").exists() or len([*(tmp_path / "pipes").iterdir()]) == 1, "the end")
+    found = entries(tmp_path)
+    shell = [("worker 1", text) for text in ("of a shell", "its error", "opened")]
+    last = ["after the relay was killed", "unfinished"]
+    monarch = "Monarch internal logs are being written to /tmp/a.log"
+    assert [text for _, text in found].count(monarch) == 1
+    by_process = {name: [text for n, text in found if n == name and text != monarch] for name, _ in found}
+    assert by_process.pop("trainer/2 \u00e4") == ["uno dos", *last]
+    assert by_process.pop("controller") == ["printed by the controller"]
+    worker = by_process.pop("worker 1")
+    assert worker[:2] == ["one two", "three"] and worker[-2:] == last and not by_process
+    assert sorted(worker[2:-2]) == sorted(text for _, text in shell)
+    assert b"one uno two\nthreedos\n\nprinted by the controller\nof a shell\n" in output.replace(b"its error\n", b"")
+    assert b"Monarch" not in output and not any(b" | " in text for text in (output, errors or b""))
+    assert (output if together else errors).count(b"its error\n") == 1
+
+
+def test_a_process_keeps_its_output_where_it_was_redirected_and_without_a_relay(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bell")  # nobody reads it
+    for variable in (f"1:2:{tmp_path}", f"1:2:{tmp_path / 'gone'}", ""):
+        program = "from monarch_rl.runtime.process import print_as; print_as('me'); print('printed')"
+        done = run([sys.executable, "-c", program], env=os.environ | {"MONARCH_RL_CONSOLE": variable})
+        assert (done.returncode, done.stdout) == (0, "printed\n"), done.stderr
+        reader, writer = os.pipe()
+        ours = variable.replace("1:2:", f"{os.fstat(writer).st_ino}::")
+        environment = os.environ | {"MONARCH_RL_CONSOLE": ours}
+        subprocess.run([sys.executable, "-c", program], stdout=writer, env=environment, check=True, timeout=600)
+        os.close(writer)
+        assert read_all(reader) == "printed\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["bell"]
+
+
+def test_a_long_log_keeps_its_beginning_and_its_newest_lines(tmp_path: Path) -> None:
+    """Cut again and again, as it grows, and continued by another run of the program."""
+    bound, lines = 4000, 1000
+
+    def write(numbers: range) -> None:
+        sink = Sink(LOG, None, 10**6, print, lambda text: f"now | console relay | {text}\n".encode(), bound)
+        sink.open_later(str(tmp_path / LOG))
+        for number in numbers:
+            sink.put(f"now | controller | line {number}\n".encode())
+            if number % 50 == 49:
+                wait_until(lambda: not sink.busy, "the log is written")
+                assert (tmp_path / LOG).stat().st_size <= bound
+
+    write(range(lines // 2))
+    write(range(lines // 2, lines))
+    text = (tmp_path / LOG).read_text()
+    found = re.fullmatch(
+        r"((?:.*line \d+\n)+)now \| console relay \| ([\d,]+) lines are left out here\n((?:.*\n)+)", text
+    )
+    assert found, text
+    head, tail = ([int(n) for n in re.findall(r"line (\d+)\n", part)] for part in (found[1], found[3]))
+    assert head == list(range(len(head))) and tail == list(range(lines - len(tail), lines))
+    assert len(head) + int(found[2].replace(",", "")) + len(tail) == lines
+    assert len(found[1]) > bound * 0.45 and len(found[3]) > bound * 0.2
+    assert [path.name for path in tmp_path.iterdir()] == [LOG]

@@ -172,6 +172,31 @@ def window_of(max_policy_lag: int) -> int:
     return BufferSettings(max_policy_lag).window_for(8) or 0
 
 
+def check_log(folder: Path, output: str) -> None:
+    """Check that ``console.log`` has the lines of the console, each with a time and its process."""
+    lines = (folder / "console.log").read_text().splitlines()
+    found = [re.fullmatch(r"[-0-9]{10} [:0-9]{8}\.\d{3} \| ([^|]+) \| (.*)", line) for line in lines]
+    logged = [(match[1], match[2]) for match in found if match]
+    assert len(logged) == len(lines), lines
+    monarch = [text for _, text in logged if text.startswith("Monarch internal logs are ")]
+    assert len(monarch) == len({*monarch}) >= 1 and "Monarch internal logs" not in output
+    assert {text for _, text in logged} - {*monarch} <= set(output.splitlines())
+    assert any(process == "controller" and text.startswith(f"step {STEPS}/{STEPS} ") for process, text in logged)
+
+
+def check_described(folder: Path) -> None:
+    """Check that ``run.json`` says what was run, on what, and its result."""
+    found = json.loads((folder / "run.json").read_text())
+    assert (found["format"], found["state"], found["steps"]) == (1, "finished", STEPS)
+    assert re.fullmatch(rf"{found['name']}-\d{{8}}-\d{{6}}(-\d+)?", folder.name), folder
+    assert "--steps" in " ".join(found["command"]) and found["ended"] > 0
+    assert (folder / "recipe.py").read_text() == Path(found["recipe"]["path"]).read_text()
+    assert found["packages"]["torchmonarch"] and found["hosts"][0]["cores"] >= 1
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    values = [[row["step"], row["held_out/accuracy"]] for row in rows if "held_out/accuracy" in row]
+    assert found["held_out"] == {"metric": "held_out/accuracy", "first": values[0], "last": values[-1]}
+
+
 def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     """Check everything that a finished run printed and wrote."""
     assert_no_traceback(output)
@@ -179,8 +204,8 @@ def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     assert found, output
     folder = Path(found[1])
     assert re.search(rf"^files: +metrics.* model .*{folder}$", output, re.MULTILINE), output
-    assert set((folder / "console.log").read_text().splitlines()) <= set(output.splitlines())
-    assert re.search(rf"^step {STEPS}/{STEPS} ", (folder / "console.log").read_text(), re.MULTILINE)
+    check_log(folder, output)
+    check_described(folder)
     window = window_of(max_policy_lag)
     slots = 8 * (max_policy_lag + 1) - window
     assert re.search(rf"lag <= {max_policy_lag}; .* {slots} groups; .* {window} groups", output), output

@@ -87,6 +87,8 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     assert not refused, "processes were not forked by the fork server"
     check_phases(ended.output())
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
+    described_run = json.loads((run_folder / "run.json").read_text())
+    assert described_run["recipe"]["path"] == str(RECIPE) and described_run["name"] == "grpo"
     names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
     check_timeline(run_folder)
@@ -141,9 +143,9 @@ def test_a_run_continues_after_its_console_was_closed(start: Start, model: Path,
     finished(run)
     (folder,) = (tmp_path / "runs").iterdir()
     log = (folder / "console.log").read_text()
-    assert "Broken pipe" in log and re.search(rf"^step {STEPS}/{STEPS} ", log, re.MULTILINE), log
-    assert len(run.output().splitlines()) == 1 and re.search(rf"^files: .* are in {folder}$", log, re.MULTILINE), log
-    assert log.splitlines()[-1].startswith("resume: ") and f" --resume {folder} " in log.splitlines()[-1]
+    assert "Broken pipe" in log and re.search(rf"\| controller \| step {STEPS}/{STEPS} ", log), log
+    assert len(run.output().splitlines()) == 1 and re.search(rf"\| files: .* are in {folder}$", log, re.MULTILINE), log
+    assert re.search(rf"\| resume: .* --resume {folder} ", log.splitlines()[-1]), log
 
 
 def check_phases(log: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.observe.console_relay import existing_relay, prepared_relay
@@ -10,6 +11,7 @@ from monarch_rl.pipeline.capture import is_capturing
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime import host_start
 from monarch_rl.runtime.forking.fork_server import Preload
+from monarch_rl.runtime.scratch import folder_of_process
 
 PRELOADS: tuple[Preload, ...] = (
     Preload("torch", ("torch", "torch.distributed.tensor", "torch._dynamo")),
@@ -32,6 +34,11 @@ PRELOADS: tuple[Preload, ...] = (
 engines, which take longest, wait for it, and two cores would otherwise import both at once."""
 
 
+def console_folder() -> Path:
+    """A folder for the named pipes of the console relay, removed when this process ends. Raises OSError."""
+    return folder_of_process().path / "console"
+
+
 def start_host_early() -> None:
     """Start this machine's host for a run that this program is about to launch, where that can be known to be right.
 
@@ -40,4 +47,4 @@ def start_host_early() -> None:
     if is_capturing() or existing_relay() is not None or not host_start.may_start_early():
         return  # no run will start, or one has started
     with suppress(OSError):  # no room for its temporary directory, for example: the launch tries again, and says so
-        host_start.start_early(PRELOADS, prepared_relay().writers)
+        host_start.start_early(PRELOADS, prepared_relay(console_folder()).writers)

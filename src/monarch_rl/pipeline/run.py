@@ -58,7 +58,7 @@ from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, closing_lines, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
-from monarch_rl.pipeline.preloads import PRELOADS
+from monarch_rl.pipeline.preloads import PRELOADS, console_folder
 from monarch_rl.pipeline.progress import Progress, say
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
@@ -930,7 +930,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         return
     leave_heap()
     supervisor.follow_supervisor()
-    relay = relay_output()
+    relay = relay_output(console_folder())
     note_hangups()  # here, because a model may be downloaded for minutes before the hosts start
     say(f"checking the settings for {settings.model}")
     try:

@@ -10,7 +10,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from monarch_rl.runtime.process import end_quickly, exit_code_of, show_title
+from monarch_rl.runtime.process import end_quickly, exit_code_of, print_as_titled, show_title
 
 _PROGRAM = "monarch._src.actor.bootstrap_main"
 
@@ -22,5 +22,6 @@ def forked(_: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
-    show_title(os.environ.get("HYPERACTOR_PROCESS_NAME", _PROGRAM))  # the title that a forked process gets
+    show_title(title := os.environ.get("HYPERACTOR_PROCESS_NAME", _PROGRAM))  # the title that a forked process gets
+    print_as_titled(title)
     end_quickly(forked())

@@ -28,7 +28,7 @@ from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.forking.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
-from monarch_rl.runtime.process import adopt_orphans, end_quickly, exit_code_of, signal_name
+from monarch_rl.runtime.process import adopt_orphans, end_quickly, exit_code_of, print_as, signal_name
 from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
 if TYPE_CHECKING:
@@ -243,6 +243,7 @@ def _remove_scratch(folder: Path) -> None:
 def main() -> None:
     """Serve as a Monarch host at the address on the command line, until it is shut down or its starter ends."""
     adopt_orphans()
+    print_as("host")
     os.environ[HOST_PID_VARIABLE] = str(os.getpid())
     preloads, folder = preloads_from_text(sys.argv[2]), Path(sys.argv[3])
     scratch.keep(folder)

@@ -1,4 +1,5 @@
-"""A process's own settings: whose end it follows, a quick exit, its title, and its garbage collector.
+"""A process's own settings: whose end it follows, a quick exit, its title and its name in ``console.log``, and its
+garbage collector.
 
 Imports nothing heavy, because it is imported before Monarch. Processes end with others on Linux only.
 """
@@ -9,6 +10,7 @@ import atexit
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import quote, unquote
 
 import setproctitle
 
@@ -209,3 +212,87 @@ def show_title(title: str) -> None:
     """Make ``ps`` show ``monarch_rl::{title}``."""
     prepare_titles()
     setproctitle.setproctitle(f"monarch_rl::{title}")
+
+
+# -- the name of a process in ``console.log`` --------------------------------------------------------------------------
+
+CONSOLE_VARIABLE = "MONARCH_RL_CONSOLE"
+"""Environment variable that the controller's ``observe/console_relay.py`` sets: the inode numbers of its pipes for
+standard output and error, and the folder of named pipes, separated by colons."""
+BELL = "bell"
+"""Named pipe in that folder by which the relay learns of a new one."""
+_MESH = re.compile(r"([a-z]+?)(\d*)(?:-(\d+))?(?: @ .*)?")
+"""Title of an actor's process: mesh, number of the mesh, rank in it, and the host."""
+_NAMES = {"generator": "generator", "rollout": "rollout worker", "buffer": "buffer"}
+
+
+def print_as_titled(title: str) -> None:
+    """:func:`print_as` the actor or engine whose process has this title; another process keeps the name of the one that
+    started it."""
+    found = _MESH.fullmatch(title)
+    if found is None:
+        return
+    mesh, number, rank = found.groups()
+    if mesh == "trainer":
+        print_as(f"trainer rank {rank or 0}")
+    elif mesh in _NAMES:
+        print_as(f"{_NAMES[mesh]} {number}".rstrip())
+    elif mesh == "engine":
+        print_as("engine", of_starter=True)
+
+
+def print_as(name: str, of_starter: bool = False) -> None:
+    """Have ``console.log`` name this process as the one that prints what it and its children print.
+
+    For this it gets a named pipe to the console relay in place of the one that it inherited. A stream that goes
+    elsewhere stays, and so do both if the relay has ended.
+
+    Args:
+        of_starter: append the name of the process from which this one inherited its output, as in "engine of
+            generator 0".
+    """
+    *inodes, folder = os.environ.get(CONSOLE_VARIABLE, "").split(":", 2)
+    if not folder:
+        return
+    replaced = dict[str, int]()
+    for number in (1, 2):
+        with suppress(OSError):  # the relay or its folder is gone, or the descriptor is closed
+            link = os.readlink(f"/proc/self/fd/{number}")
+            where, _, inherited = link.rpartition("/")
+            if where == folder:
+                console, _, starter = inherited.split("-", 2)
+            elif link in (pipes := [f"pipe:[{inode}]" for inode in inodes]):
+                console, starter = str(pipes.index(link) + 1), ""  # 1 for both if they are the same
+            else:
+                continue
+            whole = f"{name} of {unquote(starter)}" if of_starter and starter else name
+            if console not in replaced:
+                replaced[console] = _named_pipe(folder, console, whole)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os.dup2(replaced[console], number)
+    for descriptor in replaced.values():
+        os.close(descriptor)
+
+
+def _named_pipe(folder: str, console: str, name: str) -> int:
+    """Make a named pipe that the relay reads, and return a descriptor for writing. Raises OSError."""
+    path, fresh = f"{folder}/{console}-{os.getpid()}-{quote(name, safe=' ')}", f"{folder}/.{console}-{os.getpid()}"
+    os.mkfifo(fresh, 0o600)
+    writer = -1
+    try:
+        # For reading, too: it opens although nobody reads yet, and outlives a relay that is killed.
+        writer = os.open(fresh, os.O_RDWR)
+        bell = os.open(f"{folder}/{BELL}", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.rename(fresh, path)
+            os.write(bell, b"\n")
+        finally:
+            os.close(bell)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(fresh)
+        if writer >= 0:
+            os.close(writer)
+        raise
+    return writer

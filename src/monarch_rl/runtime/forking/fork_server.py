@@ -45,6 +45,7 @@ from monarch_rl.runtime.process import (
     end_quickly,
     exit_code_of,
     prepare_titles,
+    print_as_titled,
     set_owner,
     show_title,
 )
@@ -390,6 +391,7 @@ def become(request: Request) -> NoReturn:
     if request.environment is not None:
         os.environ.clear()
         os.environ.update(request.environment)
+    print_as_titled(request.title)
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
