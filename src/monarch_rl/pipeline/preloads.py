@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +36,8 @@ engines, which take longest, wait for it, and two cores would otherwise import b
 
 
 def console_folder() -> Path:
-    """A folder for the named pipes of the console relay, removed when this process ends. Raises OSError."""
-    return folder_of_process().path / "console"
+    """Path of a new folder for the named pipes of a console relay, removed when this process ends. Raises OSError."""
+    return folder_of_process().path / f"console-{uuid.uuid4().hex[:8]}"  # a program may launch more than one run
 
 
 def start_host_early() -> None:
