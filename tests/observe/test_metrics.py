@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monarch_rl.observe import disk_thread
 from monarch_rl.observe.metrics import Metrics
+from monarch_rl.observe.trackers import TrackedRun, Trackers, make_trackers
 from tests.patience import result_of
 
 NAMES = ("reward/mean", "trainer/loss", "trainer/my_own", "lag/max")
@@ -25,9 +26,12 @@ def patient() -> Iterator[None]:
 
 def test_both_files_have_the_same_numbers(tmp_path: Path) -> None:
     reason = "dropped/episode score took over 1 s"
-    with Metrics(tmp_path / "new") as metrics:
-        metrics.log(1, {"reward/mean": 0.5, "lag/max": 2})
-        metrics.log(2, {"reward/mean": 0.75, reason: 3.0})
+    folder = tmp_path / "new"
+    boards = Trackers(make_trackers(["tensorboard"]), {}, TrackedRun("new", folder, 0))
+    with Metrics(folder) as metrics, boards:
+        for file in (metrics, boards):
+            file.log(1, {"reward/mean": 0.5, "lag/max": 2})
+            file.log(2, {"reward/mean": 0.75, reason: 3.0})
     lines = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
@@ -36,7 +40,7 @@ def test_both_files_have_the_same_numbers(tmp_path: Path) -> None:
     ]
     board = EventAccumulator(str(tmp_path / "new" / "tensorboard"))
     board.Reload()
-    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
+    assert [(event.step, event.value) for event in board.Scalars("1_learning/reward/mean")] == [(1, 0.5), (2, 0.75)]
     assert len(board.Tags()["scalars"]) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ def evaluated(step: int, accuracy: float, name: str = "held_out") -> dict[str, A
     return {"step": step, key: accuracy, f"{key}_low": accuracy - 0.1, f"{key}_high": accuracy + 0.1}
 
 
-def of_metrics(folder: Path, *lines: dict[str, Any]) -> str:
+def of_metrics(folder: Path, *lines: Mapping[str, Any]) -> str:
     """The line ``done`` of a run of 12 steps with these lines in its metrics."""
-    rows = [json.dumps(line | {"seconds": 20.0 * (place + 1)}) for place, line in enumerate(lines)]
+    rows = [json.dumps({**line, "seconds": 20.0 * (place + 1)}) for place, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(row + "\n" for row in rows))
     sets = tuple({key.split("/")[1] for line in lines for key in line if key.count("/") == 2})
     return closing_lines(folder, RunSettings(evaluation=EvaluationSettings(sets=sets)), 12, warm_up_steps=3)[0]

@@ -234,7 +234,7 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
 
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
-    scalars = {event.step: event.value for event in board.Scalars("reward/mean")}
+    scalars = {event.step: event.value for event in board.Scalars("1_learning/reward/mean")}
     assert scalars == pytest.approx({line["step"]: line["reward/mean"] for line in steps}), "float32"
 
 

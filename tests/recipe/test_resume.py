@@ -122,7 +122,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_journaled_batch(
     assert seconds == sorted(seconds)
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
-    assert [event.step for event in board.Scalars("reward/mean")] == [row["step"] for row in rows]
+    assert [event.step for event in board.Scalars("1_learning/reward/mean")] == [row["step"] for row in rows]
     steps_of: dict[int, set[int]] = {}
     for row in map(json.loads, (folder / "rollouts/tokens-000001.jsonl").read_text().splitlines()):
         steps_of.setdefault(row["group"], set()).add(row["step"])

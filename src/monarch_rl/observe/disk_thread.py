@@ -28,10 +28,11 @@ class DiskThread:
     Args:
         name: name of the thread.
         last: run at the end, after all queued functions were run or dropped.
+        whom: what the functions wait for, in messages.
     """
 
-    def __init__(self, name: str, last: Work) -> None:
-        self._last = last
+    def __init__(self, name: str, last: Work, whom: str = "the disk") -> None:
+        self._last, self._whom = last, whom
         self._waiting: queue.Queue[tuple[Work, Work] | None] = queue.Queue(WAITING)
         """Each with the function to call instead if it is dropped; None ends the thread."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -57,16 +58,21 @@ class DiskThread:
         self.begin(fill, lambda: future.set_exception(OSError(f"{WAITING} writes already wait for the disk")))
         return future
 
-    def close(self) -> None:
-        """Run what is queued, and end. What has not begun after :data:`ANSWER_S` is dropped: otherwise it might write
-        old lines among those of the next process that opens the files."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Run what is queued, and end. What has not begun after ``limit_s`` is dropped: otherwise it might write old
+        lines among those of the next process that opens the files.
+
+        Args:
+            limit_s: seconds to wait, at most twice; None means :data:`ANSWER_S`.
+        """
+        limit_s = ANSWER_S if limit_s is None else limit_s
         with suppress(queue.Full):
-            self._waiting.put(None, timeout=ANSWER_S)
-        self._thread.join(ANSWER_S)
+            self._waiting.put(None, timeout=limit_s)
+        self._thread.join(limit_s)
         if self._thread.is_alive():
             given_up = self._give_up()
             self._waiting.put(None)  # does not block: the queue was just emptied
-            logger.warning("%d writes of %s are given up: the disk does not respond", given_up, self._thread.name)
+            logger.warning("%d writes of %s are given up: %s does not respond", given_up, self._thread.name, self._whom)
 
     def _give_up(self) -> int:
         """Empty the queue; returns the number of dropped functions."""

@@ -1,4 +1,4 @@
-"""What a run writes and prints: ``metrics.jsonl``, TensorBoard's file, ``rollouts/`` and the console.
+"""What a run writes and prints: ``metrics.jsonl``, its trackers, ``rollouts/`` and the console.
 
 A run without a folder (a simulation, most tests) has :class:`NoOutputs`, with the same methods.
 """
@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext, suppress
@@ -26,10 +27,11 @@ from monarch_rl.observe.disk_thread import DiskThread, answers
 from monarch_rl.observe.metrics import FILE, Metrics
 from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.observe.registry import find
+from monarch_rl.observe.trackers import TrackedRun, Trackers, make_trackers
 from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.run_folder import ROLLOUTS
-from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.pipeline.start import Actors, logged_groups
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.transcripts import as_line, packed
@@ -62,17 +64,23 @@ def open_outputs(
         return
     record = RolloutRecord(actors.trainer, actors.workers, folder, logged_groups(s), s.rollout.log_mib << 20)
     console = console_of(existing_relay(), s.steps)
-    with Metrics(folder, version, seconds) as metrics, closing(record), console:
-        yield RunOutputs(metrics, record, console, warm_up_steps)
+    trackers = Trackers(make_trackers(s.track), to_record(s), TrackedRun(folder.resolve().name, folder, version))
+    with Metrics(folder, seconds) as metrics, closing(record), trackers, console:
+        yield RunOutputs(metrics, trackers, record, console, warm_up_steps)
 
 
 class RunOutputs:
-    """The open files of a run's folder, and the console."""
+    """The open files of a run's folder, its trackers, and the console."""
 
     def __init__(
-        self, metrics: Metrics, record: RolloutRecord, console: Console, warm_up_steps: Callable[[], int]
+        self,
+        metrics: Metrics,
+        trackers: Trackers,
+        record: RolloutRecord,
+        console: Console,
+        warm_up_steps: Callable[[], int],
     ) -> None:
-        self._metrics, self._record, self._console = metrics, record, console
+        self._metrics, self._trackers, self._record, self._console = metrics, trackers, record, console
         self._warm_up_steps = warm_up_steps
 
     def note(self, text: str) -> None:
@@ -95,6 +103,7 @@ class RunOutputs:
         """Write metrics and token lines of the step that produced ``version``. Raises ValueError if a metric is not
         registered."""
         self._metrics.log(version, values)
+        self._trackers.log(version, values, self._record.newest())
         self._record.append_tokens(token_lines)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,6 +118,7 @@ class RunOutputs:
         """Write and print the evaluation of ``version``; returns its metrics."""
         values, held_out = result.metrics(), result.plan.held_out
         self._metrics.log(version, values)
+        self._trackers.log(version, values)
         shown = dict(values)
         if "held_out/accuracy" in values:
             shown.pop("held_out/reward", None)  # one number per evaluation
@@ -209,7 +219,8 @@ def closing_lines(
     done = f"{steps} step{'s' * (steps != 1)} in {duration(metrics.seconds)}"
     lines = {"done": "; ".join([done, *metrics.held_out(warm_up_steps)])}
     lines["files"] = f"{'metrics, rollouts and the model' if model else 'metrics and rollouts'} are in {folder}"
-    lines["look"] = f"tensorboard --logdir {folder}"
+    if "tensorboard" in s.track:
+        lines["look"] = f"tensorboard --logdir {folder}"
     lines["table"] = f"monarch-rl convert {folder} --to csv"
     checkpoint = bool(complete(folder / CHECKPOINTS))
     if model or checkpoint:
@@ -270,6 +281,10 @@ TAKE_S = 2.0
 """Seconds between two calls that take the workers' rows. A worker that is lost has not handed over more than that."""
 
 
+NEWEST = 64
+"""Rows kept for trackers."""
+
+
 class RolloutRecord:
     """Writes the rows of episodes that workers hand over, and the token records of trainer ranks.
 
@@ -287,6 +302,7 @@ class RolloutRecord:
         self.tokens = PieceLog(folder / ROLLOUTS, "tokens", nbytes // 2)
         self._disk = DiskThread("rollouts", self._close)
         self._taking = asyncio.Lock()
+        self._newest: deque[str] = deque(maxlen=NEWEST)
         self._failed = False
         """Whether a failure to take rows has been logged."""
         self._skipped, self._cpu_s, self._reported_cpu_s = 0, 0.0, 0.0
@@ -326,7 +342,13 @@ class RolloutRecord:
             if rows.lost:
                 self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
             if rows.lines:
+                self._newest.extend(rows.lines)
                 self._append(self.episodes, rows.lines)
+
+    def newest(self) -> Callable[[], list[dict[str, Any]]]:
+        """Returns a function that parses the newest rows of episodes that were sampled for training."""
+        lines = tuple(self._newest)
+        return lambda: [row for row in map(json.loads, lines) if row["kind"] == "train"]
 
     async def token_lines(self) -> list[str]:
         """Lines of the sequences of logged groups that the last step trained, for :meth:`append_tokens`."""

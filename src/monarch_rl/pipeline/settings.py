@@ -35,6 +35,7 @@ from monarch_rl.model.folder import full_name, resolve_model
 from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.observe.redact import redact_values
+from monarch_rl.observe.trackers import check_trackers
 from monarch_rl.pipeline.memory import Sides, check_cache, check_cpu_trainer, check_gpu_memory, cpu_weights, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.evaluation import EvaluationSettings
@@ -97,6 +98,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Folder of the run to resume from its newest checkpoint. `auto`: the newest unfinished run of this recipe in
     `output` (with a `name`: the newest of that name), or a new run if there is none. Repeat the run's other flags:
     changed settings are listed, and refused if the run cannot resume with them."""
+    track: tuple[str, ...] = ("tensorboard",)
+    """Trackers that get the metrics besides metrics.jsonl: `tensorboard` (4 KB per step), `wandb` (Weights & Biases;
+    sends metrics, settings and rollouts to its servers unless WANDB_MODE=offline; project WANDB_PROJECT or
+    monarch_rl), or `none`. One that fails is dropped, and no step waits for one."""
     probe: bool = True
     """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
     and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges
@@ -257,6 +262,8 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> ModelCo
         s.buffer.window_for(s.groups_per_step)
     with refusals:
         _check_updates(s)
+    with refusals:
+        check_trackers(s.track)
     with refusals:
         _check_devices(s, offered)
         _check_environment(offered)
