@@ -26,7 +26,7 @@ from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.checkpoints import REPEAT_ERROR_S, Checkpoints, ControllerState
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
-from monarch_rl.pipeline.outputs import RolloutRecord
+from monarch_rl.pipeline.rollout_record import RolloutRecord
 from monarch_rl.pipeline.run import Run
 from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.pipeline import outputs
-from monarch_rl.pipeline.outputs import closing_lines
+from monarch_rl.pipeline import closing_lines as closing
+from monarch_rl.pipeline.closing_lines import closing_lines
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import schedule
 from monarch_rl.rollout.evaluation import EvaluationSettings
@@ -46,13 +46,13 @@ def test_the_first_and_the_last_evaluation_are_named_with_their_steps(tmp_path: 
 def test_each_command_stands_on_a_line_and_only_if_it_has_something_to_work_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs.sys, "argv", ["recipes/own_data.py", "--steps", "12"])
+    monkeypatch.setattr(closing.sys, "argv", ["recipes/own_data.py", "--steps", "12"])
     settings = RunSettings(steps=12)
     none = dict(line.split(": ", 1) for line in closing_lines(tmp_path, settings, 1))
     assert none["done"].strip() == "1 step in 0 s"  # no metrics were written
     assert none["files"].strip() == f"metrics and rollouts are in {tmp_path}"
     assert list(none) == ["done", "files", "look", "table"]
-    monkeypatch.setattr(outputs, "complete", lambda folder: {12: folder / "step-000012"})
+    monkeypatch.setattr(closing, "complete", lambda folder: {12: folder / "step-000012"})
     lines = closing_lines(tmp_path, settings, 12, model=tmp_path / "model")
     assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines}) == 1, "texts are not aligned"
     assert lines[1].endswith(f"metrics, rollouts and the model are in {tmp_path}")

@@ -52,11 +52,12 @@ from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
+from monarch_rl.pipeline.closing_lines import closing_lines
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.observer import FrozenMeter, Observer
-from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, closing_lines, open_outputs
+from monarch_rl.pipeline.outputs import NoOutputs, RunOutputs, open_outputs
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.preloads import PRELOADS, console_folder
 from monarch_rl.pipeline.progress import Progress, say

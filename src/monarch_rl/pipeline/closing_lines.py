@@ -1,0 +1,88 @@
+"""The last lines of a run: what it did, and the commands to look at it, use its model and continue it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.checkpoint.folders import complete
+from monarch_rl.observe.console import duration
+from monarch_rl.observe.metrics import FILE
+from monarch_rl.observe.registry import find
+from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
+from monarch_rl.pipeline.settings import RunSettings
+
+
+def closing_lines(
+    folder: Path, s: RunSettings, steps: int, warm_up_steps: int = 0, model: Path | None = None
+) -> list[str]:
+    """The last lines of a run: what it did, and the commands to look at it, use its model and continue it.
+
+    Args:
+        folder: the run's folder, whose files are closed.
+        steps: steps made in all, without the supervised ones.
+        model: folder of the model that was saved at the end, if one was.
+    """
+    metrics = _Ending.read(folder / FILE, s.evaluation.best_metrics)
+    done = f"{steps} step{'s' * (steps != 1)} in {duration(metrics.seconds)}"
+    lines = {"done": "; ".join([done, *metrics.held_out(warm_up_steps)])}
+    lines["files"] = f"{'metrics, rollouts and the model' if model else 'metrics and rollouts'} are in {folder}"
+    if "tensorboard" in s.track:
+        lines["look"] = f"tensorboard --logdir {folder}"
+    lines["table"] = f"monarch-rl convert {folder} --to csv"
+    checkpoint = bool(complete(folder / CHECKPOINTS))
+    if model or checkpoint:
+        lines["model"] = f"python tools/export.py {folder} OUT"
+        lines["evaluate"] = f"python tools/evaluate.py {folder} --task {sys.argv[0]}"
+    if checkpoint:
+        lines["resume"] = f"the same command with --resume {folder} --steps {2 * s.steps}"
+    width = max(map(len, lines)) + 2
+    return [f"{name + ':':{width}}{text}" for name, text in lines.items()]
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """What the lines of ``metrics.jsonl`` say about a whole run."""
+
+    seconds: float
+    name: str
+    first: dict[str, Any]
+    last: dict[str, Any]
+    """The lines of the first and of the last evaluation, by ``name``; empty without evaluations."""
+
+    @classmethod
+    def read(cls, path: Path, metrics: Sequence[str]) -> _Ending:
+        """Read ``path``, if it exists; of ``metrics``, the first that an evaluation has counts."""
+        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        line = b"{}"
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            for line in file:
+                if b'"held_out/' in line:
+                    values = json.loads(line)
+                    for name in metrics:
+                        if values.get(name) is not None:
+                            found[name] = (found.get(name, (values,))[0], values)
+        name = next((name for name in metrics if name in found), "")
+        first, last = found.get(name, ({}, {}))
+        return cls(json.loads(line).get("seconds", 0.0), name, first, last)
+
+    def held_out(self, warm_up_steps: int) -> list[str]:
+        """The first result, and the last one with its interval, as one text; none without evaluations."""
+        if not self.name:
+            return []
+
+        def text(values: dict[str, Any], interval: bool) -> str:
+            metric = find(f"held_out/{self.name.rpartition('/')[2]}")  # a named set's have the same form
+            form = metric.form if metric is not None and metric.form else "{:.3g}"
+            shown = f"{form.format(values[self.name])} @{max(0, values['step'] - warm_up_steps)}"
+            low, high = (values.get(f"{self.name}_{end}") for end in ("low", "high"))
+            return shown if low is None or not interval else f"{shown} [{form.format(low)}, {form.format(high)}]"
+
+        label = self.name.removeprefix("held_out/").replace("/", " ")
+        first = [] if self.first["step"] == self.last["step"] else [text(self.first, interval=False)]
+        return [f"held-out {label} {' -> '.join([*first, text(self.last, interval=True)])}"]
