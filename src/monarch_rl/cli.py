@@ -57,7 +57,6 @@ def report(
             beside it, which is named like the file without `.html`.
         single: put all rollouts into the file.
     """
-    from monarch_rl.report.defaults import default_settings
     from monarch_rl.report.page import make_page, write_page
     from monarch_rl.report.read import read_run
 
@@ -66,7 +65,6 @@ def report(
     output = output or runs[0] / "report.html"
     page = make_page(
         [read_run(run) for run in runs],
-        defaults=default_settings(),
         single=single,
         pieces_at=output.with_suffix("").name,
     )
@@ -76,6 +74,22 @@ def report(
         + f" and {len(page.pieces)} files beside it" * bool(page.pieces)
     )
     return 0
+
+
+@app.command
+def diagnose(run: Positional[Path], *, json: bool = False) -> int:
+    """Say in sentences why a run learns little, and what to change. The exit code is 1 if something is wrong.
+
+    Args:
+        run: run folder.
+        json: print the findings as JSON.
+    """
+    from monarch_rl.report.diagnose import as_json, as_text
+    from monarch_rl.report.diagnose import diagnose as findings_of
+
+    found = findings_of(run)
+    print(as_json(found) if json else as_text(found))
+    return int(any(finding.level == "problem" for finding in found))
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline import closing_lines as closing
-from monarch_rl.pipeline.closing_lines import closing_lines
+from monarch_rl.pipeline.closing_lines import closing_lines, page_lines
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import schedule
 from monarch_rl.rollout.evaluation import EvaluationSettings
+from tests.report.synthetic import write_run
 
 
 def evaluated(step: int, accuracy: float, name: str = "held_out") -> dict[str, Any]:
@@ -61,6 +62,26 @@ def test_each_command_stands_on_a_line_and_only_if_it_has_something_to_work_on(
         f"python tools/evaluate.py {tmp_path} --task recipes/own_data.py",
         f"the same command with --resume {tmp_path} --steps 24",
     ]
+
+
+def test_the_page_of_an_ended_run_and_its_problem_are_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 31):
+            row = {"reward/mean": 0.0, "reward/equal_groups_share": 1.0, "reward/all_wrong_share": 1.0}
+            file.write(json.dumps({"step": step, "seconds": float(step), **row}) + "\n")
+    page, problem = page_lines(run)
+    assert page.split() == ["page:", str(run / "report.html")] and (run / "report.html").stat().st_size > 50_000
+    assert problem.startswith("problem:") and "100% of the groups" in problem and str(run) in problem
+
+
+@pytest.mark.parametrize("why", ["no run", "slow"])
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "slow":
+        monkeypatch.setattr(closing, "PAGE_S", 0.0)
+    (line,) = page_lines(tmp_path)
+    assert line.startswith("page: ") and f"monarch-rl report {tmp_path}" in line
+    assert (str(tmp_path) in line.partition(";")[0]) or why == "slow"
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def episode(
     turn |= {"seconds": 0.5, "replica": 0}
     if kind == "train":
         count = len(pieces)
-        turn["ids"] = _array(np.arange(count), "<i4")
-        turn["text_ends"] = _array(np.cumsum([len(piece) for piece in pieces]), "<u4")
-        turn["logprobs"] = _array(np.linspace(-3, -0.1, count), "<f4")
-        turn["token_versions"] = _array(np.minimum(np.arange(count) // 2, max(group, 0)), "<i4")
+        turn["ids"] = encoded(np.arange(count), "<i4")
+        turn["text_ends"] = encoded(np.cumsum([len(piece) for piece in pieces]), "<u4")
+        turn["logprobs"] = encoded(np.linspace(-3, -0.1, count), "<f4")
+        turn["token_versions"] = encoded(np.minimum(np.arange(count) // 2, max(group, 0)), "<i4")
     return {
         "kind": kind, "group": group, "attempt": 0, "episode": place, "rollout": place, "seat": "", "fork": None,
         "task": "sums", "task_index": group % 2, "item": {"question": "What is it?"},
@@ -151,8 +151,8 @@ def trained(group: int, place: int, count: int, step: int = 1) -> dict[str, Any]
         "weights": numbers,
     }
     line = {"step": step, "group": group, "attempt": 0, "episode": place, "advantage": place - 0.5}
-    flags = {"flags": _array(np.arange(count) % 16, "u1")}
-    return line | {name: _array(values, "<f4") for name, values in arrays.items()} | flags
+    flags = {"flags": encoded(np.arange(count) % 16, "u1")}
+    return line | {name: encoded(values, "<f4") for name, values in arrays.items()} | flags
 
 
 def add_episodes(folder: Path, episodes: list[dict[str, Any]], tokens: list[dict[str, Any]] | None = None) -> None:
@@ -163,7 +163,7 @@ def add_episodes(folder: Path, episodes: list[dict[str, Any]], tokens: list[dict
         log.close()
 
 
-def _array(values: np.ndarray, dtype: str) -> str:
+def encoded(values: np.ndarray, dtype: str) -> str:
     return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
 
 

@@ -1,14 +1,17 @@
 """The page in a real browser."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.report.browser import Browser, chromium, needs_chromium
-from tests.report.synthetic import add_episodes, episode, trained, write_run
+from tests.report.synthetic import add_episodes, encoded, episode, trained, write_run
 
 pytestmark = needs_chromium
 
@@ -93,6 +96,31 @@ def test_rollouts_are_listed_filtered_and_shown_by_token(browser: Browser, tmp_p
     check(browser)
 
 
+def test_the_trainers_values_of_a_branch_belong_to_its_own_tokens(browser: Browser, tmp_path: Path) -> None:
+    """The turns that it shares with an earlier sequence are trained there."""
+    shared, own = (episode(0, 1, texts)["turns"][0] for texts in (["a", "b", "c"], ["x", "y"]))
+    shared["token_versions"] = encoded(np.full(3, -1), "<i4")
+    row = {"turns": [shared, own], "step": 4, "trained": trained(0, 1, 2)}
+    shown(browser, [write_run(tmp_path / "run")])
+    columns = browser.run(f"tokensOf({json.dumps(row)}).columns")
+    assert columns["version"] == [None, None, None, 0, 0] and columns["lag"] == [None, None, None, 3, 3]
+    assert columns["weight"] == [None, None, None, 0.0, 1.0]
+    assert columns["ratio"][:3] == [None] * 3 and all(ratio > 0 for ratio in columns["ratio"][3:])
+
+
+def test_the_diagnosis_comes_first(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 31):
+            row = {"reward/mean": 0.0, "reward/equal_groups_share": 1.0, "reward/all_wrong_share": 1.0}
+            file.write(json.dumps({"step": step, "seconds": float(step), **row}) + "\n")
+    shown(browser, [folder])
+    panel = "document.querySelector('main').firstChild"
+    assert browser.run(f"{panel}.querySelectorAll('.problem').length") == 1
+    assert "100% of the groups" in browser.run(f"{panel}.textContent")
+    check(browser)
+
+
 def test_a_missing_piece_is_a_sentence(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", groups=40)
     shown(browser, [folder], "#screen=run")
@@ -133,7 +161,8 @@ def test_time_shows_lanes_lags_losses_and_faults(browser: Browser, tmp_path: Pat
     check(browser)
     assert browser.run("document.querySelectorAll('canvas').length") == 3
     text = browser.run("document.querySelector('main').textContent")
-    assert all(each in text for each in ("wait: buffer", "dropped/late", "rollout worker 1", "Tokens by lag"))
+    assert all(each in text for each in ("waits for", "dropped/late", "rollout worker 1", "Tokens by lag"))
+    assert re.search(r"trainer rank 0\d+\.\d %buffer \d+\.\d %", text)
     box = browser.run("(({x, y}) => [x, y])(document.querySelector('.lanes').getBoundingClientRect())")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 300, y=box[1] + 40)
     browser.wait_for("/trainer rank 0: (update|waits: batch)/.test(document.querySelector('.tip')?.textContent)")

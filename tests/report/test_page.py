@@ -1,10 +1,14 @@
 """The page of a run, and its library."""
 
+import base64
 import hashlib
+import json
 import re
 import sys
+import zlib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +25,14 @@ LIBRARY = {  # uPlot 1.6.32, as npm has it
 }
 
 
+def data_of(page: str) -> dict[str, Any]:
+    """The data in a page."""
+    found = re.search(r'id="data">([^<]*)<', page)
+    assert found is not None
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(found[1])))
+    return data
+
+
 def test_the_library_is_the_published_one() -> None:
     static = files("monarch_rl.report") / "static"
     assert {name: hashlib.sha256((static / name).read_bytes()).hexdigest() for name in LIBRARY} == LIBRARY
@@ -33,7 +45,7 @@ def test_no_code_of_the_page_sets_html() -> None:
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", own)
 
 
-def test_the_command_writes_a_page_without_pytorch_or_a_tag_from_the_run(tmp_path: Path) -> None:
+def test_no_tag_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     hostile = "</title></script><!--<script>alert(1)</script>\u2028"
     folder = write_run(tmp_path / "run", steps=5)
     (folder / "console.log").write_text(hostile)
@@ -53,6 +65,15 @@ def test_the_room_imports_no_pytorch() -> None:
     )
     done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
+
+
+def test_settings_that_are_not_the_recipes_defaults_are_told_apart(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5, lr=1e-3)
+    state = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(state | {"changed": {"trainer.lr": [1e-6, 1e-3], "steps": 3}}))
+    run = data_of(make_page([read_run(folder)]).html)["runs"][0]
+    assert run["differs"] == [["trainer.lr", 1e-3, 1e-6]]
+    assert run["settings"] == [["steps", 5], ["rollout.group-size", 2]]
 
 
 def test_the_command_names_its_file_and_a_folder_that_is_none(tmp_path: Path) -> None:

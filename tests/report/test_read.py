@@ -43,7 +43,7 @@ def test_a_folder_with_a_file_cut_or_overwritten_is_shown(
     junk = data.draw(st.binary(max_size=20))
     try:
         path.write_bytes(content[:at] + junk + (content[at + len(junk) :] if junk else b""))
-        make_page([read_run(whole)], defaults={"steps": 1})
+        make_page([read_run(whole)])
     finally:
         path.write_bytes(content)
 

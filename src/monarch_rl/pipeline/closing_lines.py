@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,9 @@ from monarch_rl.observe.metrics import FILE
 from monarch_rl.observe.registry import find
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.settings import RunSettings
+
+PAGE_S = 60.0
+"""Seconds for the page of a run at its end."""
 
 
 def closing_lines(
@@ -43,6 +47,24 @@ def closing_lines(
         lines["resume"] = f"the same command with --resume {folder} --steps {2 * s.steps}"
     width = max(map(len, lines)) + 2
     return [f"{name + ':':{width}}{text}" for name, text in lines.items()]
+
+
+def page_lines(folder: Path) -> list[str]:
+    """Write the page of an ended run; returns lines that name it, and what is wrong with the run, if anything is.
+
+    A process of its own writes it, within :data:`PAGE_S`. Never raises: the run has ended well.
+    """
+    program = [sys.executable, "-m", "monarch_rl.report.at_end", str(folder)]
+    later = f"monarch-rl report {folder}"
+    try:
+        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PAGE_S)
+        if done.returncode:
+            raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode)
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return [f"page:     not written ({error}); later: {later}"]
+    problem = [f"problem:  {found['problem']} monarch-rl diagnose {folder}"] if found["problem"] else []
+    return [f"page:     {found['page']}", *problem]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.restart import Ending, decide, newest_checkpoint
-from monarch_rl.settings.ranges import Automatic
+from monarch_rl.settings.ranges import Automatic, flattened
 from monarch_rl.trainer.settings import SCHEDULE, lr_share
 
 logger = logging.getLogger("monarch_rl")
@@ -396,18 +396,10 @@ def _check_normaliser(before: dict[str, Any], settings: RunSettings) -> None:
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, old and new value of each changed setting."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flattened(before)), dict(flattened(after))
     for name in old | new:
         if name not in NOT_COMPARED and old.get(name) != new.get(name):
             yield name, old.get(name), new.get(name)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _unfinished(run: Path) -> bool:

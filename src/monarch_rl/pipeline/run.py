@@ -52,7 +52,7 @@ from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
-from monarch_rl.pipeline.closing_lines import closing_lines
+from monarch_rl.pipeline.closing_lines import closing_lines, page_lines
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
@@ -74,7 +74,14 @@ from monarch_rl.pipeline.resume import (
     with_recorded_model,
 )
 from monarch_rl.pipeline.run_folder import ERROR, SAVED, recording_state, restarting_after_loss
-from monarch_rl.pipeline.settings import RunSettings, chosen_sizes, normaliser_tokens, prepare, to_record
+from monarch_rl.pipeline.settings import (
+    RunSettings,
+    changed_settings,
+    chosen_sizes,
+    normaliser_tokens,
+    prepare,
+    to_record,
+)
 from monarch_rl.pipeline.start import (
     SET_UP_DEADLINE_S,
     Actors,
@@ -969,7 +976,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer))
         try:
             origin = None if resumed is None else resumed.checkpoint
-            with recording_state(folder, cluster.interrupts, settings.name, origin, settings.evaluation.best):
+            best, changed = settings.evaluation.best, changed_settings(given)
+            with recording_state(folder, cluster.interrupts, settings.name, origin, best, changed):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 run = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:
@@ -988,6 +996,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             raise KeyboardInterrupt from None
         for line in closing_lines(folder, settings, run._steps_trained, run.warm_up_steps, run.saved):
             print(line)
+        if settings.report:
+            print(*page_lines(folder), sep="\n")
 
 
 async def _train(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -80,7 +80,12 @@ def new_folder(output: Path, name: str = "") -> Path:
 
 @contextmanager
 def recording_state(
-    folder: Path, interrupts: Interrupts, name: str = "", resumed_from: Path | None = None, best: str = ""
+    folder: Path,
+    interrupts: Interrupts,
+    name: str = "",
+    resumed_from: Path | None = None,
+    best: str = "",
+    changed: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Record in the run's folder that the run is running during the block, and how it ended after the block.
 
@@ -88,10 +93,11 @@ def recording_state(
         name: the run's name; empty: the recipe's.
         resumed_from: the checkpoint from which this process resumes the run.
         best: the evaluation metric whose first and last value are recorded (``evaluation.best``).
+        changed: default and given value of settings that are not the recipe's defaults, by name.
     """
     global _run_of_this_process
     _run_of_this_process = folder
-    describing = _begin_description(folder, name, resumed_from)
+    describing = _begin_description(folder, name, resumed_from, changed)
 
     def ended(state: str, cause: str = "", goes_on: bool = False) -> None:
         describing.join(DESCRIBED_S)
@@ -112,7 +118,9 @@ def recording_state(
         folder_lock.release(folder)  # a program that this process restarts has to take the lock
 
 
-def _begin_description(folder: Path, name: str, resumed_from: Path | None) -> threading.Thread:
+def _begin_description(
+    folder: Path, name: str, resumed_from: Path | None, changed: Mapping[str, Sequence[Any]]
+) -> threading.Thread:
     """Write ``run.json`` for a start or a resume. Its slower parts (git, GPUs) follow on the returned thread, so that
     the first step does not wait for them."""
     earlier, command, now = recorded(folder), provenance.command(), time.time()
@@ -128,6 +136,7 @@ def _begin_description(folder: Path, name: str, resumed_from: Path | None) -> th
         "steps": earlier.get("steps"),
         "held_out": earlier.get("held_out"),
         "attempts": [*earlier.get("attempts", ()), attempt],
+        "changed": redact_values(changed),
     }
     note_state(folder, "running", goes_on=True, more=given)
     thread = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)

@@ -51,7 +51,7 @@ from monarch_rl.rollout.settings import (
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, to_plain
+from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, flattened, to_plain
 from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
@@ -102,6 +102,8 @@ class RunSettings(CheckedSettings, flags=""):
     """Trackers that get the metrics besides metrics.jsonl: `tensorboard` (4 KB per step), `wandb` (Weights & Biases;
     sends metrics, settings and rollouts to its servers unless WANDB_MODE=offline; project WANDB_PROJECT or
     monarch_rl), or `none`. One that fails is dropped, and no step waits for one."""
+    report: bool = True
+    """Write report.html, a page that shows the run in any browser, when the run has ended."""
     probe: bool = True
     """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
     and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges
@@ -215,6 +217,17 @@ def to_record(s: RunSettings) -> dict[str, Any]:
     directories, and when a branch on the Hub has moved, and without what looks like a key."""
     record: dict[str, Any] = redact_values(to_plain(s) | {"model": full_name(s.model)})
     return record
+
+
+def changed_settings(given: RunSettings) -> dict[str, list[Any]]:
+    """Default and given value of each setting that is not the default of the recipe's class, by name
+    (``trainer.lr``); empty if that class has settings without a default."""
+    try:
+        defaults = type(given)()
+    except TypeError:
+        return {}
+    old, new = (dict(flattened(to_plain(settings))) for settings in (defaults, given))
+    return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
 
 
 def sized(s: S, offered: Devices) -> S:

@@ -15,7 +15,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ import numpy as np
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.registry import find
-from monarch_rl.report.read import Metrics, RunRecord
+from monarch_rl.report.diagnose import evidence_of
+from monarch_rl.report.read import Metrics, RunRecord, flat_settings
 from monarch_rl.report.reduce import POINTS, reduce
+from monarch_rl.report.rules import findings
 
 GROUPS = 32
 """The newest groups, which are in the page itself, and the most groups of a piece."""
@@ -94,7 +96,6 @@ def piece_name(number: int) -> str:
 def make_page(
     runs: Sequence[RunRecord],
     *,
-    defaults: dict[str, Any] | None = None,
     single: bool = False,
     live: bool = False,
     pieces_at: str = "report",
@@ -103,13 +104,12 @@ def make_page(
 
     Args:
         runs: in the order in which they are shown.
-        defaults: default settings, nested like ``settings.json``; None shows all settings.
         single: put all rollouts into the page.
         live: let the page reload itself while a run is running.
         pieces_at: folder of the pieces, relative to the page.
     """
     pieces = _Pieces(single)
-    described = [_run(run, defaults, pieces, number, len(runs)) for number, run in enumerate(runs)]
+    described = [_run(run, pieces, number, len(runs)) for number, run in enumerate(runs)]
     names = sorted({name for run in described for name in run["series"]})
     data = {
         "made": time.time(),
@@ -171,11 +171,9 @@ def _described(name: str) -> list[str]:
 # -- one run -------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    run: RunRecord, defaults: dict[str, Any] | None, pieces: _Pieces, number: int, number_of_runs: int
-) -> dict[str, Any]:
+def _run(run: RunRecord, pieces: _Pieces, number: int, number_of_runs: int) -> dict[str, Any]:
     axes, series = _series(run.metrics, run.settings, number_of_runs)
-    differs, rest = _settings(run.settings, defaults)
+    differs, rest = _settings(run)
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -196,6 +194,7 @@ def _run(
         "recipe": run.recipe,
         "log": run.log,
         "notes": run.notes,
+        "findings": [asdict(finding) for finding in findings(evidence_of(run))],
     }
 
 
@@ -249,24 +248,18 @@ def _horizontal(metrics: Metrics, settings: dict[str, Any]) -> dict[str, np.ndar
     return axes
 
 
-def _settings(settings: dict[str, Any], defaults: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
-    """Settings as ``[flag, value, default]``: those that differ from the defaults, and the others. A recipe's own flags
-    come last among the first, without a default."""
-    flat = dict(_flat(settings))
-    if defaults is None:
-        return [], [[name, value] for name, value in flat.items()]
-    standard = dict(_flat(defaults))
-    common = [[name, value, standard[name]] for name, value in flat.items() if name in standard]
-    own = [[name, value] for name, value in flat.items() if name not in standard]
-    return [row for row in common if row[1] != row[2]] + own, [row for row in common if row[1] == row[2]]
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in settings.items():
-        name = prefix + name.replace("_", "-")
-        rows += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return rows
+def _settings(run: RunRecord) -> tuple[list[Any], list[Any]]:
+    """Settings as ``[flag, value, default]`` where they are not the recipe's defaults, and the others as
+    ``[flag, value]``: all of them in runs of earlier versions."""
+    recorded = run.state.get("changed")
+    changed = {
+        name.replace("_", "-"): pair[0]
+        for name, pair in (recorded.items() if isinstance(recorded, dict) else ())
+        if isinstance(pair, list) and pair
+    }
+    flat = flat_settings(run.settings).items()
+    differs = [[name, value, changed[name]] for name, value in flat if name in changed]
+    return differs, [[name, value] for name, value in flat if name not in changed]
 
 
 # -- rollouts ------------------------------------------------------------------------------------------------------

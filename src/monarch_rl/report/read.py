@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,15 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     record.recipe = _text(folder / "recipe.py", notes)[:RECIPE_BYTES]
     record.log = _end_of(folder / "console.log", notes)
     return record
+
+
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by flag without dashes: ``{"trainer.lr": 1e-6}``."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flag = prefix + name.replace("_", "-")
+        flat |= flat_settings(value, f"{flag}.") if isinstance(value, dict) and value else {flag: value}
+    return flat
 
 
 def _metrics(path: Path, notes: list[str]) -> Metrics:

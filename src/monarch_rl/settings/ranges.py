@@ -254,6 +254,15 @@ def problems_in(value: Any) -> list[str]:
     return found
 
 
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of settings as :func:`to_plain` gives them: ``("trainer.lr", 1e-6)``."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 C = TypeVar("C", bound=CheckedSettings)
 
 

@@ -1,5 +1,6 @@
 // Whether the run learns: charts of metrics.
 function showLearn(main) {
+  showFindings(main);
   const choices = Object.keys(X_AXES).filter(x => DATA.runs.some(run => run.axes.some(axis => x in axis)));
   main.append(make("div", {class: "bar"}, "against", choices.map(x =>
     make("button", {"aria-pressed": STATE.x === x, onclick: () => { setState({x}); show(); }}, X_AXES[x]))));
@@ -32,6 +33,16 @@ function showLearn(main) {
     });
     main.append(details);
   }
+}
+function showFindings(main) {
+  const run = currentRun(), found = run.findings;
+  const panel = make("div", {class: "card findings"}, make("h3", {}, `Diagnosis${DATA.runs.length > 1 ? ` of ${run.name}` : ""}`));
+  if (!found.length) panel.append(make("div", {class: "dim"}, "Nothing found: none of the rules applies."));
+  for (const {sentence, since, change, confidence, level, metric} of found) {
+    panel.append(make("div", {class: level, title: metric}, sentence,
+      make("span", {class: "dim"}, ` Since step ${since}, ${confidence}. Change: ${change}`)));
+  }
+  main.append(panel);
 }
 function hintOf(name) {
   const [unit, meaning] = DATA.metrics[name];

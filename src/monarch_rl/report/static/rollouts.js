@@ -135,14 +135,21 @@ function tokensOf(row) {
   }
   const count = columns.logprob.length, trained = row.trained;
   if (!count) return null;
-  const column = (key, Kind) => { const values = trained && arrayOf(trained[key], Kind); return values && values.length === count ? values : null; };
+  // Turns that a branch shares are trained in the earlier sequence: here their tokens have version -1, and no values.
+  const own = columns.version.map(version => version !== -1), sampled = own.filter(Boolean).length;
+  columns.version = columns.version.map((version, i) => (own[i] ? version : null));
+  const column = (key, Kind) => {
+    const values = trained && arrayOf(trained[key], Kind);
+    let next = 0;
+    return values && values.length === sampled ? own.map(is => (is ? values[next++] : null)) : null;
+  };
   if (typeof row.step === "number") columns.lag = columns.version.map(version => (version === null ? null : row.step - 1 - version));
   const now = column("trainer_logprobs", Float32Array);
   if (now) {
     columns["trainer log-prob"] = now;
-    columns.ratio = columns.logprob.map((value, i) => (value === null ? null : Math.exp(now[i] - value)));
+    columns.ratio = columns.logprob.map((value, i) => (value === null || now[i] === null ? null : Math.exp(now[i] - value)));
   }
-  for (const [name, key, Kind] of [["log-prob after the step", "new_logprobs", Float32Array], ["entropy", "entropies", Float32Array],
+  for (const [name, key, Kind] of [["log-prob in the last pass", "new_logprobs", Float32Array], ["entropy", "entropies", Float32Array],
     ["advantage", "advantages", Float32Array], ["weight", "weights", Float32Array], ["mask", "flags", Uint8Array]]) {
     const values = column(key, Kind);
     if (values) columns[name] = values;

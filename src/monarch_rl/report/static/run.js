@@ -10,11 +10,11 @@ function showRun(main) {
     ["monarch_rl", state.version], ["Python", state.python]];
   main.append(table([], lines.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, shown(value)])));
   if (run.differs.length) {
-    part("Settings that differ from the defaults", table(["flag", "value", "default"],
+    part("Settings that differ from the recipe's defaults", table(["flag", "value", "default"],
       run.differs.map(([name, value, standard]) => [`--${name}`, shown(value), shown(standard)])));
   }
   if (run.settings.length) {
-    main.append(make("details", {open: !run.differs.length}, make("summary", {}, run.differs.length ? `${run.settings.length} settings at their defaults` : "Settings"),
+    main.append(make("details", {open: !run.differs.length}, make("summary", {}, run.differs.length ? `${run.settings.length} other settings` : "Settings"),
       table(["flag", "value"], run.settings.map(([name, value]) => [`--${name}`, shown(value)]))));
   }
   if (Array.isArray(state.attempts) && state.attempts.length > 1) {

@@ -4,9 +4,9 @@ function showTime(main) {
   if (run.spans.length) showLanes(main, run);
   else main.append(make("p", {}, "This run wrote no timeline."));
   if (run.lanes.length) {
-    const whats = [...new Set(run.lanes.flatMap(lane => Object.keys(lane.shares)))].sort((a, b) => (b === "work") - (a === "work") || a.localeCompare(b));
-    main.append(make("h2", {}, "Shares of the recorded time"), table(["lane", ...whats, "idle"], run.lanes.map(({lane, shares}) =>
-      [lane, ...whats.map(what => (what in shares ? share(shares[what]) : "")), share(Math.max(0, 1 - (shares.work ?? 0)))])));
+    const waits = shares => Object.entries(shares).filter(([what, part]) => what !== "work" && part > 0.005).sort((a, b) => b[1] - a[1]);
+    main.append(make("h2", {}, "Shares of the recorded time"), table(["lane", "work", "waits for"], run.lanes.map(({lane, shares}) =>
+      [lane, "work" in shares ? share(shares.work) : "", waits(shares).slice(0, 5).map(([what, part]) => `${what.replace(/^wait: /, "")} ${share(part)}`).join(", ")])));
   }
   const idle = Object.keys(DATA.metrics).filter(name => name.endsWith("idle_share"));
   const grid = make("div", {class: "charts"});
