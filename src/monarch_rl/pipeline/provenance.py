@@ -109,14 +109,17 @@ def results(metrics: Path, best: str = "") -> dict[str, Any]:
 
     Raises OSError.
     """
-    steps, first, last, line = None, None, None, b""
+    steps, first, last, newest = None, None, None, b""
     if metrics.exists():
         with metrics.open("rb") as lines:
             for line in lines:
+                if not line.endswith(b"\n"):  # being written, or the run was killed while it was
+                    break
+                newest = line
                 if b'"held_out/' in line and (row := _row(line)) and (name := best or _metric(row)) in row:
                     best, last = name, [row["step"], row[name]]
                     first = first or last
-            steps = (_row(line) or {}).get("step")
+            steps = (_row(newest) or {}).get("step")
     return {"steps": steps, "held_out": first and {"metric": best, "first": first, "last": last}}
 
 
