@@ -92,6 +92,22 @@ def diagnose(run: Positional[Path], *, json: bool = False) -> int:
     return int(any(finding.level == "problem" for finding in found))
 
 
+@app.command
+def view(folder: Positional[Path] = Path("runs"), *, port: int = 0) -> int:
+    """Show runs in a browser, also while they are running: a list, and the page of those that are chosen.
+
+    Serves on 127.0.0.1 until Ctrl-C, at an address with a random key, which it prints. Nothing is written.
+
+    Args:
+        folder: folder of runs, or of one run.
+        port: 0 lets the system choose one.
+    """
+    from monarch_rl.report.view import view as serve
+
+    serve(folder, port)
+    return 0
+
+
 def main() -> None:
     """Entry point of ``monarch-rl``."""
     from monarch_rl.offline.program import run_program

@@ -33,6 +33,7 @@ class Browser:
         self._to, self._answers = to, answers
         self._calls = 0
         self._session = ""
+        self._loaded = 0
         self.requests: list[str] = []
         self.errors: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -58,6 +59,8 @@ class Browser:
     def _note(self, event: dict[str, Any]) -> None:
         values = event.get("params", {})
         match event.get("method"):
+            case "Page.loadEventFired":
+                self._loaded += 1
             case "Network.requestWillBeSent":
                 self.requests.append(values["request"]["url"])
             case "Runtime.exceptionThrown":
@@ -82,6 +85,13 @@ class Browser:
         wait_until(
             lambda: self.errors or self.run("typeof ready === 'number'"), lambda: f"{page} to be ready: {self.errors}"
         )
+
+    def leave(self, expression: str) -> None:
+        """Run JavaScript that leaves the page, and wait until the next one has loaded."""
+        before = self._loaded
+        self.run(expression)
+        while self._loaded == before:  # without calls: a page that is being replaced may not answer them
+            self._note(item_of(self._answers, f"a page after {expression}"))
 
     def press(self, key: str) -> None:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)

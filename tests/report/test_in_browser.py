@@ -12,6 +12,7 @@ from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.report.browser import Browser, chromium, needs_chromium
 from tests.report.synthetic import add_episodes, encoded, episode, trained, write_run
+from tests.report.test_view import serving
 
 pytestmark = needs_chromium
 
@@ -166,3 +167,48 @@ def test_time_shows_lanes_lags_losses_and_faults(browser: Browser, tmp_path: Pat
     box = browser.run("(({x, y}) => [x, y])(document.querySelector('.lanes').getBoundingClientRect())")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 300, y=box[1] + 40)
     browser.wait_for("/trainer rank 0: (update|waits: batch)/.test(document.querySelector('.tip')?.textContent)")
+
+
+def test_from_the_list_to_all_screens_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "a", steps=4, groups=40, state="running")
+    write_run(tmp_path / "runs" / "b", steps=3)
+    with serving(tmp_path / "runs") as server:
+        # Timers of 10 s are kept, for the test to call.
+        script = browser.call(
+            "Page.addScriptToEvaluateOnNewDocument",
+            source="globalThis.timers = []; const set = setInterval; globalThis.setInterval = (f, ms, ...rest) => "
+            "ms === 10000 ? timers.push(f) : set(f, ms, ...rest);",
+        )
+        browser.call("Page.navigate", url="about:blank")
+        browser.requests.clear()
+        browser.errors.clear()
+        browser.call("Page.navigate", url=server.url)
+        browser.wait_for("document.querySelectorAll('td a').length === 2")
+        browser.leave(
+            "document.querySelectorAll('input').forEach(box => box.click()); document.querySelector('button').click()"
+        )
+        browser.wait_for("typeof ready === 'number' && DATA.runs.length === 2")
+        browser.leave("location.assign('.')")
+        browser.wait_for("document.querySelectorAll('td a').length === 2")
+        browser.leave("document.querySelector('a[href$=\"=a\"]').click()")
+        browser.wait_for("typeof ready === 'number' && DATA.runs.length === 1")
+        for key in "1234":
+            browser.press(key)
+            assert not browser.charts_without_pixels()
+        browser.run("setState({screen: 'rollouts', step: '1-2'}); show()")  # in a piece
+        browser.wait_for("document.querySelector('.tokens span')")
+        browser.press("1")
+        latest = "Math.max(...plots.flatMap(plot => [...plot.data[0]]))"
+        assert browser.run(latest) == 4 and browser.run("timers.length") == 1
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 5, "seconds": 5.0, "reward/mean": 0.5}\n')
+        browser.leave("setTimeout(timers[0])")
+        browser.wait_for(f"typeof ready === 'number' && {latest} === 5")
+        run = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(run | {"state": "finished"}))
+        browser.leave("setTimeout(timers[0])")
+        browser.wait_for("typeof ready === 'number' && DATA.runs[0].state.state === 'finished' && timers.length === 0")
+        assert not browser.errors
+        assert all(address.startswith(server.url) for address in browser.requests), browser.requests
+        assert any("/pieces/" in address for address in browser.requests)
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)

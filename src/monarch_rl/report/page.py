@@ -62,6 +62,8 @@ class Page:
     """A page, and the pieces beside it."""
 
     html: str
+    policy: str
+    """Its content security policy, which is also in the page."""
     pieces: dict[int, str] = field(default_factory=dict)
     """Text of the piece ``NNN.js``, by number."""
 
@@ -122,17 +124,19 @@ def make_page(
         "inside": pieces.inside,
     }
     title = ", ".join(run.name for run in runs)
-    return Page(_html(title, _packed(data)), pieces.outside)
+    text, policy = _html(title, _packed(data))
+    return Page(text, policy, pieces.outside)
 
 
-def _html(title: str, data: str) -> str:
+def _html(title: str, data: str) -> tuple[str, str]:
+    """The page, and its policy."""
     static = files("monarch_rl.report") / "static"
     style = (static / "uPlot.min.css").read_text() + (static / "style.css").read_text()
     library = (static / "uPlot.iife.min.js").read_text()
     code = '"use strict";\n' + "".join((static / name).read_text() for name in CODE)
     policy = (
-        f"default-src 'none'; script-src 'self' file: {_hash(library)} {_hash(code)}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'self' file: {content_hash(library)} {content_hash(code)}; "
+        f"style-src {content_hash(style)}; base-uri 'none'; form-action 'none'"
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -142,10 +146,11 @@ def _html(title: str, data: str) -> str:
         "<noscript>This page needs JavaScript. It loads nothing from the network.</noscript>"
         f'<script type="text/plain" id="data">{data}</script><script>{library}</script><script>{code}</script>'
         "</body></html>\n"
-    )
+    ), policy
 
 
-def _hash(text: str) -> str:
+def content_hash(text: str) -> str:
+    """What a policy names a script or a style by."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

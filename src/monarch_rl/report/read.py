@@ -71,6 +71,11 @@ class RunRecord:
     """Sentences on what could not be read, for the user."""
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, of which at least one of its first files was written."""
+    return any((folder / name).is_file() for name in ("run.json", "settings.json", "metrics.jsonl"))
+
+
 def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     """Read a run's folder.
 
@@ -81,11 +86,11 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     Raises:
         SettingsError: the folder holds no file of a run.
     """
-    if not any((folder / name).is_file() for name in ("run.json", "settings.json", "metrics.jsonl")):
+    if not is_run(folder):
         raise SettingsError(f"{folder} holds no run (no run.json, settings.json or metrics.jsonl): give a run's folder")
     record = RunRecord(folder, folder.resolve().name)
     notes = record.notes
-    record.state = _object(folder / "run.json", notes)
+    record.state = read_object(folder / "run.json", notes)
     if isinstance(name := record.state.get("name"), str) and name:
         record.name = name
     written = record.state.get("format", 0)
@@ -94,7 +99,7 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
             f"{folder / 'run.json'} has format {written!r}, and this version reads up to {FORMAT}: update monarch_rl "
             "if something is missing here"
         )
-    record.settings = _object(folder / "settings.json", notes)
+    record.settings = read_object(folder / "settings.json", notes)
     record.settings.pop("crc32", None)
     record.metrics = _metrics(folder / "metrics.jsonl", notes)
     record.episodes = _episodes(folder, notes, episode_bytes)
@@ -231,7 +236,8 @@ def _rows(path: Path, notes: list[str], limit: int | None = None) -> Iterator[di
         notes.append(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out")
 
 
-def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if it is missing, or damaged, of which a note is added."""
     try:
         value = json.loads(path.read_bytes().decode(), parse_constant=_null)
         if isinstance(value, dict):
