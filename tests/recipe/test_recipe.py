@@ -145,7 +145,8 @@ def test_a_run_continues_after_its_console_was_closed(start: Start, model: Path,
     log = (folder / "console.log").read_text()
     assert "Broken pipe" in log and re.search(rf"\| controller \| step {STEPS}/{STEPS} ", log), log
     assert len(run.output().splitlines()) == 1 and re.search(rf"\| files: .* are in {folder}$", log, re.MULTILINE), log
-    assert re.search(rf"\| resume: .* --resume {folder} ", log.splitlines()[-1]), log
+    *_, resume, page = log.splitlines()
+    assert re.search(rf"\| resume: .* --resume {folder} ", resume) and page.endswith(f"{folder / 'report.html'}"), log
 
 
 def check_phases(log: str) -> None:
@@ -171,6 +172,7 @@ def check_phases(log: str) -> None:
         "model: +python tools/export.py ",
         "evaluate: +python tools/evaluate.py .* --task .*grpo.py$",
         "resume: +the same command with --resume ",
+        "page: +.*/report.html$",
     ]
     found = [re.search(f"^{phase}", log, re.MULTILINE) for phase in phases]
     assert None not in found, f"not printed: {phases[found.index(None)]}\n{log}"
@@ -402,12 +404,11 @@ def halved(token_logprobs, batch):
     assert torch.equal(batch.columns["offset"], batch.behaviour_logprobs + 1), "not the stage's column"
     assert torch.are_deterministic_algorithms_enabled() and torch._C._get_cudnn_deterministic()
     assert not torch._C._get_deterministic_fill_uninitialized_memory() and not torch._C._get_cudnn_benchmark()
-    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     loss, sums = loss_function(PPOClip(), LossSettings(lag_discount=0.5))(token_logprobs, batch)
     return loss / 2, sums | {{"own_metric": 7 * sums["tokens"]}}
 
 async def train(run, s):
-    assert os.environ["NCCL_ALGO"] == "Ring" and os.environ["NCCL_PROTO"] == "Simple", "the environment of all meshes"
     stages = [Stage(offset, fills=("offset",), concurrency=4)]
     await run.start(grpo.task(s), advantage=shifted, objective=halved, stages=stages)
     await run.evaluate()
@@ -452,7 +453,7 @@ def test_own_functions_evaluations_during_training_and_a_stream_that_filters_and
     assert re.search(r"^warm-up 1/1 \| loss \d", run.output(), re.MULTILINE)
     assert re.findall(r"^step (\d+)/", run.output(), re.MULTILINE) == ["1", "2", "3"]
 
-    assert re.search(r"^.* stream: ", run.output(), re.MULTILINE)
+    assert re.search(r"^Asynchronous without a bound: ", run.output(), re.MULTILINE)
     assert [row["buffer/trained"] for row in steps] == [8, 16, 24]
     assert {row["lag/max"] for row in steps} == {0}
     last = steps[-1]
@@ -721,6 +722,11 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
 
 
 @pytest.mark.heavy
+def nothing_started(output: str) -> bool:
+    """Whether a program printed no more than that it checks its settings."""
+    return re.fullmatch(r"(checking the settings for \S+\n)?", output) is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -736,7 +742,7 @@ def test_bad_settings_on_the_command_line(arguments: list[str], code: int, parts
     done = on_command_line(RECIPE, *arguments)
     assert done.returncode == code
     assert [part for part in parts if part not in done.stderr] == [], done.stderr
-    assert "Traceback" not in done.stderr and not done.stdout
+    assert "Traceback" not in done.stderr and nothing_started(done.stdout)
 
 
 def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: Path) -> None:
@@ -746,7 +752,7 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
     lines += ["    return int('no number')", "grpo.launch(grpo.train, grpo.Settings(), task)"]
     script.write_text("\n".join(lines))
     done = on_command_line(script)
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 1 and nothing_started(done.stdout)
     assert f'File "{script}", line 4, in task\n' in done.stderr
     assert done.stderr.endswith("\nValueError: invalid literal for int() with base 10: 'no number'\n")
 
@@ -760,7 +766,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_before_anything_starts(model: P
     lines += [f"launch(None, RunSettings(model={str(model)!r}, held_out=1), task)"]
     script.write_text("\n".join(lines))
     done = on_command_line(script)
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 1 and nothing_started(done.stdout)
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     assert "(episode -> reward -> NUMBERS: cannot pickle 'generator'" in done.stderr
 
