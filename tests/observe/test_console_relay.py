@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarch_rl.observe import console_relay
 from monarch_rl.observe.console_relay import LOG, Sink
+from monarch_rl.runtime import process
 from tests.patience import exit_code, run, wait_until
 
 LINES = 4000
@@ -425,3 +427,9 @@ def test_a_long_log_keeps_its_beginning_and_its_newest_lines(tmp_path: Path) -> 
     assert len(head) + int(found[2].replace(",", "")) + len(tail) == lines
     assert len(found[1]) > bound * 0.45 and len(found[3]) > bound * 0.2
     assert [path.name for path in tmp_path.iterdir()] == [LOG]
+
+
+def test_processes_and_the_relay_agree_on_names() -> None:
+    """The relay's process imports the standard library alone, so it cannot import them."""
+    for name in ("CONSOLE_VARIABLE", "BELL"):
+        assert getattr(console_relay, name) == getattr(process, name)

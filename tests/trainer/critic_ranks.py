@@ -121,7 +121,7 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
     for step in range(steps):
         part = part_of(policy, predictable(0), minibatches=made.minibatches)
         part.version = step
-        metrics, advantages, _ = train(policy, part, functions, MAX_NEW_TOKENS)
+        metrics, advantages, *_ = train(policy, part, functions, MAX_NEW_TOKENS)
         flat = torch.cat(list(chain(*advantages)))
         assert abs(float(flat.mean())) < 1e-5 and abs(float(flat.std()) - 1) < 1e-3
         made_sums = weights_checksums(policy)

@@ -36,9 +36,9 @@ from typing import Any, TextIO
 from urllib.parse import unquote
 
 LOG = "console.log"
-FOLDER_VARIABLE = "MONARCH_RL_CONSOLE"
-"""Environment variable of the run's processes with the folder of named pipes, and the inode numbers of the controller's
-pipes for output and error. Read by ``runtime/process.py``."""
+CONSOLE_VARIABLE = "MONARCH_RL_CONSOLE"
+"""Environment variable of the run's processes, read by ``runtime/process.py``: the inode numbers of the controller's
+pipes for standard output and error, and the folder of named pipes, separated by colons."""
 NAMED = "[12]-*"
 """Named pipes of processes: standard stream, process id and name."""
 BELL = "bell"
@@ -109,7 +109,7 @@ class Relay:
             os.mkfifo(folder / BELL, 0o600)
             self._bell = os.open(folder / BELL, os.O_RDWR | os.O_NONBLOCK)
             inodes = [str(os.fstat(self.writers[n]).st_ino) if n in self.writers else "" for n in (1, 2)]
-            os.environ[FOLDER_VARIABLE] = ":".join([*inodes, self._folder])
+            os.environ[CONSOLE_VARIABLE] = ":".join([*inodes, self._folder])
 
     def capture(self) -> None:
         """Relay what the pipes hold, and from now on the output of this process and of those that it starts."""
@@ -211,7 +211,7 @@ class Relay:
 
     def _restore(self) -> None:
         self._ended = True
-        os.environ.pop(FOLDER_VARIABLE, None)
+        os.environ.pop(CONSOLE_VARIABLE, None)
         if self._bell is not None:
             os.close(self._bell)
         for number, console in self.consoles.items():

@@ -670,6 +670,7 @@ METRICS = (
         "CPU time that the controller and the rollout workers spent since the last step on `rollouts/`.",
         "speed",
     ),
+    Metric("trainer/record_cpu_s", "s", "CPU time that trainer rank 0 spent on records of tokens.", "speed"),
     Metric(
         "record/skipped",
         "episodes",

@@ -282,7 +282,8 @@ class _Rank:
         from monarch_rl.trainer.step import train
         from monarch_rl.trainer.step_journal import weights_checksums
 
-        figures, advantages, _ = train(self._policy, shard, self._functions, self._plan.normaliser_tokens)
+        trained = train(self._policy, shard, self._functions, self._plan.normaliser_tokens)
+        figures, advantages = trained.metrics, trained.advantages
         made, version = self._own.made(shard.version), shard.version
         about, taken = self._own.about_made(version), self._batches.about_batch(version)
         # A result from before the run was resumed is that of another batch.

@@ -210,11 +210,12 @@ class Trainer(ResilientActor):
             self._note(version + 1)
             return trained, changed_share(before, policy.published.sampled_rows(dtypes), policy.device)
 
-        (metrics, _, self._records), changed = await self._on(self._compute, step)
+        trained, changed = await self._on(self._compute, step)
+        metrics, self._records = trained.metrics, trained.records
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
             changed[LOST] = float(journal.lost)
-        return metrics | changed
+        return metrics | changed | {"record_cpu_s": trained.record_cpu_s}
 
     def _note(self, version: int) -> None:
         """Mark the state of ``version`` as complete: the next checkpoint holds it."""
@@ -399,7 +400,7 @@ class Trainer(ResilientActor):
             CannotWrite: a rank could not write; names the rank.
         """
         checkpoint = self.policy.checkpoint
-        with timeline.span("checkpoint", f"{self._name}, checkpoints"):
+        with timeline.span("checkpoint", f"{self._name}, checkpoints", checkpoint.version):
             return await self._on(self._disk, checkpoint.write, Path(folder), checkpoint.group)
 
     @concurrent_endpoint

@@ -55,7 +55,7 @@ ROUTES_DIFFER, LAYER_CHOICES = "routes_differ", "choices_of_a_layer"
 """The engine's choices of experts that differ from the trainer's, by layer, and all choices of a layer."""
 TRAINERS_OWN = (
     *("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share"),
-    "changed_share",
+    *("changed_share", "record_cpu_s"),
     *(MASKED_TOKENS, MASKED_EPISODES, "reference_device_s", SUPERVISED_LOSS, SUPERVISED_TOKENS),
     *("entropy", "logprob", "mismatch_k3_*", ON_POLICY_TOKENS, "on_policy_share", "kept_mass", "ratio_outside"),
     *(LOGPROB_DIFFERENCE, f"{LOGPROB_DIFFERENCE}_*", ROUTES_DIFFER, f"{ROUTES_DIFFER}_*", LAYER_CHOICES),

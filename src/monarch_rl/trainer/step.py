@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -49,6 +50,8 @@ class TrainedBatch(NamedTuple):
     """Advantages of the whole batch."""
     records: list[TokenRecord]
     """Of this rank's sequences of logged groups."""
+    record_cpu_s: float
+    """CPU seconds that this thread spent on the records."""
 
 
 def train(
@@ -70,7 +73,7 @@ def train(
         ValueError: the advantage or the objective returned an unusable value, or ranks got different advantages.
     """
     if not shard.rewards:
-        return TrainedBatch(train_rows(policy, shard), [], [])
+        return TrainedBatch(train_rows(policy, shard), [], [], 0.0)
     advantage, objective, loss = functions.advantage, functions.objective, policy.settings.loss
     where, critic, epochs = f"step {shard.version + 1}", policy.critic, policy.settings.epochs
     if critic is not None:
@@ -100,8 +103,10 @@ def train(
     if critic is not None:
         with _not_finite_in(where):
             metrics |= critic.update_batch(minibatches, epochs) | value_metrics(columns)
+    began = time.thread_time()
     records = token_records(shard, minibatches, advantages, logged)
-    return TrainedBatch(metrics | batch_metrics(shard, flat(advantages)), advantages, records)
+    record_cpu_s = time.thread_time() - began
+    return TrainedBatch(metrics | batch_metrics(shard, flat(advantages)), advantages, records, record_cpu_s)
 
 
 def train_rows(policy: Policy, shard: PackedShard) -> dict[str, float]:
