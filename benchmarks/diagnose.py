@@ -61,7 +61,7 @@ READ = (
     "data/",
 )
 """Beginnings of the names of recorded metrics."""
-UNREAD = ("trainer/tokens", "trainer/step_s", "trainer/wait_s", "trainer/lr", "trainer/optimizer_steps")
+UNREAD = ("trainer/tokens", "trainer/step_s", "trainer/wait_s", "trainer/optimizer_steps")
 HEALTHY: dict[str, tuple[str, int, list[str]]] = {
     "grpo": ("recipes/grpo.py", 20, []),
     "synchronous": ("recipes/grpo.py", 10, ["--buffer.max-policy-lag", "0", "--objective", "gspo"]),
@@ -144,7 +144,7 @@ def reduced(name: str, run: Path) -> dict[str, Any]:
         },
         "episodes": [[one.step, float(f"{one.reward:.4g}"), int(one.cut)] for one in e.episodes],
         "failures": e.failures,
-        "on_gpu": e.on_gpu,
+        "on_gpu": bool(e.on_gpu),
     }
 
 

@@ -977,7 +977,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         try:
             origin = None if resumed is None else resumed.checkpoint
             best, changed = settings.evaluation.best, changed_settings(given)
-            with recording_state(folder, cluster.interrupts, settings.name, origin, best, changed):
+            with recording_state(folder, cluster.interrupts, settings.name, origin, best, changed, offered.kind):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 run = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:

@@ -86,6 +86,7 @@ def recording_state(
     resumed_from: Path | None = None,
     best: str = "",
     changed: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    device: str = "",
 ) -> Iterator[None]:
     """Record in the run's folder that the run is running during the block, and how it ended after the block.
 
@@ -94,10 +95,11 @@ def recording_state(
         resumed_from: the checkpoint from which this process resumes the run.
         best: the evaluation metric whose first and last value are recorded (``evaluation.best``).
         changed: default and given value of settings that are not the recipe's defaults, by name.
+        device: kind of the run's devices, ``cpu`` or ``cuda``.
     """
     global _run_of_this_process
     _run_of_this_process = folder
-    describing = _begin_description(folder, name, resumed_from, changed)
+    describing = _begin_description(folder, name, resumed_from, changed, device)
 
     def ended(state: str, cause: str = "", goes_on: bool = False) -> None:
         describing.join(DESCRIBED_S)
@@ -119,7 +121,7 @@ def recording_state(
 
 
 def _begin_description(
-    folder: Path, name: str, resumed_from: Path | None, changed: Mapping[str, Sequence[Any]]
+    folder: Path, name: str, resumed_from: Path | None, changed: Mapping[str, Sequence[Any]], device: str
 ) -> threading.Thread:
     """Write ``run.json`` for a start or a resume. Its slower parts (git, GPUs) follow on the returned thread, so that
     the first step does not wait for them."""
@@ -137,6 +139,7 @@ def _begin_description(
         "held_out": earlier.get("held_out"),
         "attempts": [*earlier.get("attempts", ()), attempt],
         "changed": redact_values(changed),
+        "device": device,
     }
     note_state(folder, "running", goes_on=True, more=given)
     thread = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)

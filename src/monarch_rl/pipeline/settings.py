@@ -51,7 +51,7 @@ from monarch_rl.rollout.settings import (
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.machine_memory import memory_limit
 from monarch_rl.settings.cli import NotAFlag
-from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, flattened, to_plain
+from monarch_rl.settings.ranges import FOREVER_S, Automatic, CheckedSettings, Range, flattened, to_plain, unchecked
 from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.loss_settings import check_objective
@@ -221,10 +221,11 @@ def to_record(s: RunSettings) -> dict[str, Any]:
 
 def changed_settings(given: RunSettings) -> dict[str, list[Any]]:
     """Default and given value of each setting that is not the default of the recipe's class, by name
-    (``trainer.lr``); empty if that class has settings without a default."""
+    (``trainer.lr``); empty if that class cannot be made without arguments."""
     try:
-        defaults = type(given)()
-    except TypeError:
+        with unchecked():  # defaults alone may contradict each other: a flag that has to be given
+            defaults = type(given)()
+    except Exception:  # a recipe's own __post_init__ may raise anything
         return {}
     old, new = (dict(flattened(to_plain(settings))) for settings in (defaults, given))
     return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}

@@ -17,13 +17,13 @@ CUT = ("length", "context")
 
 
 def diagnose(run: Path) -> list[Finding]:
-    """The findings of a run, most important first. Raises SettingsError if the folder is none of a run."""
+    """The findings of a run, most important first. Raises SettingsError if it is not a run's folder."""
     return findings(evidence_of(read_run(run)))
 
 
 def evidence_of(record: RunRecord) -> Evidence:
     """What the rules read of a run."""
-    hosts = record.state.get("hosts")
+    device = record.state.get("device")
     trained = [
         SampledEpisode(episode["step"], float(episode["reward"]), episode.get("finish_reason") in CUT)
         for episode in record.episodes
@@ -35,7 +35,7 @@ def evidence_of(record: RunRecord) -> Evidence:
         flat_settings(record.settings),
         trained,
         Counter(f"{failure.get('place', '')} {failure.get('reason', '')}".strip() for failure in failures),
-        on_gpu=not isinstance(hosts, list) or any(host.get("gpus") for host in hosts),
+        on_gpu=None if device not in ("cpu", "cuda") else device == "cuda",
     )
 
 

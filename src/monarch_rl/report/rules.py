@@ -6,6 +6,7 @@ A rule is a pure function of the :class:`Evidence` of a run. Thresholds were cho
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+
+logger = logging.getLogger("monarch_rl")
 
 WINDOW = 20
 """Steps that a rule looks at: the newest ones, and for a change also as many before."""
@@ -72,8 +75,8 @@ class Evidence:
     episodes: Sequence[SampledEpisode] = ()
     failures: Counter[str] = field(default_factory=Counter)
     """Failed episodes by reason and place, as far as they are logged."""
-    on_gpu: bool = True
-    """Whether the run had GPUs, on which automatic dtypes are coarser."""
+    on_gpu: bool | None = None
+    """Whether the run had GPUs, on which automatic dtypes are coarser; None if that is not known."""
 
     def steps(self) -> int:
         """Number of steps with a batch of episodes."""
@@ -88,6 +91,12 @@ class Evidence:
         """Mean of the first ``count`` values; nan if there are none."""
         values = self._values(name)[:count]
         return float(values.mean()) if len(values) else math.nan
+
+    def near(self, name: str, step: float, count: int = 10) -> float:
+        """Mean of the values of the ``count`` steps up to ``step``; nan if there are none."""
+        steps, values = self.metrics.get(name, (np.zeros(0), np.zeros(0)))
+        chosen = values[(steps <= step) & (steps > step - count)]
+        return float(chosen.mean()) if len(chosen) else math.nan
 
     def before(self, name: str, count: int = WINDOW) -> float:
         """Mean of the ``count`` values before the newest ``count``; nan if there are none."""
@@ -112,15 +121,18 @@ Rule = Callable[[Evidence], Finding | None]
 
 def small_updates(e: Evidence) -> Finding | None:
     """No weight changes in the dtype in which weights are served, although there is a gradient."""
-    share, lr = e.newest("trainer/changed_share"), float(e.settings.get("trainer.lr", 0.0))
-    if not share < 1e-3 or not e.newest("trainer/grad_norm") > 0:
+    rates, shares = (e.metrics.get(f"trainer/{name}", (None, np.zeros(0)))[1] for name in ("lr", "changed_share"))
+    if not len(shares) or len(rates) != len(shares) or not e.newest("trainer/grad_norm") > 0:
+        return None
+    share = float(shares[rates >= rates.max() / 2][-WINDOW:].mean())  # not of steps whose rate has decayed
+    if not share < 1e-3:
         return None
     return Finding(
         sentence=f"The updates are too small: they change {share:.2%} of the weights as generators hold them.",
         value=share,
         metric="trainer/changed_share",
         since=e.since("trainer/changed_share", lambda value: value < 1e-3),
-        change=f"--trainer.lr {max(100 * lr, 1e-6):.0e}, or --generator.dtype float32",
+        change=f"--trainer.lr {10 * float(rates.max()):.0e} or more, or --generator.dtype float32",
         confidence="sure",
         lost=1.0 - share,
     )
@@ -179,17 +191,19 @@ def part_never_earned(e: Evidence) -> Finding | None:
         if name.startswith("reward/") and name.count("/") == 2 and not name.endswith("/mean"):
             parts[name] = float(np.abs(values).max())
     never = sorted(name for name, largest in parts.items() if largest == 0)
-    if not never or e.steps() < FEWEST:
+    if not never or e.steps() < WINDOW:
         return None
     _, task, part = never[0].split("/")
+    penalty = any(word in part.lower() for word in ("penalty", "cost", "repeat", "repetition", "overlong"))
     return Finding(
         sentence=f"The part {part!r} of the reward of {task} is 0 in all episodes so far: it teaches nothing.",
         value=0.0,
         metric=never[0],
         since=int(e.metrics[never[0]][0][0]),
-        change=f"the prompt, so that the policy meets {part!r} sometimes, or a reward that gives partial credit",
-        confidence="sure",
-        lost=len(never) / len(parts),
+        change=f"the prompt, so that answers sometimes earn {part!r}, or a reward that gives partial credit",
+        confidence="perhaps" if penalty else "likely",
+        lost=0.0 if penalty else len(never) / len(parts),
+        level="note" if penalty else "problem",
     )
 
 
@@ -198,33 +212,36 @@ def few_rows(e: Evidence) -> Finding | None:
     epochs = e.newest("data/epochs", 1)
     if not epochs > 20:
         return None
-    rises = e.newest("held_out/accuracy", 1) > e.first("held_out/accuracy", 1)
+    # Also false if there are no evaluations, which say nothing.
+    flat = e.newest("held_out/accuracy", 1) <= e.first("held_out/accuracy", 1)
     return Finding(
         sentence=f"Each training row was seen about {epochs:.0f} times"
-        f"{'' if rises else ', and held-out items do not improve'}.",
+        f"{', and held-out items do not improve' if flat else ''}.",
         value=epochs,
         metric="data/epochs",
         since=e.since("data/epochs", lambda value: value > 20),
         change="more rows, or fewer --steps",
-        confidence="perhaps" if rises else "likely",
+        confidence="likely" if flat else "perhaps",
         lost=1 - 1 / epochs,
-        level="note" if rises else "problem",
+        level="problem" if flat else "note",
     )
 
 
 def gaming(e: Evidence) -> Finding | None:
     """The reward rises, but not what it stands for: success on held-out items, or the reward on rows not trained on."""
-    before, now = e.first("reward/mean", FEWEST), e.newest("reward/mean")
+    if len(e.metrics.get("held_out/accuracy", ((), ()))[0]) < 2 or e.steps() < 2 * WINDOW:
+        return None
+    at = int(e.metrics["held_out/accuracy"][0][-1])
+    before, now = e.first("reward/mean", FEWEST), e.near("reward/mean", at)
     first, last = e.first("held_out/accuracy", 1), e.newest("held_out/accuracy", 1)
     reward, chance = e.newest("held_out/reward", 1), e.newest("held_out/accuracy_high", 1) - last
-    wrong_aim = last <= first and reward - e.first("held_out/reward", 1) > 0.05
-    if e.steps() < 2 * WINDOW or not now - before > 0.05 or not (wrong_aim or now > reward + chance):
+    wrong_aim = last <= first and reward - e.first("held_out/reward", 1) > 0.05 * max(1.0, abs(now))
+    apart = now <= 1 and now - reward > max(chance, (now - before) / 3)  # the interval is of rewards of 0 and 1
+    if not now - before > 0.05 * max(1.0, abs(before)) or not (wrong_aim or apart):
         return None
-    grown = e.newest("length/mean") / max(e.first("length/mean", FEWEST), 1.0)
-    longer = f" Answers have become {grown:.1f} times as long." if grown > 1.3 else ""
     held_out = f"accuracy is {last:.0%} after {first:.0%}" if wrong_aim else f"reward is {reward:.2f}"
     return Finding(
-        sentence=f"The reward rises from {before:.2f} to {now:.2f}, but held-out {held_out}.{longer}",
+        sentence=f"The reward rises from {before:.2f} to {now:.2f}, but held-out {held_out}.",
         value=now - before,
         metric="reward/mean",
         since=int(e.metrics["reward/mean"][0][FEWEST]),
@@ -258,7 +275,8 @@ def low_entropy(e: Evidence) -> Finding | None:
 
 def mismatch(e: Evidence) -> Finding | None:
     """Engine and trainer disagree about the same tokens of the same weights, by more than rounding."""
-    k3, limit = e.newest("trainer/mismatch_k3_on_policy"), K3_LIMITS[_coarser_dtype(e)]
+    dtype = _coarser_dtype(e)
+    k3, limit = e.newest("trainer/mismatch_k3_on_policy"), K3_LIMITS.get(dtype, math.inf)
     # Tokens after a swap of weights see keys of the earlier version, but the median token does not.
     stale_keys = e.settings.get("generator.in-flight") == "continue"
     if not k3 > limit or (stale_keys and not e.newest("trainer/logprob_difference_p50") > MEDIAN_LIMIT):
@@ -266,7 +284,7 @@ def mismatch(e: Evidence) -> Finding | None:
     outside = e.newest("trainer/ratio_outside")
     return Finding(
         sentence=f"Engine and trainer disagree by {k3:.2g} nats per token on the weights that both hold, more than "
-        f"rounding in {_coarser_dtype(e)} explains ({limit:g}).",
+        f"rounding in {dtype} explains ({limit:g}).",
         value=k3,
         metric="trainer/mismatch_k3_on_policy",
         since=e.since("trainer/mismatch_k3_on_policy", lambda value: value > limit),
@@ -278,9 +296,9 @@ def mismatch(e: Evidence) -> Finding | None:
 
 def clipped_away(e: Evidence) -> Finding | None:
     """The objective clips, or corrections drop, a large share of the tokens."""
-    clipped, weight = e.newest("trainer/clipped"), e.newest("trainer/importance_weight")
-    by_clip = not 1 - weight > clipped
-    lost = clipped if by_clip else 1 - weight
+    clipped, corrected = e.newest("trainer/clipped"), 1 - e.newest("trainer/importance_weight")
+    by_clip = clipped >= corrected or math.isnan(corrected)
+    lost = clipped if by_clip else corrected
     if not lost > 0.2:
         return None
     what = (
@@ -324,7 +342,7 @@ def noisy_evaluation(e: Evidence) -> Finding | None:
     if len(e.metrics.get("held_out/accuracy", ((), ()))[0]) < 2:
         return None
     first, last = e.first("held_out/accuracy", 1), e.newest("held_out/accuracy", 1)
-    items = int(e.settings.get("held-out", 0)) * int(e.settings.get("evaluation.samples", 1))
+    items = _items(e)
     pooled = min(max((first + last) / 2, 0.5 / max(items, 1)), 1 - 0.5 / max(items, 1))
     width = 1.96 * math.sqrt(2 * pooled * (1 - pooled) / max(items, 1))
     if not items or abs(last - first) > width:
@@ -392,12 +410,31 @@ def findings(evidence: Evidence) -> list[Finding]:
     """What the rules find, problems first, then by the share of the learning signal that is lost, in tenths."""
     if evidence.steps() < FEWEST:
         return []
-    found = [replace(finding, rule=rule.__name__) for rule in RULES if (finding := rule(evidence)) is not None]
+    found = []
+    for rule in RULES:
+        try:
+            finding = rule(evidence)
+        except Exception:  # a recipe's settings and metrics may be of any kind: the other rules are worth having
+            logger.exception("the rule %s failed", rule.__name__)
+            continue
+        if finding is not None:
+            found.append(replace(finding, rule=rule.__name__))
     return sorted(found, key=lambda one: (one.level != "problem", -round(one.lost, 1)))
 
 
 def _coarser_dtype(e: Evidence) -> str:
-    """The coarser of the dtypes in which engine and trainer compute."""
-    automatic = "bfloat16" if e.on_gpu else "float32"
-    dtypes = [e.settings.get(flag, "auto") for flag in ("generator.dtype", "trainer.compute-dtype")]
-    return "float32" if {automatic if dtype == "auto" else dtype for dtype in dtypes} == {"float32"} else "bfloat16"
+    """The coarser of the dtypes in which engine and trainer compute; empty if it is not known."""
+    automatic = "" if e.on_gpu is None else "bfloat16" if e.on_gpu else "float32"
+    dtypes = {e.settings.get(flag, "auto") for flag in ("generator.dtype", "trainer.compute-dtype")}
+    computed = {automatic if dtype == "auto" else dtype for dtype in dtypes}
+    return "bfloat16" if "bfloat16" in computed else "" if "" in computed else "float32"
+
+
+def _items(e: Evidence) -> int:
+    """Number of held-out episodes of an evaluation: as set, or else from the width of the interval."""
+    items, samples = e.settings.get("held-out"), e.settings.get("evaluation.samples", 1)
+    if isinstance(items, int) and isinstance(samples, int) and items > 0:
+        return items * samples
+    share, half = e.newest("held_out/accuracy", 1), e.newest("held_out/accuracy_high", 1)
+    variance, half = max(share * (1 - share), 0.01), half - share
+    return round(variance * (1.96 / half) ** 2) if half > 0 else 0
