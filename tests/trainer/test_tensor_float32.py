@@ -104,7 +104,7 @@ def test_a_policy_uses_tf32_only_in_the_two_passes_of_half_precision(half: bool,
     policy._set_expert_routes, policy._routers = lambda *_: None, []
     policy.settings = type("Settings", (), {"router_replay": "off"})
     batch: Any = object.__new__(MicroBatch)
-    for name in ("positions", "attention", "sampled_after", "targets", "sampling_masks", "rows"):
+    for name in ("positions", "attention", "sampled_after", "targets", "sampling_masks", "rows", "notes"):
         setattr(batch, name, None)
     batch.token_ids, batch.supervised = torch.zeros(1, 3), False
     Watched.seen.clear()
