@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import resource
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from monarch_rl.pipeline.memory import HEAD, STATES, cpu_weights, trainer_memory
 from monarch_rl.pipeline.publishing import TransferGroup
 from monarch_rl.pipeline.settings import (
     RunSettings,
+    changed_settings,
     check,
     chosen_sizes,
     episode_limits,
@@ -386,3 +388,19 @@ def test_trainer_ranks_have_the_memory_that_the_weights_of_generators_leave(
         check(settings, CPUS)
     monkeypatch.setattr("monarch_rl.pipeline.settings.memory_limit", lambda: 2 * needed + weights)
     check(settings, CPUS)
+
+
+@dataclass(frozen=True)
+class NeedsData(RunSettings):
+    """Settings whose defaults alone are refused."""
+
+    data: str = ""
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.data:
+            yield "data must be given"
+
+
+def test_settings_that_are_not_the_defaults_are_found_also_if_those_contradict_each_other() -> None:
+    given = NeedsData(data="rows.jsonl", trainer=TrainerSettings(lr=0.5))
+    assert changed_settings(given) == {"data": ["", "rows.jsonl"], "trainer.lr": [1e-6, 0.5]}

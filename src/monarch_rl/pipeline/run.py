@@ -994,8 +994,11 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
             if cluster.interrupts.reason is None:  # otherwise this process sent itself the signal, because of a loss
                 print(f"interrupted: exit code {128 + number}; {how_to_resume(folder)}")
             raise KeyboardInterrupt from None
-        for line in closing_lines(folder, settings, run._steps_trained, run.warm_up_steps, run.saved):
-            print(line)
+        try:
+            for line in closing_lines(folder, settings, run._steps_trained, run.warm_up_steps, run.saved):
+                print(line)
+        except Exception as error:  # such as a damaged line of a file: the run has ended well all the same
+            logger.warning("the last lines of the run cannot be made (%s); its files are in %s", error, folder)
         if settings.report:
             print(*page_lines(folder), sep="\n")
 
