@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.token_text import replace_invalid
+from monarch_rl.model.token_text import TokenText, replace_invalid
 from tests.model.chat_helpers import write_model
 from tests.rollout.helpers import write_tokenizer
 
@@ -47,7 +50,31 @@ def test_a_token_may_end_inside_a_character(byte_level: ChatTemplate) -> None:
     assert byte_level.decode_with_ends([])[0] == ""
 
 
-def test_in_another_vocabulary_a_character_belongs_to_the_token_that_completes_it(tmp_path: Path) -> None:
+def with_byte_fallback() -> TokenText:
+    """A vocabulary as those of Llama 2 and Gemma: bytes, pieces of SentencePiece, and their decoder."""
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), "a", "\u2581b", "\u2581", "<s>", "\u65e5"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return TokenText(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+BYTE_FALLBACK = with_byte_fallback()
+
+
+@given(st.lists(st.integers(0, 260), max_size=12))
+def test_any_tokens_of_a_vocabulary_with_byte_fallback_have_ends(ids: list[int]) -> None:
+    text, ends = BYTE_FALLBACK.decode(ids)
+    assert len(ends) == len(ids) and (np.diff(ends.astype(int)) >= 0).all()
+    assert not ids or ends[-1] == len(text.encode())
+
+
+def test_tokens_of_a_vocabulary_with_byte_fallback_end_where_their_texts_do() -> None:
+    text, ends = BYTE_FALLBACK.decode([257, 256, *"\u65e5".encode(), 260])
+    assert text == "ba\u65e5\u65e5" and ends.tolist() == [1, 2, 3, 4, 5, 8]
+
+
+def test_in_another_vocabulary_tokens_end_where_their_texts_do(tmp_path: Path) -> None:
     template = ChatTemplate(write_tokenizer(tmp_path))
     ids = [*template.tokenizer.encode("ab "), template.stop_token_ids[0]]
     text, ends = template.decode_with_ends(ids)

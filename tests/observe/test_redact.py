@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from monarch_rl.observe.redact import REDACTED, redact, redact_command, redact_values
@@ -94,3 +96,16 @@ def test_settings_without_keys_stay_as_they_are() -> None:
         "key": 5,
         "eos_token": "</s>",
     }
+
+
+@pytest.mark.parametrize("part", ["DATA = 'a1", "a-", "a=", "x ", "key=a1", "sk-a-", "://a:b"])
+def test_long_texts_take_time_in_proportion(part: str) -> None:
+    """A recipe may hold data; and while a pattern is looked for, no other thread of the controller runs."""
+
+    def cpu_s(repeats: int) -> float:
+        text = part[:-1] + part[-1] * repeats + part * repeats
+        began = time.process_time()
+        redact(text)
+        return time.process_time() - began
+
+    assert cpu_s(40_000) < 40 * cpu_s(5_000) + 0.1  # in proportion to the square it would be 64 times

@@ -721,12 +721,12 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
     return run_forked("text", command, RUN_S, {"COLUMNS": str(columns)})
 
 
-@pytest.mark.heavy
 def nothing_started(output: str) -> bool:
     """Whether a program printed no more than that it checks its settings."""
     return re.fullmatch(r"(checking the settings for \S+\n)?", output) is not None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [

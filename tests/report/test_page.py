@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.patience import run
@@ -95,3 +96,15 @@ def test_older_rollouts_are_beside_the_page_or_in_it(tmp_path: Path, single: boo
     assert len(list(beside.iterdir())) == len(page.pieces), "pieces of an earlier page are removed"
     for number, text in page.pieces.items():
         assert re.fullmatch(rf'__piece\({number}, "[A-Za-z0-9+/=]+"\);\n', text)
+
+
+def test_only_pieces_of_an_earlier_page_are_removed(tmp_path: Path) -> None:
+    output = tmp_path / "site.html"
+    for groups in (80, 5):
+        write_page(make_page([read_run(write_run(tmp_path / f"run{groups}", steps=5, groups=groups))]), output)
+        assert (tmp_path / "site/001.js").exists() == (groups == 80)
+        (tmp_path / "site/404.js").write_text("console.log('mine')")
+    assert [path.name for path in (tmp_path / "site").iterdir()] == ["404.js"]
+    assert not list(tmp_path.glob(".site*"))
+    with pytest.raises(SettingsError, match="site does not end in .html"):
+        write_page(make_page([read_run(tmp_path / "run5")]), tmp_path / "site")

@@ -71,7 +71,7 @@ def test_rules_accept_whatever_a_run_left(
     episodes: list[SampledEpisode],
 ) -> None:
     metrics = {
-        name: (at, values if name.endswith(("share", "weight")) else 1000 * values - 1)
+        name: (at, values if name.endswith(("share", "weight", "clipped")) else 1000 * values - 1)
         for name, (at, values) in metrics.items()
     }
     found = findings(Evidence(metrics | {"reward/mean": steps}, given, episodes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -27,6 +27,7 @@ from monarch_rl.tasks.task import Policy, Task
 from tests.rollout.test_transcripts import Ids, sampled_episode
 
 TEMPLATE: Any = Ids()
+LOGGED = LoggedGroups(1, 20, seed=1)
 
 
 def rows_of(record: EpisodeRecord) -> list[dict[str, Any]]:
@@ -69,9 +70,11 @@ def test_a_kind_never_exceeds_its_limit_in_an_interval(events: list[tuple[float,
 
 
 def test_dropped_groups_and_failures_are_recorded_up_to_a_limit_and_all_of_logged_groups() -> None:
+    assert {group_id % 2 for group_id in range(40) if group_id in LOGGED} == {0, 1}
+
     async def test() -> None:
-        record, dropped = EpisodeRecord("worker", TEMPLATE, LoggedGroups(1, 20)), dict[str, set[int]]()
-        logged = [group_id for group_id in range(40) if group_id in LoggedGroups(1, 20)]
+        record, dropped = EpisodeRecord("worker", TEMPLATE, LOGGED), dict[str, set[int]]()
+        logged = [group_id for group_id in range(40) if group_id in LOGGED]
         for group_id in range(40):
             group = Group(group_id, group_id, [sampled_episode(), sampled_episode()], task="sums")
             await record.add_failed(EpisodeFailed("no"), 2, group_id, 0, "sums", group_id, {"n": group_id})
@@ -92,6 +95,22 @@ def test_dropped_groups_and_failures_are_recorded_up_to_a_limit_and_all_of_logge
         assert taken.cpu_s > 0 and record.take() == ([], 0, 0, 0.0)
 
     run_virtual(test())
+
+
+def test_an_episode_that_cannot_be_recorded_is_counted_and_costs_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        record = EpisodeRecord("worker", TEMPLATE, LoggedGroups(0, 1))
+        episodes = [sampled_episode(), sampled_episode()]
+        episodes[1].info = cast(Any, {("a", "tuple"): 1})  # as a stage may set it
+        for _ in range(2):
+            await record.add_group(Group(0, 0, episodes, task="sums"), None, "too easy")
+        taken = record.take()
+        assert (taken.lost, taken.lines) == (4, [])
+
+    run_virtual(test())
+    assert len([one for one in caplog.records if "worker cannot record" in one.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("inline", [True, False])

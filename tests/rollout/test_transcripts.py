@@ -26,6 +26,10 @@ class Ids:
     def decode(self, token_ids: list[int]) -> str:
         return " ".join(map(str, token_ids))
 
+    def decode_with_ends(self, token_ids: list[int]) -> tuple[str, np.ndarray]:
+        ends = [len(self.decode(token_ids[: place + 1])) for place in range(len(token_ids))]
+        return self.decode(token_ids), np.asarray(ends, np.uint32)
+
 
 def sampled_episode(reward: float = 1.0, messages: list[dict[str, Any]] = MESSAGES) -> Episode:
     """Two turns of versions 5, 6 and 6, 7."""

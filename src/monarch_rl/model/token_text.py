@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +13,12 @@ import numpy as np
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 REPLACED_BYTES = len(REPLACED.encode())
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""Stands for a space in the vocabularies of SentencePiece."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token that stands for a byte, of a vocabulary with byte fallback (Llama 2, Mistral, Gemma)."""
+_NOTED = "monarch_rl_noted"
+"""Name of the error handler that notes what it replaces."""
 
 
 class TokenText:
@@ -30,8 +38,8 @@ class TokenText:
 
         With a byte-level tokenizer (Qwen, Llama 3, SmolLM2) the ends are exact, also inside a character. Bytes that are
         not UTF-8, as at the end of a cut answer, are replaced as ``bytes.decode(errors="replace")`` does; a token that
-        ends among them ends as many bytes into the replacement character. With any other tokenizer a character belongs
-        to the token that completes it.
+        ends among them ends as many bytes into the replacement character. With other tokenizers the ends are those
+        of the tokens' own texts, and may be off where the decoder changes them.
         """
         if not len(token_ids):
             return "", np.zeros(0, np.uint32)
@@ -51,13 +59,18 @@ class TokenText:
         return replace_invalid(b"".join(pieces), np.cumsum([len(piece) for piece in pieces]))
 
     def _of_texts(self, token_ids: Sequence[int]) -> tuple[str, np.ndarray]:
-        from tokenizers.decoders import DecodeStream
-
+        """The ends by the sizes of the tokens' own texts, which a decoder may change."""
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        stream, backend = DecodeStream(skip_special_tokens=False), self._tokenizer.backend_tokenizer
-        sizes = [len((stream.step(backend, token) or "").encode()) for token in token_ids]
+        known, backend = self._bytes, self._tokenizer.backend_tokenizer
+        for token in set(token_ids) - known.keys():
+            piece = backend.id_to_token(token) or ""
+            byte = _BYTE.fullmatch(piece)
+            known[token] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+        pieces = [known[token] for token in token_ids]
+        joined, ends = replace_invalid(b"".join(pieces), np.cumsum([len(piece) for piece in pieces]))
+        stripped = joined.startswith(" ") and not text.startswith(" ")
         total = len(text.encode())
-        ends = np.minimum(np.cumsum(sizes), total)
+        ends = np.clip(ends.astype(np.int64) - stripped, 0, total)
         ends[-1] = total
         return text, ends.astype(np.uint32)
 
@@ -75,18 +88,19 @@ def replace_invalid(data: bytes, ends: np.ndarray) -> tuple[str, np.ndarray]:
         return data.decode(), ends.astype(np.uint32)
     except UnicodeDecodeError:
         pass
-    parts, moved, start, shift = list[str](), ends.astype(np.int64), 0, 0
-    while start < len(data):
-        try:
-            parts.append(data[start:].decode())
-            break
-        except UnicodeDecodeError as error:
-            first, last = start + error.start, start + error.end
-        parts += [data[start:first].decode(), REPLACED]
-        shift += REPLACED_BYTES - (last - first)
-        moved[ends >= last] = ends[ends >= last] + shift
-        start = last
-    return "".join(parts), moved.astype(np.uint32)
+    wrong = list[tuple[int, int]]()
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        wrong.append((error.start, error.end))
+        return REPLACED, error.end
+
+    codecs.register_error(_NOTED, replaced)
+    text = data.decode(errors=_NOTED)
+    lasts = np.array([last for _, last in wrong])
+    shifts = np.cumsum([REPLACED_BYTES - (last - first) for first, last in wrong])
+    passed = np.searchsorted(lasts, ends, side="right")
+    return text, (ends + np.concatenate([[0], shifts])[passed]).astype(np.uint32)
 
 
 def _token_bytes(token: str) -> bytes:

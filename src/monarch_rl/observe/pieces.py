@@ -39,7 +39,19 @@ class PieceLog:
         return self._lost + self._file.lost
 
     def append(self, *lines: str) -> bool:
-        """Append lines, given without line ends: all of them or none. Returns whether they were written."""
+        """Append lines, given without line ends, as many to a piece as it may have. Returns whether all were
+        written."""
+        part, size, written = list[str](), 0, True
+        for line in lines:
+            part.append(line)
+            size += len(line)
+            if size >= self._bound // PIECES:
+                written &= self._append(part)
+                part, size = [], 0
+        return self._append(part) and written
+
+    def _append(self, lines: list[str]) -> bool:
+        """Append lines to the newest piece, or to the next one if that is full: all of them or none."""
         try:
             self._folder.mkdir(exist_ok=True)
             if lines and _size(self._file.path) >= self._bound // PIECES:

@@ -17,7 +17,7 @@ _KNOWN = re.compile(
     -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     | (?<= :// ) [^\s/:@'"]+ : [^\s/@'"]+ (?= @ )  # name and password in a URL
     | (?<! [A-Za-z0-9] ) (?:
-        sk-[A-Za-z0-9_-]*? (?= [A-Za-z_]*[0-9] ) [A-Za-z0-9_]{16,} [A-Za-z0-9_-]*  # OpenAI, Anthropic, OpenRouter, ...
+        sk-[A-Za-z0-9_-]{0,40}? (?= [A-Za-z_]{0,40}[0-9] ) [A-Za-z0-9_]{16,} [A-Za-z0-9_-]*  # OpenAI, Anthropic, ...
       | hf_[A-Za-z0-9]{20,}
       | gh[oprsu]_[A-Za-z0-9]{30,} | github_pat_[A-Za-z0-9_]{30,} | glpat-[A-Za-z0-9_-]{20,}
       | (?: AKIA | ASIA ) [A-Z0-9]{16} (?! [A-Za-z0-9] )
@@ -42,7 +42,7 @@ _CERTAIN = re.compile(
 """Names of which every text is one; others (``eos_token``, ``sort_key``) may have values without any secret."""
 _RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_.+=-]{16,}")
 _ASSIGNED = re.compile(
-    r"""(?P<name>[A-Za-z0-9_.-]+)(?P<sign>["']?\s*[:=]\s*)"""
+    r"""(?<![A-Za-z0-9_.-])(?P<name>[A-Za-z0-9_.-]{1,100})(?P<sign>["']?\s*[:=]\s*)"""
     r"""(?:(?P<quote>["'])(?P<text>[^"'\s]+)(?P=quote)|(?P<bare>[A-Za-z0-9_+=-]{16,})(?![A-Za-z0-9_.(\[]))"""
 )
 """An assignment, keyword argument, entry of a mapping, or environment variable in a text."""

@@ -24,7 +24,7 @@ logger = logging.getLogger("monarch_rl")
 
 NONE = "none"
 """A name that stands for no tracker."""
-END_S = 30.0
+END_S = 5.0
 """Seconds at the end of a run for a tracker's last steps, and again for its end."""
 
 Rows = Callable[[], Sequence[Mapping[str, Any]]]

@@ -5,6 +5,7 @@ A run without a folder (a simulation, most tests) has :class:`NoOutputs`, with t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ from monarch_rl.pipeline.start import Actors, logged_groups
 from monarch_rl.rollout.evaluation import Evaluation
 
 logger = logging.getLogger("monarch_rl")
+
+TAKE_S = 1.0
+"""Seconds that a checkpoint waits for the rows of workers."""
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def open_outputs(
     record = RolloutRecord(actors.trainer, actors.workers, folder, logged_groups(s), s.rollout.log_mib << 20)
     console = console_of(existing_relay(), s.steps)
     trackers = Trackers(make_trackers(s.track), to_record(s), TrackedRun(folder.resolve().name, folder, version))
-    with Metrics(folder, seconds) as metrics, closing(record), trackers, console:
+    with trackers, Metrics(folder, seconds) as metrics, closing(record), console:  # trackers may take long to end
         yield RunOutputs(metrics, trackers, record, console, warm_up_steps)
 
 
@@ -75,8 +79,10 @@ class RunOutputs:
         return self._record.following()
 
     async def take_episodes(self) -> None:
-        """Take the rows of the episodes that have ended so far, before :meth:`flush`."""
-        await self._record.take()
+        """Take the rows of the episodes that have ended so far, before :meth:`flush`; at most :data:`TAKE_S` seconds,
+        because a checkpoint waits for it."""
+        taking = asyncio.ensure_future(self._record.take())
+        await asyncio.wait([taking], timeout=TAKE_S)  # what comes later is written, too
 
     async def token_lines(self) -> list[str]:
         """Lines about the tokens of logged groups in the last trained batch, for :meth:`write`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,8 +31,12 @@ TAKE_S = 2.0
 """Seconds between two calls that take the workers' rows. A worker that is lost has not handed over more than that."""
 
 
-NEWEST = 64
-"""Rows kept for trackers."""
+NEWEST = 16
+"""Rows of trained episodes that are kept for trackers."""
+TRAINED = '{"kind": "train"'
+"""Beginning of their lines."""
+QUEUED_BYTES = 64 * 2**20
+"""Most characters that wait for the disk; further lines are counted, and lost."""
 
 
 class RolloutRecord:
@@ -54,7 +59,8 @@ class RolloutRecord:
         self._newest: deque[str] = deque(maxlen=NEWEST)
         self._failed = False
         """Whether a failure to take rows has been logged."""
-        self._skipped, self._cpu_s, self._reported_cpu_s = 0, 0.0, 0.0
+        self._skipped, self._cpu_s, self._reported_cpu_s, self._queued = 0, 0.0, 0.0, 0
+        self._lock = threading.Lock()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -85,19 +91,21 @@ class RolloutRecord:
                     logger.error("the rows of ended episodes cannot be taken: %s", last_line(error))
                 self._failed = True
                 return
+        self._failed = False
         for rows in answers.values():
             self._skipped += rows.skipped
-            self._cpu_s += rows.cpu_s
+            with self._lock:
+                self._cpu_s += rows.cpu_s
             if rows.lost:
                 self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
             if rows.lines:
-                self._newest.extend(rows.lines)
+                self._newest.extend(line for line in rows.lines if line.startswith(TRAINED))
                 self._append(self.episodes, rows.lines)
 
     def newest(self) -> Callable[[], list[dict[str, Any]]]:
         """Returns a function that parses the newest rows of episodes that were sampled for training."""
         lines = tuple(self._newest)
-        return lambda: [row for row in map(json.loads, lines) if row["kind"] == "train"]
+        return lambda: [json.loads(line) for line in lines]
 
     async def token_lines(self) -> list[str]:
         """Lines of the sequences of logged groups that the last step trained, for :meth:`append_tokens`."""
@@ -134,11 +142,27 @@ class RolloutRecord:
         self._disk.close()
 
     def _append(self, log: PieceLog, lines: list[str]) -> None:
+        size = sum(map(len, lines))
+
         def write() -> None:
             with self._timed():
                 log.append(*lines)
+            self._queue(-size)
 
-        self._disk.begin(write, lambda: log.lose(len(lines), "the disk is slower than the run"))
+        def lose() -> None:
+            self._queue(-size)
+            log.lose(len(lines), "the disk is slower than the run")
+
+        if self._queue(size) > QUEUED_BYTES:
+            lose()
+        else:
+            self._disk.begin(write, lose)
+
+    def _queue(self, size: int) -> int:
+        """Add to the characters that wait for the disk, which another thread also does; returns their number."""
+        with self._lock:
+            self._queued += size
+            return self._queued
 
     def _positions(self) -> dict[str, int]:
         return {f"{ROLLOUTS}/{piece}": nbytes for piece, nbytes in (self.episodes.position(), self.tokens.position())}
@@ -153,7 +177,9 @@ class RolloutRecord:
         try:
             yield
         finally:
-            self._cpu_s += time.thread_time() - started
+            used = time.thread_time() - started
+            with self._lock:  # also on the disk's thread
+                self._cpu_s += used
 
 
 def _token_line(record: TokenRecord) -> str:

@@ -56,6 +56,9 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 STACKED = ("reward/all_wrong_share", "reward/equal_groups_share", "reward/all_right_share")
 INTERVALS = ("held_out/accuracy_low", "held_out/accuracy_high")
 
+PIECE = "__piece("
+"""Beginning of a piece's text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -69,26 +72,29 @@ class Page:
 
 
 def write_page(page: Page, output: Path) -> None:
-    """Write a page and its pieces, which are in a folder beside it, named like the page without ``.html``. Older pieces
-    there are removed.
+    """Write a page and its pieces, which are in a folder beside it, named like the page without ``.html``. Pieces of an
+    earlier page that are left there are removed.
 
     Raises:
-        SettingsError: a file cannot be written.
+        SettingsError: ``output`` does not end in ``.html``, or a file cannot be written.
     """
-    folder = output.with_suffix("")
+    if output.suffix != ".html":
+        raise SettingsError(f"{output} does not end in .html: its pieces are put into a folder of that name")
+    folder, incomplete = output.with_suffix(""), output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        if folder.is_dir():
-            for old in folder.glob("[0-9][0-9][0-9]*.js"):
-                old.unlink()
         if page.pieces:
             folder.mkdir(exist_ok=True)
         for number, text in page.pieces.items():
             (folder / piece_name(number)).write_text(text)
-        incomplete = output.with_name(f".{output.name}.{os.getpid()}")
         incomplete.write_text(page.html)
         incomplete.replace(output)
+        for old in folder.glob("[0-9][0-9][0-9]*.js"):
+            if old.name not in map(piece_name, page.pieces) and old.read_bytes().startswith(PIECE.encode()):
+                old.unlink()
     except OSError as error:
         raise SettingsError(f"{output} cannot be written ({error.strerror or error})") from error
+    finally:
+        incomplete.unlink(missing_ok=True)
 
 
 def piece_name(number: int) -> str:
@@ -306,7 +312,7 @@ class _Pieces:
     def _end_piece(self, piece: dict[str, str]) -> None:
         number = len(self.outside) + 1
         # Base64 and names made here: nothing in it needs escaping.
-        self.outside[number] = f'__piece({number}, "{_packed(piece)}");\n'
+        self.outside[number] = f'{PIECE}{number}, "{_packed(piece)}");\n'
 
 
 def _groups(episodes: list[dict[str, Any]], pieces: _Pieces, run: int) -> list[dict[str, Any]]:
@@ -314,7 +320,8 @@ def _groups(episodes: list[dict[str, Any]], pieces: _Pieces, run: int) -> list[d
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for episode in episodes:
         kind = episode.get("kind")
-        key = (episode["group"], repr(episode.get("attempt", 0)), kind == "held_out" and repr(episode.get("version")))
+        evaluated = kind == "held_out" and repr((episode.get("held_out"), episode.get("version")))
+        key = (episode["group"], repr(episode.get("attempt", 0)), evaluated)
         groups.setdefault(key, []).append(episode)
     named = [(f"{run}.{number}", rows) for number, rows in enumerate(groups.values())]
     named.reverse()

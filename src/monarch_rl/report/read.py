@@ -148,7 +148,7 @@ def _episodes(folder: Path, notes: list[str], limit: int) -> list[dict[str, Any]
     episodes = [row for row in map(_episode, _newest(rollouts, "episodes", limit, notes)) if row is not None]
     trained = {_key(row): row for row in _newest(rollouts, "tokens", limit, notes)}
     for episode in episodes:
-        if (arrays := trained.get(_key(episode))) is not None:
+        if episode["kind"] == "train" and (arrays := trained.get(_key(episode))) is not None:
             episode["trained"] = arrays
             episode["step"] = arrays.get("step")
             episode["advantage"] = arrays.get("advantage")

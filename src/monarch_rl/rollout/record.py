@@ -4,6 +4,7 @@ folder (``rollouts/episodes-*.jsonl``, docs/run_folder.md)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.transcripts import as_line, episode_rows, failed_row, shown, version_runs
 from monarch_rl.runtime.deadlines import now
+
+logger = logging.getLogger("monarch_rl")
 
 OUTBOX_BYTES = 16 * 2**20
 """Maximum characters of the lines that wait for the controller, which takes them every few seconds."""
@@ -57,6 +60,8 @@ class EpisodeRecord:
         self._with_item: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Group and attempt of the newest groups of which a line has the item."""
         self._skipped, self._cpu_s = 0, 0.0
+        self._failed = False
+        """Whether an episode that could not be recorded has been logged."""
 
     def take(self) -> WorkerRows:
         """Everything recorded since the last call."""
@@ -90,7 +95,7 @@ class EpisodeRecord:
         """Record a failed episode of a group; ``number`` is its position among all episodes of the group."""
         if group_id not in self._logged and self._is_over_limit(("failed", failed.reason), 1):
             return
-        with self._timed():
+        with self._not_fatal(1), self._timed():
             row: dict[str, Any] = {"kind": "failed", "group": group_id, "attempt": attempt, "episode": number}
             row |= {"rollout": number, "task": task, "task_index": task_index}
             self._send([row | failed_row(failed, self._template)], item)
@@ -100,14 +105,15 @@ class EpisodeRecord:
     ) -> None:
         """Record an episode of a held-out item; ``sample`` is its number among the item's episodes."""
         head: dict[str, Any] = {"kind": "held_out", "group": -1 - index, "attempt": 0}
-        of_task, more = {"task": task, "task_index": index}, {"held_out": held_out, "sample": sample}
+        of_task = {"task": task, "task_index": index}
+        more: dict[str, Any] = {"held_out": held_out, "sample": sample}
         if isinstance(result, EpisodeFailed):
-            with self._timed():
+            with self._not_fatal(1), self._timed():
                 row = head | {"kind": "failed", "episode": sample, "rollout": sample} | of_task | more
                 self._send([row | failed_row(result, self._template)], item if sample == 0 else _NO_ITEM)
             return
         versions = [version for one in result if one.turns for version, _ in version_runs(one)]
-        more["version"] = [min(versions), max(versions)] if versions else None
+        more |= {"version": [min(versions), max(versions)] if versions else None, "rollout": sample}
         await self._add(result, head, of_task, item if sample == 0 else _NO_ITEM, more, with_tokens=False)
 
     async def _add(
@@ -120,7 +126,7 @@ class EpisodeRecord:
         with_tokens: bool,
     ) -> None:
         def add() -> None:
-            with self._timed():
+            with self._not_fatal(len(episodes)), self._timed():
                 found = episode_rows(episodes, self._template, with_tokens)
                 self._send(
                     [
@@ -140,7 +146,20 @@ class EpisodeRecord:
             row["worker"] = self._worker
             if item is not _NO_ITEM and self._is_first(row["group"], row["attempt"]):
                 row["item"] = shown(item)
-            self._outbox.add(as_line(row))
+        for line in [as_line(row) for row in rows]:  # all or none
+            self._outbox.add(line)
+
+    @contextmanager
+    def _not_fatal(self, lines: int) -> Iterator[None]:
+        """Count what cannot be recorded, such as ``info`` that JSON does not support, as lost: it is not worth an
+        episode."""
+        try:
+            yield
+        except Exception:
+            if not self._failed:
+                logger.exception("%s cannot record an episode; further ones are only counted", self._worker)
+            self._failed = True
+            self._outbox.lose(lines)
 
     def _is_first(self, group_id: int, attempt: int) -> bool:
         """Whether no line of the group has its item yet; held-out items are played again in each evaluation."""
@@ -190,6 +209,10 @@ class Outbox:
             return
         self._lines.append(line)
         self._size += len(line)
+
+    def lose(self, lines: int) -> None:
+        """Count lines that could not be made."""
+        self._lost += lines
 
     def take(self) -> tuple[list[str], int]:
         """Remove the lines; returns them, and how many were dropped since the last call."""
