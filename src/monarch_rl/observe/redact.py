@@ -24,7 +24,7 @@ _KNOWN = re.compile(
       | AIza[A-Za-z0-9_-]{35}
       | xox[abeprs]-[A-Za-z0-9-]{10,}
       | wandb_v1_[A-Za-z0-9_]{20,}
-      | eyJ[A-Za-z0-9_-]{8,} \. eyJ[A-Za-z0-9_-]{8,} \. [A-Za-z0-9_-]+  # a JSON web token
+      | eyJ[A-Za-z0-9_-]{8,1000} \. eyJ[A-Za-z0-9_-]{8,1000} \. [A-Za-z0-9_-]+  # a JSON web token
     )
     """,
     re.VERBOSE | re.DOTALL,
@@ -32,7 +32,7 @@ _KNOWN = re.compile(
 """Keys that are recognised by their form."""
 _NAME = re.compile(
     r"(?:^|[^A-Za-z0-9]|(?<=[a-z0-9])(?=[A-Z]))"
-    r"(?i:(?:api|access|auth|private|secret)?(?:key|token|secret)|[a-z]*passw(?:or)?d|passphrase)$"
+    r"(?i:(?:api|access|auth|private|secret)?(?:key|token|secret)|[a-z]{0,40}passw(?:or)?d|passphrase)$"
 )
 """Names whose values may be keys. The plural does not count: ``max_new_tokens`` is a number of them."""
 _CERTAIN = re.compile(
