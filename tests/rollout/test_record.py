@@ -84,6 +84,7 @@ def test_dropped_groups_and_failures_are_recorded_up_to_a_limit_and_all_of_logge
             dropped.setdefault(row["kind"], set()).add(row["group"])
             if "item" in row:
                 assert row["item"] == {"n": row["group"]}
+            assert {"text_ends" in turn for turn in row["turns"]} <= {row["kind"] == "train"}
         others = [group_id for group_id in range(40) if group_id not in logged]
         odd = [group_id for group_id in others if group_id % 2]
         assert dropped["failed"] == {*logged, *others[: module.PER_KIND]}
