@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -50,28 +51,33 @@ def test_a_token_may_end_inside_a_character(byte_level: ChatTemplate) -> None:
     assert byte_level.decode_with_ends([])[0] == ""
 
 
-def with_byte_fallback() -> TokenText:
+def with_byte_fallback(*last: decoders.Decoder) -> TokenText:
     """A vocabulary as those of Llama 2 and Gemma: bytes, pieces of SentencePiece, and their decoder."""
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), "a", "\u2581b", "\u2581", "<s>", "\u65e5"]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     tokenizer.decoder = decoders.Sequence(parts)
     return TokenText(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
-BYTE_FALLBACK = with_byte_fallback()
+LLAMA, GEMMA = with_byte_fallback(decoders.Strip(" ", 1, 0)), with_byte_fallback()
 
 
-@given(st.lists(st.integers(0, 260), max_size=12))
-def test_any_tokens_of_a_vocabulary_with_byte_fallback_have_ends(ids: list[int]) -> None:
-    text, ends = BYTE_FALLBACK.decode(ids)
+@given(st.sampled_from([LLAMA, GEMMA]), st.lists(st.integers(0, 260), max_size=12))
+@example(LLAMA, [0x41, 0xE4, 256])
+@example(GEMMA, [0x41, 0xE4, 256])
+def test_any_tokens_of_a_vocabulary_with_byte_fallback_have_ends(tokens: TokenText, ids: list[int]) -> None:
+    text, ends = tokens.decode(ids)
     assert len(ends) == len(ids) and (np.diff(ends.astype(int)) >= 0).all()
     assert not ids or ends[-1] == len(text.encode())
 
 
 def test_tokens_of_a_vocabulary_with_byte_fallback_end_where_their_texts_do() -> None:
-    text, ends = BYTE_FALLBACK.decode([257, 256, *"\u65e5".encode(), 260])
+    ids = [257, 256, *"\u65e5".encode(), 260]
+    text, ends = LLAMA.decode(ids)
     assert text == "ba\u65e5\u65e5" and ends.tolist() == [1, 2, 3, 4, 5, 8]
+    text, ends = GEMMA.decode(ids)
+    assert text == " ba\u65e5\u65e5" and ends.tolist() == [2, 3, 4, 5, 6, 9]
 
 
 def test_in_another_vocabulary_tokens_end_where_their_texts_do(tmp_path: Path) -> None:
@@ -91,3 +97,25 @@ def test_offsets_follow_the_replacement_of_invalid_bytes(pieces: list[bytes]) ->
         before, after = data[:offset].decode(errors="replace"), data[offset:].decode(errors="replace")
         if before + after == text:  # no character and no replaced bytes lie across the offset
             assert end == len(before.encode())
+
+
+def replaced_one_by_one(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
+    """What ``replace_invalid`` computes, in quadratic time."""
+    text, moved, start, shift = "", list(ends), 0, 0
+    while start < len(data):
+        try:
+            return text + data[start:].decode(), moved
+        except UnicodeDecodeError as error:
+            first, last = start + error.start, start + error.end
+        text += data[start:first].decode() + "\ufffd"
+        shift += 3 - (last - first)
+        moved = [end + shift if end >= last else new for end, new in zip(ends, moved, strict=True)]
+        start = last
+    return text, moved
+
+
+@given(st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=2).map(str.encode)), max_size=8))
+def test_invalid_bytes_are_replaced_as_one_by_one(pieces: list[bytes]) -> None:
+    ends = list(accumulate(map(len, pieces)))
+    text, moved = replace_invalid(b"".join(pieces), np.asarray(ends, np.int64))
+    assert (text, moved.tolist()) == replaced_one_by_one(b"".join(pieces), ends)
