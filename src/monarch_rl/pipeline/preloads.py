@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -35,8 +36,12 @@ PRELOADS: tuple[Preload, ...] = (
 engines, which take longest, wait for it, and two cores would otherwise import both at once."""
 
 
-def console_folder() -> Path:
-    """Path of a new folder for the named pipes of a console relay, removed when this process ends. Raises OSError."""
+def console_folder() -> Path | None:
+    """Path of a new folder for the named pipes of a console relay, removed when this process ends; None in a rank of
+    torchrun that is not the controller, whose output is in no log, and which torchrun may end before anything of a run
+    could remove the folder. Raises OSError."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
     return folder_of_process().path / f"console-{uuid.uuid4().hex[:8]}"  # a program may launch more than one run
 
 
