@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import resource
 import sys
 import zlib
 from importlib.resources import files
@@ -108,3 +109,30 @@ def test_only_pieces_of_an_earlier_page_are_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".site*"))
     with pytest.raises(SettingsError, match="site does not end in .html"):
         write_page(make_page([read_run(tmp_path / "run5")]), tmp_path / "site")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one_as_it_was(tmp_path: Path) -> None:
+    earlier, later = (
+        make_page([read_run(write_run(tmp_path / f"run{groups}", steps=5, groups=groups))]) for groups in (80, 120)
+    )
+    output = tmp_path / "out" / "site.html"
+    output.parent.mkdir()
+    write_page(earlier, output)
+    before = {path: path.read_bytes() for path in output.parent.rglob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    longest = max(map(len, later.pieces.values()))
+    assert longest < len(later.html) - 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (longest, limits[1]))  # as if the disk became full within the page
+    try:
+        with pytest.raises(SettingsError, match=r"site\.html cannot be written \(File too large\)"):
+            write_page(later, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in output.parent.rglob("*") if path.is_file()} == before
+
+
+def test_an_output_below_a_file_is_named(tmp_path: Path) -> None:
+    page = make_page([read_run(write_run(tmp_path / "run", steps=5))])
+    for output in (tmp_path / "run/run.json/page.html", tmp_path / "none/page.html"):
+        with pytest.raises(SettingsError, match=rf"{re.escape(str(output))} cannot be written"):
+            write_page(page, output)

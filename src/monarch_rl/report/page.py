@@ -73,28 +73,32 @@ class Page:
 
 def write_page(page: Page, output: Path) -> None:
     """Write a page and its pieces, which are in a folder beside it, named like the page without ``.html``. Pieces of an
-    earlier page that are left there are removed.
+    earlier page that are left there are removed. If anything cannot be written, the earlier page stays as it was.
 
     Raises:
         SettingsError: ``output`` does not end in ``.html``, or a file cannot be written.
     """
     if output.suffix != ".html":
         raise SettingsError(f"{output} does not end in .html: its pieces are put into a folder of that name")
-    folder, incomplete = output.with_suffix(""), output.with_name(f".{output.name}.{os.getpid()}")
+    folder = output.with_suffix("")
+    texts = {folder / piece_name(number): text for number, text in page.pieces.items()} | {output: page.html}
+    incomplete = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     try:
         if page.pieces:
             folder.mkdir(exist_ok=True)
-        for number, text in page.pieces.items():
-            (folder / piece_name(number)).write_text(text)
-        incomplete.write_text(page.html)
-        incomplete.replace(output)
+        try:
+            for path, text in texts.items():
+                incomplete[path].write_text(text)
+            for path, written in incomplete.items():
+                written.replace(path)
+        finally:
+            for path in incomplete.values():
+                path.unlink(missing_ok=True)
         for old in folder.glob("[0-9][0-9][0-9]*.js"):
-            if old.name not in map(piece_name, page.pieces) and old.read_bytes().startswith(PIECE.encode()):
+            if old not in texts and old.is_file() and old.read_bytes().startswith(PIECE.encode()):
                 old.unlink()
     except OSError as error:
         raise SettingsError(f"{output} cannot be written ({error.strerror or error})") from error
-    finally:
-        incomplete.unlink(missing_ok=True)
 
 
 def piece_name(number: int) -> str:
