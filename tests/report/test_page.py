@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import random
 import re
 import resource
 import sys
@@ -17,7 +18,7 @@ from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.patience import run
-from tests.report.synthetic import write_run
+from tests.report.synthetic import episode, write_run
 from tests.report.test_convert import monarch_rl
 
 LIBRARY = {  # uPlot 1.6.32, as npm has it
@@ -136,3 +137,27 @@ def test_an_output_below_a_file_is_named(tmp_path: Path) -> None:
     for output in (tmp_path / "run/run.json/page.html", tmp_path / "none/page.html"):
         with pytest.raises(SettingsError, match=rf"{re.escape(str(output))} cannot be written"):
             write_page(page, output)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inside"),
+    [
+        ([10, 700_000, 10, 10], [0, 2, 3]),
+        ([10, 700_000, 1_200_000], [2]),
+        ([10, 10, 1_500_000], [0, 1]),
+    ],
+)
+def test_a_group_that_does_not_fit_is_skipped_and_the_newest_fits_while_the_page_is_small(
+    tmp_path: Path, sizes: list[int], inside: list[int]
+) -> None:
+    noise = random.Random(0)
+    record = read_run(write_run(tmp_path / "run", steps=5, groups=0))
+    record.episodes = [
+        episode(group, 0, ["a"]) | {"item": base64.b64encode(noise.randbytes(size)).decode()}
+        for group, size in enumerate(sizes)
+    ]
+    page = make_page([record])
+    data = data_of(page.html)
+    in_page = [group["group"] for group in data["runs"][0]["groups"] if group["piece"] == 0]
+    assert sorted(in_page) == inside and len(data["inside"]) == len(inside)
+    assert len(page.html) < 2_000_000 and len(page.pieces) == 1

@@ -30,15 +30,19 @@ from monarch_rl.report.reduce import POINTS, reduce
 from monarch_rl.report.rules import findings
 
 GROUPS = 32
-"""The newest groups, which are in the page itself, and the most groups of a piece."""
+"""The newest groups, which are in the page itself as far as they fit, and the most groups of a piece."""
 PAGE_GROUP_BYTES = 600_000
-"""Deflated bytes of the groups in the page."""
+"""Deflated bytes of the groups in the page. A run's newest group may exceed them."""
+PAGE_BYTES = 2_000_000
+"""Bytes of a page that a run's newest group may fill."""
 PIECE_BYTES = 4_000_000
 """Deflated bytes after which a piece ends; a larger group is a piece of its own."""
 OTHER_POINTS = 400
 """Points of a metric that is on no chart of the first screen."""
 SPANS = 20_000
 """The newest spans of the timeline in the page."""
+REPACKED = 1.02
+"""Base64 that is deflated and put into base64 again grows by less than this factor: by 1 %."""
 CODE = ("data.js", "charts.js", "learn.js", "rollouts.js", "time.js", "run.js", "main.js")
 """Files of ``static/``, in the order in which they are joined."""
 
@@ -120,8 +124,11 @@ def make_page(
         live: let the page reload itself while a run is running.
         pieces_at: folder of the pieces, relative to the page.
     """
-    pieces = _Pieces(single)
-    described = [_run(run, pieces, number, len(runs)) for number, run in enumerate(runs)]
+    grouped = [_groups(run.episodes, number) for number, run in enumerate(runs)]
+    described = [
+        _run(run, len(runs)) | {"groups": [_summary(name, rows) for name, rows in groups]}
+        for run, groups in zip(runs, grouped, strict=True)
+    ]
     names = sorted({name for run in described for name in run["series"]})
     data = {
         "made": time.time(),
@@ -131,10 +138,14 @@ def make_page(
         "stacked": STACKED,
         "metrics": {name: _described(name) for name in names},
         "runs": described,
-        "inside": pieces.inside,
     }
     title = ", ".join(run.name for run in runs)
-    text, policy = _html(title, _packed(data))
+    pieces = _Pieces(single, PAGE_BYTES - len(_html(title, _packed(data))[0]))
+    for run, groups in zip(described, grouped, strict=True):
+        places = pieces.add(groups)
+        for summary in run["groups"]:
+            summary["piece"] = places[summary["name"]]
+    text, policy = _html(title, _packed(data | {"inside": pieces.inside}))
     return Page(text, policy, pieces.outside)
 
 
@@ -186,7 +197,7 @@ def _described(name: str) -> list[str]:
 # -- one run -------------------------------------------------------------------------------------------------------
 
 
-def _run(run: RunRecord, pieces: _Pieces, number: int, number_of_runs: int) -> dict[str, Any]:
+def _run(run: RunRecord, number_of_runs: int) -> dict[str, Any]:
     axes, series = _series(run.metrics, run.settings, number_of_runs)
     differs, rest = _settings(run)
     return {
@@ -197,7 +208,6 @@ def _run(run: RunRecord, pieces: _Pieces, number: int, number_of_runs: int) -> d
         "settings": rest,
         "axes": axes,
         "series": series,
-        "groups": _groups(run.episodes, pieces, number),
         "lags": _lags(run.episodes),
         "lanes": _lanes(run.spans),
         "spans": [
@@ -281,14 +291,21 @@ def _settings(run: RunRecord) -> tuple[list[Any], list[Any]]:
 
 
 class _Pieces:
-    """Distributes groups over the page and its pieces: numbers from 1, and 0 for the page itself."""
+    """Distributes groups over the page and its pieces: numbers from 1, and 0 for the page itself.
 
-    def __init__(self, single: bool) -> None:
+    Args:
+        single: put all groups into the page.
+        room: bytes that the page may still grow by for the newest groups of its runs.
+    """
+
+    def __init__(self, single: bool, room: int) -> None:
         self.inside: dict[str, str] = {}
         """By name of the group, its packed rows."""
         self.outside: dict[int, str] = {}
         self._single = single
+        self._room = room
         self._nbytes = 0
+        """Bytes of the groups in the page, in base64."""
 
     def add(self, groups: list[tuple[str, list[dict[str, Any]]]]) -> dict[str, int]:
         """Add a run's groups, newest first. Returns each group's piece."""
@@ -297,8 +314,9 @@ class _Pieces:
         nbytes = 0
         for count, (name, rows) in enumerate(groups):
             packed = _packed(rows)
-            fits = count < GROUPS and self._nbytes + len(packed) <= PAGE_GROUP_BYTES * 4 // 3
-            if self._single or (fits and not piece):
+            inside = self._nbytes + len(packed)
+            fits = count < GROUPS and inside <= PAGE_GROUP_BYTES * 4 // 3
+            if self._single or fits or (count == 0 and inside * REPACKED <= self._room):
                 self.inside[name] = packed
                 self._nbytes += len(packed)
                 places[name] = 0
@@ -319,8 +337,8 @@ class _Pieces:
         self.outside[number] = f'{PIECE}{number}, "{_packed(piece)}");\n'
 
 
-def _groups(episodes: list[dict[str, Any]], pieces: _Pieces, run: int) -> list[dict[str, Any]]:
-    """What the list of rollouts shows, newest group first."""
+def _groups(episodes: list[dict[str, Any]], run: int) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each group by the group's name, which no other run of the page has; newest group first."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for episode in episodes:
         kind = episode.get("kind")
@@ -329,11 +347,11 @@ def _groups(episodes: list[dict[str, Any]], pieces: _Pieces, run: int) -> list[d
         groups.setdefault(key, []).append(episode)
     named = [(f"{run}.{number}", rows) for number, rows in enumerate(groups.values())]
     named.reverse()
-    places = pieces.add(named)
-    return [_summary(name, rows) | {"piece": places[name]} for name, rows in named]
+    return named
 
 
 def _summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the list of rollouts shows of a group."""
     first = rows[0]
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
@@ -352,6 +370,7 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "best": max(rewards, default=None),
         "finish": sorted({str(row["finish_reason"]) for row in rows if row.get("finish_reason")}),
         "prompt": str(first.get("prompt") or "")[-300:],
+        "piece": 0,
     }
 
 
