@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -91,3 +92,27 @@ def test_only_the_newest_episodes_are_read(tmp_path: Path) -> None:
     newest.write_text(json.dumps({"group": 7, "episode": 0}) + "\n")
     run = read_run(folder, episode_bytes=100)
     assert [episode["group"] for episode in run.episodes] == [7] and "left out" in run.notes[0]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_piece_that_the_run_deletes_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """It is deleted when its status has been asked for ``before`` times."""
+    folder = write_run(tmp_path / "run", groups=2)
+    deleted, newest = (folder / f"rollouts/episodes-00000{number}.jsonl" for number in (2, 3))
+    for group, path in enumerate((deleted, newest), start=7):
+        path.write_text(json.dumps({"group": group, "episode": 0}) + "\n")
+    stat, asked = Path.stat, 0
+
+    def deleting(path: Path, **options: Any) -> Any:
+        nonlocal asked
+        if path == deleted:
+            if asked == before:
+                path.unlink()
+            asked += 1
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", deleting)
+    groups = {episode["group"] for episode in read_run(folder).episodes}
+    assert asked > before and {0, 1, 8} <= groups and 7 not in groups

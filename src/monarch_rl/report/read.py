@@ -7,6 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,8 @@ def _newest(folder: Path, stem: str, limit: int, notes: list[str]) -> list[dict[
     """Rows of the newest pieces of a log, oldest first; at most ``limit`` bytes, but at least the newest piece."""
     pieces, chosen, nbytes = pieces_of(folder, stem) if folder.is_dir() else [], list[Path](), 0
     for piece in reversed(pieces):
-        nbytes += piece.stat().st_size if piece.exists() else 0  # a running run may just have deleted it
+        with suppress(FileNotFoundError):  # a running run may just have deleted it
+            nbytes += piece.stat().st_size
         if chosen and nbytes > limit:
             notes.append(f"{folder}: the {len(pieces) - len(chosen)} oldest files {stem}-*.jsonl are left out (size)")
             break
