@@ -132,6 +132,29 @@ def test_a_missing_piece_is_a_sentence(browser: Browser, tmp_path: Path) -> None
     )
 
 
+def test_groups_of_one_piece_are_loaded_at_once_by_one_request(browser: Browser, tmp_path: Path) -> None:
+    shown(browser, [write_run(tmp_path / "run", groups=40)], "#screen=run")
+    browser.run(
+        "Promise.all(DATA.runs[0].groups.filter(group => group.piece === 1).map(rowsOf))"
+        ".then(all => { globalThis.sizes = all.map(rows => rows.length); }), null"
+    )
+    browser.wait_for("globalThis.sizes")
+    assert browser.run("sizes") == [2] * 11
+    assert sum(address.endswith("/report/001.js") for address in browser.requests) == 1
+    check(browser)
+
+
+def test_a_piece_that_was_cut_is_a_sentence(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", groups=40)
+    shown(browser, [folder], "#screen=run")
+    piece = folder / "report/001.js"
+    piece.write_text(piece.read_text()[:100])
+    browser.run("setState({screen: 'rollouts', step: '1'}); show()")
+    browser.wait_for(
+        "document.getElementById('detail')?.textContent.includes('001.js beside the page, which is missing')"
+    )
+
+
 def test_what_a_model_wrote_stays_text(browser: Browser, tmp_path: Path) -> None:
     """Tags, right-to-left text, 100,000 tokens, and tokens that end inside a character."""
     folder = write_run(tmp_path / "run", groups=0)

@@ -1,8 +1,8 @@
 // The page's data, and how elements are made. Text is only ever set by textContent.
 let DATA = null;
 const loaded = new Map(); // rows of groups, by name
-const failedPieces = new Set();
-const waitingFor = new Map();
+const pieces = new Map(); // by number, a promise of whether the piece could be loaded
+const waitingFor = new Map(); // by number of a piece that is being loaded, what resolves its promise
 
 function bytesOf(base64) {
   const text = atob(base64), bytes = new Uint8Array(text.length);
@@ -30,6 +30,7 @@ function valuesOf(base64) {
 // A piece calls this when its script runs.
 globalThis.__piece = (number, base64) => {
   const done = waitingFor.get(number);
+  waitingFor.delete(number);
   unpack(base64).then(groups => { Object.assign(DATA.inside, groups); done?.(true); }, () => done?.(false));
 };
 // The rows of a group; null if the piece that holds it is missing or damaged.
@@ -41,14 +42,15 @@ async function rowsOf(group) {
   return rows;
 }
 function addPiece(number) {
-  if (failedPieces.has(number)) return Promise.resolve(false);
-  return new Promise(resolve => {
+  if (!pieces.has(number)) pieces.set(number, new Promise(resolve => {
     waitingFor.set(number, resolve);
     const script = document.createElement("script");
     script.src = `${DATA.pieces_at}/${String(number).padStart(3, "0")}.js`;
-    script.onerror = () => { failedPieces.add(number); resolve(false); };
+    script.onerror = () => resolve(false);
+    script.onload = () => { if (waitingFor.delete(number)) resolve(false); }; // damaged: it has not called __piece
     document.head.append(script);
-  });
+  }));
+  return pieces.get(number);
 }
 
 // make("td", {class: "number", title: "..."}, "text", child, ...)
