@@ -6,16 +6,16 @@ import asyncio
 import json
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.episode.shard import TokenRecord
+from monarch_rl.observe.cpu_clock import CpuClock
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
@@ -59,7 +59,7 @@ class RolloutRecord:
         self._newest: deque[str] = deque(maxlen=NEWEST)
         self._failed = False
         """Whether a failure to take rows has been logged."""
-        self._skipped, self._cpu_s, self._reported_cpu_s, self._queued = 0, 0.0, 0.0, 0
+        self._skipped, self._queued, self._cpu = 0, 0, CpuClock()
         self._lock = threading.Lock()
 
     @asynccontextmanager
@@ -94,8 +94,7 @@ class RolloutRecord:
         self._failed = False
         for rows in answers.values():
             self._skipped += rows.skipped
-            with self._lock:
-                self._cpu_s += rows.cpu_s
+            self._cpu.add(rows.cpu_s)
             if rows.lost:
                 self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
             if rows.lines:
@@ -113,7 +112,7 @@ class RolloutRecord:
             return []
         asking = self._trainer.token_records.call()
         answers = await within(CALL_DEADLINE_S, asking, "the records of trained tokens", on="trainer ranks")
-        with self._timed():
+        with self._cpu.running():
             # Tensor-parallel ranks return the same records.
             found = {(one.group_id, one.attempt, one.place): one for of_rank in answers.values() for one in of_rank}
             return [_token_line(found[key]) for key in sorted(found)]
@@ -130,8 +129,7 @@ class RolloutRecord:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of a step, named as in docs/metrics.md."""
-        cpu_s, self._reported_cpu_s = self._cpu_s - self._reported_cpu_s, self._cpu_s
-        return {"record/cpu_s": cpu_s, "record/skipped": float(self._skipped)}
+        return {"record/cpu_s": self._cpu.take(), "record/skipped": float(self._skipped)}
 
     def positions(self) -> Future[dict[str, int]]:
         """Size of the newest piece of each log, by path in the run's folder, once all queued lines are on disk."""
@@ -145,7 +143,7 @@ class RolloutRecord:
         size = sum(map(len, lines))
 
         def write() -> None:
-            with self._timed():
+            with self._cpu.running():
                 log.append(*lines)
             self._queue(-size)
 
@@ -170,16 +168,6 @@ class RolloutRecord:
     def _close(self) -> None:
         self.episodes.close()
         self.tokens.close()
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.thread_time()
-        try:
-            yield
-        finally:
-            used = time.thread_time() - started
-            with self._lock:  # also on the disk's thread
-                self._cpu_s += used
 
 
 def _token_line(record: TokenRecord) -> str:

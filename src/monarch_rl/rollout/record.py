@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.observe.cpu_clock import CpuClock
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.transcripts import as_line, episode_rows, failed_row, shown, version_runs
 from monarch_rl.runtime.deadlines import now
@@ -59,15 +59,15 @@ class EpisodeRecord:
         self._limit = KindLimit(PER_KIND, PER_S)
         self._with_item: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Group and attempt of the newest groups of which a line has the item."""
-        self._skipped, self._cpu_s = 0, 0.0
+        self._skipped, self._cpu = 0, CpuClock()
         self._failed = False
         """Whether an episode that could not be recorded has been logged."""
 
     def take(self) -> WorkerRows:
         """Everything recorded since the last call."""
         lines, lost = self._outbox.take()
-        rows = WorkerRows(lines, lost, self._skipped, self._cpu_s)
-        self._skipped, self._cpu_s = 0, 0.0
+        rows = WorkerRows(lines, lost, self._skipped, self._cpu.take())
+        self._skipped = 0
         return rows
 
     async def add_group(self, group: Group, item: Any, dropped: str = "") -> None:
@@ -95,7 +95,7 @@ class EpisodeRecord:
         """Record a failed episode of a group; ``number`` is its position among all episodes of the group."""
         if group_id not in self._logged and self._is_over_limit(("failed", failed.reason), 1):
             return
-        with self._not_fatal(1), self._timed():
+        with self._not_fatal(1), self._cpu.running():
             row: dict[str, Any] = {"kind": "failed", "group": group_id, "attempt": attempt, "episode": number}
             row |= {"rollout": number, "task": task, "task_index": task_index}
             self._send([row | failed_row(failed, self._template)], item)
@@ -108,7 +108,7 @@ class EpisodeRecord:
         of_task = {"task": task, "task_index": index}
         more: dict[str, Any] = {"held_out": held_out, "sample": sample}
         if isinstance(result, EpisodeFailed):
-            with self._not_fatal(1), self._timed():
+            with self._not_fatal(1), self._cpu.running():
                 row = head | {"kind": "failed", "episode": sample, "rollout": sample} | of_task | more
                 self._send([row | failed_row(result, self._template)], item if sample == 0 else _NO_ITEM)
             return
@@ -126,7 +126,7 @@ class EpisodeRecord:
         with_tokens: bool,
     ) -> None:
         def add() -> None:
-            with self._not_fatal(len(episodes)), self._timed():
+            with self._not_fatal(len(episodes)), self._cpu.running():
                 found = episode_rows(episodes, self._template, with_tokens)
                 self._send(
                     [
@@ -177,14 +177,6 @@ class EpisodeRecord:
             return False
         self._skipped += episodes
         return True
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.thread_time()
-        try:
-            yield
-        finally:
-            self._cpu_s += time.thread_time() - started
 
 
 _NO_ITEM = object()
