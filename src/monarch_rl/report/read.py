@@ -14,6 +14,7 @@ from typing import Any
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.pieces import pieces_of
+from monarch_rl.settings.ranges import flattened
 
 FORMAT = 1
 """The newest format of ``run.json`` that is understood."""
@@ -112,13 +113,9 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     return record
 
 
-def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by flag without dashes: ``{"trainer.lr": 1e-6}``."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flag = prefix + name.replace("_", "-")
-        flat |= flat_settings(value, f"{flag}.") if isinstance(value, dict) and value else {flag: value}
-    return flat
+    return {name.replace("_", "-"): value for name, value in flattened(values)}
 
 
 def _metrics(path: Path, notes: list[str]) -> Metrics:
