@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from monarch_rl.observe.console import duration
 from monarch_rl.observe.metrics import FILE
 from monarch_rl.observe.registry import find
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
+from monarch_rl.pipeline.provenance import Ending, read_ending
 from monarch_rl.pipeline.settings import RunSettings
 
 PAGE_S = 60.0
@@ -32,9 +30,9 @@ def closing_lines(
         steps: steps made in all, without the supervised ones.
         model: folder of the model that was saved at the end, if one was.
     """
-    metrics = _Ending.read(folder / FILE, s.evaluation.best_metrics)
-    done = f"{steps} step{'s' * (steps != 1)} in {duration(metrics.seconds)}"
-    lines = {"done": "; ".join([done, *metrics.held_out(warm_up_steps)])}
+    ending = read_ending(folder / FILE, s.evaluation.best)
+    done = f"{steps} step{'s' * (steps != 1)} in {duration(ending.newest.get('seconds', 0.0))}"
+    lines = {"done": "; ".join([done, *_held_out(ending, warm_up_steps)])}
     lines["files"] = f"{'metrics, rollouts and the model' if model else 'metrics and rollouts'} are in {folder}"
     if "tensorboard" in s.track:
         lines["look"] = f"tensorboard --logdir {folder}"
@@ -67,44 +65,18 @@ def page_lines(folder: Path) -> list[str]:
     return [f"page:     {found['page']}", *problem]
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """What the lines of ``metrics.jsonl`` say about a whole run."""
+def _held_out(ending: Ending, warm_up_steps: int) -> list[str]:
+    """The first result, and the last one with its interval, as one text; none without evaluations."""
+    if not ending.metric:
+        return []
 
-    seconds: float
-    name: str
-    first: dict[str, Any]
-    last: dict[str, Any]
-    """The lines of the first and of the last evaluation, by ``name``; empty without evaluations."""
+    def text(values: dict[str, Any], interval: bool) -> str:
+        metric = find(f"held_out/{ending.metric.rpartition('/')[2]}")  # a named set's have the same form
+        form = metric.form if metric is not None and metric.form else "{:.3g}"
+        shown = f"{form.format(values[ending.metric])} @{max(0, values['step'] - warm_up_steps)}"
+        low, high = (values.get(f"{ending.metric}_{end}") for end in ("low", "high"))
+        return shown if low is None or not interval else f"{shown} [{form.format(low)}, {form.format(high)}]"
 
-    @classmethod
-    def read(cls, path: Path, metrics: Sequence[str]) -> _Ending:
-        """Read ``path``, if it exists; of ``metrics``, the first that an evaluation has counts."""
-        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        line = b"{}"
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            for line in file:
-                if b'"held_out/' in line:
-                    values = json.loads(line)
-                    for name in metrics:
-                        if values.get(name) is not None:
-                            found[name] = (found.get(name, (values,))[0], values)
-        name = next((name for name in metrics if name in found), "")
-        first, last = found.get(name, ({}, {}))
-        return cls(json.loads(line).get("seconds", 0.0), name, first, last)
-
-    def held_out(self, warm_up_steps: int) -> list[str]:
-        """The first result, and the last one with its interval, as one text; none without evaluations."""
-        if not self.name:
-            return []
-
-        def text(values: dict[str, Any], interval: bool) -> str:
-            metric = find(f"held_out/{self.name.rpartition('/')[2]}")  # a named set's have the same form
-            form = metric.form if metric is not None and metric.form else "{:.3g}"
-            shown = f"{form.format(values[self.name])} @{max(0, values['step'] - warm_up_steps)}"
-            low, high = (values.get(f"{self.name}_{end}") for end in ("low", "high"))
-            return shown if low is None or not interval else f"{shown} [{form.format(low)}, {form.format(high)}]"
-
-        label = self.name.removeprefix("held_out/").replace("/", " ")
-        first = [] if self.first["step"] == self.last["step"] else [text(self.first, interval=False)]
-        return [f"held-out {label} {' -> '.join([*first, text(self.last, interval=True)])}"]
+    label = ending.metric.removeprefix("held_out/").replace("/", " ")
+    first = [] if ending.first["step"] == ending.last["step"] else [text(ending.first, interval=False)]
+    return [f"held-out {label} {' -> '.join([*first, text(ending.last, interval=True)])}"]

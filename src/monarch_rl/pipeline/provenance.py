@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from monarch_rl.observe.redact import redact, redact_command
 from monarch_rl.runtime.machine_memory import memory_limit
@@ -102,6 +102,27 @@ def host() -> dict[str, Any]:
 
 def results(metrics: Path, best: str = "") -> dict[str, Any]:
     """The last step in ``metrics.jsonl``, and the first and last value of the held-out metric, with their versions.
+    Arguments and errors are those of :func:`read_ending`."""
+    ending = read_ending(metrics, best)
+    first, last = ([row["step"], row[ending.metric]] if row else None for row in (ending.first, ending.last))
+    held_out = {"metric": ending.metric, "first": first, "last": last} if first else None
+    return {"steps": ending.newest.get("step"), "held_out": held_out}
+
+
+class Ending(NamedTuple):
+    """What ``metrics.jsonl`` says about a whole run."""
+
+    newest: dict[str, Any]
+    """The last line; empty if there is none."""
+    metric: str
+    """The held-out metric; empty without evaluations."""
+    first: dict[str, Any]
+    last: dict[str, Any]
+    """The lines of the first and of the last evaluation that has it; empty without evaluations."""
+
+
+def read_ending(metrics: Path, best: str = "") -> Ending:
+    """Read the whole lines of ``metrics.jsonl``.
 
     Args:
         metrics: the file; it may be missing.
@@ -109,18 +130,17 @@ def results(metrics: Path, best: str = "") -> dict[str, Any]:
 
     Raises OSError.
     """
-    steps, first, last, newest = None, None, None, b""
+    first, last, newest = dict[str, Any](), dict[str, Any](), b""
     if metrics.exists():
         with metrics.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):  # being written, or the run was killed while it was
                     break
                 newest = line
-                if b'"held_out/' in line and (row := _row(line)) and (name := best or _metric(row)) in row:
-                    best, last = name, [row["step"], row[name]]
-                    first = first or last
-            steps = (_row(newest) or {}).get("step")
-    return {"steps": steps, "held_out": first and {"metric": best, "first": first, "last": last}}
+                if b'"held_out/' in line and (row := _row(line)) and row.get(name := best or _metric(row)) is not None:
+                    best, last = name, row
+                    first = first or row
+    return Ending(_row(newest) or {}, best if first else "", first, last)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
