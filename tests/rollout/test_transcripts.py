@@ -73,6 +73,12 @@ def test_a_line_has_no_nan() -> None:
     assert as_line({"info": {"a": [float("nan"), (1.0, float("-inf"))]}}) == '{"info": {"a": [null, [1.0, null]]}}'
 
 
+@pytest.mark.parametrize("key", [(1, "a"), b"a", np.int64(3)])
+def test_a_key_that_json_does_not_support_is_represented(key: Any) -> None:
+    line = as_line({"info": {key: [float("nan"), {key: 1}], 2: "two"}})
+    assert json.loads(line) == {"info": {repr(key): [None, {repr(key): 1}], "2": "two"}}
+
+
 def test_rows_of_branches_have_their_fork_and_all_their_turns() -> None:
     """Two rollouts of a tree: the second sequence forks from the first after a turn, the third from the second after
     two, the last from the first in the middle of its second turn."""

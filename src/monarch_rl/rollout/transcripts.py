@@ -66,11 +66,13 @@ def failed_row(failed: EpisodeFailed, template: ChatTemplate) -> dict[str, Any]:
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """A row as a line of JSON, with null for NaN and infinity."""
+    """A row as a line of JSON, with null for NaN and infinity. Keys and values that JSON does not support, which a
+    stage may put into ``info``, are replaced by their representation. Raises RecursionError for a value that contains
+    itself."""
     try:
         return json.dumps(row, allow_nan=False, default=_represented)
-    except ValueError:
-        return json.dumps(_finite(row), default=_represented)
+    except (TypeError, ValueError):
+        return json.dumps(_finite(_with_text_keys(row)), default=_represented)
 
 
 def _finite(value: Any) -> Any:
