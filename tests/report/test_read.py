@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import make_page
 from monarch_rl.report.read import read_run
-from tests.report.synthetic import write_run
+from tests.report.synthetic import add_episodes, episode, trained, write_run
 
 
 def test_everything_is_read(tmp_path: Path) -> None:
@@ -76,6 +76,17 @@ def test_null_is_a_gap_and_a_resumed_run_continues_its_clock(tmp_path: Path) -> 
     assert list(metrics.seconds) == [5.0, 6.0, 7.0]
     values = metrics.columns["a"].values
     assert values[0] == 1 and math.isnan(values[1]) and len(values) == 2
+
+
+def test_a_failed_episode_gets_no_step_of_a_trained_one_with_the_same_numbers(tmp_path: Path) -> None:
+    add_episodes(
+        write_run(tmp_path / "run", steps=2, groups=0),
+        [episode(70, 1, ["a"], kind="failed"), episode(70, 1, ["b"])],
+        [trained(70, 1, count=1, step=2)],
+    )
+    failed, other = [row for row in read_run(tmp_path / "run").episodes if row["group"] == 70]
+    assert other["step"] == 2 and "trained" in other
+    assert failed["kind"] == "failed" and not {"step", "advantage", "trained"} & set(failed)
 
 
 def test_a_newer_format_and_a_folder_without_a_run_are_named(tmp_path: Path) -> None:
