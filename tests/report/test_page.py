@@ -48,6 +48,16 @@ def test_no_code_of_the_page_sets_html() -> None:
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", own)
 
 
+def test_held_out_sets_do_not_share_groups_even_where_episodes_failed(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run", steps=5))
+    (row,) = [one for one in record.episodes if one["kind"] == "held_out"]
+    failed = {name: value for name, value in row.items() if name != "version"} | {"kind": "failed"}
+    record.episodes = [one | {"held_out": name} for name in ("easy", "hard") for one in (row, failed, row, failed)]
+    groups = data_of(make_page([record]).html)["runs"][0]["groups"]
+    found = [(group["set"], group["kinds"], group["episodes"]) for group in groups]
+    assert sorted(found) == [(name, [kind], 2) for name in ("easy", "hard") for kind in ("failed", "held_out")]
+
+
 def test_no_tag_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     hostile = "</title></script><!--<script>alert(1)</script>\u2028"
     folder = write_run(tmp_path / "run", steps=5)

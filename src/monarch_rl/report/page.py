@@ -341,8 +341,7 @@ def _groups(episodes: list[dict[str, Any]], run: int) -> list[tuple[str, list[di
     """The rows of each group by the group's name, which no other run of the page has; newest group first."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for episode in episodes:
-        kind = episode.get("kind")
-        evaluated = kind == "held_out" and repr((episode.get("held_out"), episode.get("version")))
+        evaluated = "held_out" in episode and repr((episode["held_out"], episode.get("version")))
         key = (episode["group"], repr(episode.get("attempt", 0)), evaluated)
         groups.setdefault(key, []).append(episode)
     named = [(f"{run}.{number}", rows) for number, rows in enumerate(groups.values())]
