@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -269,6 +270,51 @@ def test_items_that_raise_or_are_late_fail_only_their_episodes() -> None:
     assert result.failed == {"item took over 1 s to be made": 1, "item raised IndexError when it was made": 1}
     report = result.first["item took over 1 s to be made"].report
     assert "item 1 " in report and "--rollout.episode-deadline-s" in report
+
+
+def test_each_result_is_reported_with_its_sample_also_if_the_item_cannot_be_made() -> None:
+    calls = Counter[int]()
+
+    class Items(list[int]):
+        def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            calls[index] += 1
+            if calls[index] == 1 or index == 1:
+                raise OSError("the file server is away")
+            return 10 * index
+
+    plan, seeds = EvaluationPlan("", 3, 1.0, seed=4), dict[tuple[int, int], Any]()
+    reported: dict[tuple[int, int], tuple[Any, EpisodeResult]] = {}
+
+    async def run_episode(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
+        result = rollout(1.0)
+        seeds[id(result), index] = sampling.seed
+        return result
+
+    async def ended(result: EpisodeResult, task: Task, item: Any, index: int, sample: int) -> None:
+        assert task.name == "sums" and (index, sample) not in reported
+        reported[index, sample] = item, result
+
+    task = Task(int, rewarded, {"held_out": Items(range(3))}, "sums")
+    evaluating = run_held_out(
+        plan,
+        task,
+        [0, 1, 2],
+        run_episode,
+        max_new_tokens=8,
+        stops=(1,),
+        item_deadline_s=60,
+        max_concurrent=1,
+        ended=ended,
+    )
+    evaluation = asyncio.run(evaluating)
+    assert set(reported) == {(index, sample) for index in range(3) for sample in range(3)}
+    for (index, sample), (item, result) in reported.items():
+        if isinstance(result, EpisodeFailed):
+            assert item is None and (index == 1 or sample == 0)
+        else:
+            assert item == 10 * index and index != 1 and sample > 0
+            assert seeds[id(result), index] == plan.sampling(index, sample, 8, (1,)).seed
+    assert evaluation.failed == {"item raised OSError when it was made": 5}
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

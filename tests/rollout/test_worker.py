@@ -26,6 +26,7 @@ from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.evaluation import EvaluationPlan
 from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
@@ -428,9 +429,9 @@ def test_evaluation_is_greedy_on_held_out_items_and_runs_during_training(process
             assert evaluation.rewards.shape == (20, 1) and not evaluation.failed
             assert evaluation.accuracy == (evaluation.rewards == 1).mean()
             rows = [json.loads(line) for line in (await s.workers.take_rows.call_one()).lines]
-            played = {row["task_index"]: row for row in rows if row["kind"] == "held_out"}
-            assert set(played) == set(range(20))
-            for index, row in played.items():
+            held_out_rows = {row["task_index"]: row for row in rows if row["kind"] == "held_out"}
+            assert set(held_out_rows) == set(range(20))
+            for index, row in held_out_rows.items():
                 assert (row["group"], row["sample"], row["held_out"]) == (-1 - index, 0, "")
                 assert row["version"] == [0, 0] and row["item"]["prompt"] == held_out.item(index).prompt
                 assert row["reward"] == evaluation.rewards[index, 0] and "ids" not in row["turns"][0]
@@ -448,6 +449,20 @@ def test_a_held_out_episode_has_the_same_share_as_one_of_a_group(processes: Proc
         async with system(processes, model, settings, BRANCHING) as s:
             evaluation = await s.workers.evaluate.call_one([0, 1])
             assert evaluation.rewards.tolist() == [[3.0], [3.0]]
+
+    run(test)
+
+
+@pytest.mark.core
+def test_episodes_of_a_held_out_item_that_cannot_be_made_are_recorded(processes: Processes, model: str) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2), BRANCHING) as s:
+            await s.workers.evaluate.call_one([4], EvaluationPlan("words", 2, 1.0))
+            rows = [json.loads(line) for line in (await s.workers.take_rows.call_one()).lines]
+            found = [(row["kind"], row["group"], row["held_out"], row["sample"]) for row in rows]
+            assert sorted(found) == [("failed", -5, "words", sample) for sample in (0, 1)]
+            assert {row["failure"]["reason"] for row in rows} == {"item raised IndexError when it was made"}
+            assert (await s.workers.progress.call_one(None)).held_out == 2
 
     run(test)
 

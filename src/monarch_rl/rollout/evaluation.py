@@ -27,6 +27,9 @@ SeatReward = tuple[float, dict[str, float]]
 """Reward of a seat's sequence, and its named parts."""
 RunItem = Callable[[Task, Any, int, Sampling, int], Awaitable[EpisodeResult]]
 """``play(task, item, index, sampling, group)``: runs one episode."""
+EpisodeEnded = Callable[[EpisodeResult, Task, Any, int, int], Awaitable[None]]
+"""``ended(result, task, item, index, sample)``: receives the result of an episode; ``sample`` is its number among the
+item's episodes. If the item could not be made, ``item`` is None, and ``task`` the whole task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +356,7 @@ async def run_held_out(
     stops: tuple[int, ...],
     item_deadline_s: float,
     max_concurrent: int,
+    ended: EpisodeEnded | None = None,
 ) -> Evaluation:
     """Run items of a held-out set of ``task``.
 
@@ -360,6 +364,7 @@ async def run_held_out(
         play: runs one episode; failures are returned, not raised.
         item_deadline_s: deadline in seconds for making an item.
         max_concurrent: number of episodes that run at once.
+        ended: is awaited at the end of each episode, also of one whose item could not be made.
 
     Raises ValueError if the task has no such set.
     """
@@ -367,15 +372,21 @@ async def run_held_out(
     success_rewards = {task.name: task.success_reward}
 
     async def run_one(index: int, sample: int) -> tuple[str, EpisodeResult]:
+        owner, item = task, None
+        result: EpisodeResult
         async with free:
             try:
                 item = await make_item(items.__getitem__, index, item_deadline_s)
             except EpisodeFailed as failed:
-                return task.name, failed
-            owner, item = task.owner_of(item)
-            success_rewards[owner.name] = owner.success_reward
-            sampling = plan.sampling(index, sample, max_new_tokens, stops)
-            return owner.name, await play(owner, item, index, sampling, -1 - index)
+                result = failed
+            else:
+                owner, item = task.owner_of(item)
+                success_rewards[owner.name] = owner.success_reward
+                sampling = plan.sampling(index, sample, max_new_tokens, stops)
+                result = await play(owner, item, index, sampling, -1 - index)
+            if ended is not None:
+                await ended(result, owner, item, index, sample)
+            return owner.name, result
 
     episodes = await all_or_none([run_one(index, sample) for index in indices for sample in range(plan.samples)])
     by_item = [episodes[i * plan.samples : (i + 1) * plan.samples] for i in range(len(indices))]

@@ -236,11 +236,16 @@ class RolloutWorker(AsksFrozenModels):
         settings = self._settings
         if not self._evaluating:
             self._held_out_ended = 0
-        samples = Counter[int]()
 
         async def run_item(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> EpisodeResult:
-            samples[index] += 1
-            return await self._run_held_out(task, item, index, sampling, group, plan.held_out, samples[index] - 1)
+            return await self._run_episode(task, item, index, sampling, group, self._held_out_share)
+
+        async def ended(result: EpisodeResult, task: Task, item: Any, index: int, sample: int) -> None:
+            if self._record is not None:
+                await self._record.add_held_out(result, plan.held_out, sample, task.name, index, item)
+            self._held_out_ended += 1
+            if not isinstance(result, EpisodeFailed):
+                wait_registry.progress("held-out item run")
 
         evaluation = run_held_out(
             plan,
@@ -251,23 +256,13 @@ class RolloutWorker(AsksFrozenModels):
             stops=self._template.stop_token_ids,
             item_deadline_s=settings.episode_deadline_s,
             max_concurrent=max_concurrent or settings.concurrent_groups * settings.group_size,
+            ended=ended,
         )
         self._evaluating.add(task := asyncio.ensure_future(evaluation))
         task.add_done_callback(self._evaluating.discard)
         result = await task  # waits: every wait of an episode has a deadline of its own
         for failure in result.first.values():
             await self._submitter.note(failure)
-        return result
-
-    async def _run_held_out(
-        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, held_out: str, sample: int
-    ) -> EpisodeResult:
-        result = await self._run_episode(task, item, index, sampling, group, self._held_out_share)
-        if self._record is not None:
-            await self._record.add_held_out(result, held_out, sample, task.name, index, item)
-        self._held_out_ended += 1
-        if not isinstance(result, EpisodeFailed):
-            wait_registry.progress("held-out item played")
         return result
 
     @persistent_endpoint
