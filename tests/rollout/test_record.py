@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -114,6 +115,40 @@ def test_an_episode_that_cannot_be_recorded_is_counted_and_costs_nothing_else(
     assert len([one for one in caplog.records if "worker cannot record" in one.getMessage()]) == 1
 
 
+def test_lines_that_a_thread_makes_are_added_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise those of two groups, and of the controller's call, could be lost or counted twice."""
+    changed, decoded = set[int](), set[int]()
+
+    class Changes:
+        def __setattr__(self, name: str, value: object) -> None:
+            changed.add(threading.get_ident())
+            super().__setattr__(name, value)
+
+    class Watched(Changes, EpisodeRecord):
+        pass
+
+    class WatchedLines(Changes, Outbox):
+        pass
+
+    class Watching(Ids):
+        def decode(self, token_ids: list[int]) -> str:
+            decoded.add(threading.get_ident())
+            return super().decode(token_ids)
+
+    monkeypatch.setattr(module, "Outbox", WatchedLines)
+    monkeypatch.setattr(module, "INLINE_TOKENS", 0)
+
+    async def test() -> None:
+        template: Any = Watching()
+        record = Watched("worker", template, LoggedGroups(1, 1))
+        await asyncio.gather(*(record.add_group(Group(n, n, [sampled_episode()], task="sums"), n) for n in range(20)))
+        taken = record.take()
+        assert {row["item"] for row in map(json.loads, taken.lines)} == set(range(20)) and taken.cpu_s > 0
+
+    asyncio.run(test())
+    assert changed == {threading.get_ident()} and decoded and threading.get_ident() not in decoded
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_held_out_episodes_have_their_set_sample_and_versions(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "INLINE_TOKENS", module.INLINE_TOKENS if inline else 0)
@@ -128,7 +163,7 @@ def test_held_out_episodes_have_their_set_sample_and_versions(inline: bool, monk
 
     first, second, failed = asyncio.run(test())
     assert (first["kind"], first["group"], first["held_out"], first["version"]) == ("held_out", -4, "easy", [5, 7])
-    assert first["item"] == {"n": 3} and "item" not in second and second["sample"] == 1
+    assert first["item"] == {"n": 3} and "item" not in second and second["sample"] == second["rollout"] == 1
     assert (failed["kind"], failed["group"], failed["sample"]) == ("failed", -4, 2)
     assert failed["failure"] == {
         "reason": "no",

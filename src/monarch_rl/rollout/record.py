@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from monarch_rl.episode.episode import Episode, Group
@@ -79,15 +78,18 @@ class EpisodeRecord:
         logged = group.group_id in self._logged
         if not logged and (not dropped or self._is_over_limit(("dropped", dropped), len(group.episodes))):
             return
-        more = {"dropped": dropped} if dropped else {}
-        await self._add(
-            group.episodes,
-            {"kind": "dropped" if dropped else "train", "group": group.group_id, "attempt": group.attempt},
-            {"task": group.task, "task_index": group.task_index},
-            item,
-            more,
-            with_tokens=logged and not dropped,
-        )
+        head: dict[str, Any] = {"kind": "dropped" if dropped else "train", "group": group.group_id}
+        head |= {"attempt": group.attempt, "task": group.task, "task_index": group.task_index}
+        head |= {"dropped": dropped} if dropped else {}
+
+        def make() -> list[dict[str, Any]]:
+            found = self._rows(group.episodes, with_tokens=logged and not dropped)
+            return [
+                {"episode": place, "rollout": max(0, episode.rollout), **row}
+                for place, (episode, row) in enumerate(zip(group.episodes, found, strict=True))
+            ]
+
+        await self._add(head, make, len(group.episodes), item, _num_tokens(group.episodes))
 
     async def add_failed(
         self, failed: EpisodeFailed, number: int, group_id: int, attempt: int, task: str, task_index: int, item: Any
@@ -95,74 +97,75 @@ class EpisodeRecord:
         """Record a failed episode of a group; ``number`` is its position among all episodes of the group."""
         if group_id not in self._logged and self._is_over_limit(("failed", failed.reason), 1):
             return
-        with self._not_fatal(1), self._cpu.running():
-            row: dict[str, Any] = {"kind": "failed", "group": group_id, "attempt": attempt, "episode": number}
-            row |= {"rollout": number, "task": task, "task_index": task_index}
-            self._send([row | failed_row(failed, self._template)], item)
+        head = {"kind": "failed", "group": group_id, "attempt": attempt}
+        more = {"episode": number, "rollout": number, "task": task, "task_index": task_index}
+        await self._add(head, lambda: [more | failed_row(failed, self._template)], 1, item)
 
     async def add_held_out(
         self, result: Sequence[Episode] | EpisodeFailed, held_out: str, sample: int, task: str, index: int, item: Any
     ) -> None:
         """Record an episode of a held-out item; ``sample`` is its number among the item's episodes."""
-        head: dict[str, Any] = {"kind": "held_out", "group": -1 - index, "attempt": 0}
-        of_task = {"task": task, "task_index": index}
-        more: dict[str, Any] = {"held_out": held_out, "sample": sample}
+        head = {"group": -1 - index, "attempt": 0, "task": task, "task_index": index}
+        head |= {"rollout": sample, "held_out": held_out, "sample": sample}
+        item = item if sample == 0 else _NO_ITEM
+
         if isinstance(result, EpisodeFailed):
-            with self._not_fatal(1), self._cpu.running():
-                row = head | {"kind": "failed", "episode": sample, "rollout": sample} | of_task | more
-                self._send([row | failed_row(result, self._template)], item if sample == 0 else _NO_ITEM)
+            of_failed = head | {"kind": "failed", "episode": sample}
+            await self._add(of_failed, lambda: [failed_row(result, self._template)], 1, item)
             return
-        versions = [version for one in result if one.turns for version, _ in version_runs(one)]
-        more |= {"version": [min(versions), max(versions)] if versions else None, "rollout": sample}
-        await self._add(result, head, of_task, item if sample == 0 else _NO_ITEM, more, with_tokens=False)
+
+        def make() -> list[dict[str, Any]]:
+            versions = [version for one in result if one.turns for version, _ in version_runs(one)]
+            more = {"version": [min(versions), max(versions)] if versions else None}
+            return [more | {"episode": place} | row for place, row in enumerate(self._rows(result, False))]
+
+        await self._add(head | {"kind": "held_out"}, make, len(result), item, _num_tokens(result))
+
+    def _rows(self, episodes: Sequence[Episode], with_tokens: bool) -> list[dict[str, Any]]:
+        return episode_rows(episodes, self._template, with_tokens)
 
     async def _add(
-        self,
-        episodes: Sequence[Episode],
-        head: Mapping[str, Any],
-        of_task: Mapping[str, Any],
-        item: Any,
-        more: Mapping[str, Any],
-        with_tokens: bool,
+        self, head: dict[str, Any], make: Callable[[], list[dict[str, Any]]], rows: int, item: Any, tokens: int = 0
     ) -> None:
-        def add() -> None:
-            with self._not_fatal(len(episodes)), self._cpu.running():
-                found = episode_rows(episodes, self._template, with_tokens)
-                self._send(
-                    [
-                        {**head, "episode": place, "rollout": max(0, episode.rollout), **of_task, **row, **more}
-                        for place, (episode, row) in enumerate(zip(episodes, found, strict=True))
-                    ],
-                    item,
-                )
+        """Record rows. What cannot be recorded is counted as lost: it is not worth an episode.
 
-        if sum(episode.num_tokens for episode in episodes) <= INLINE_TOKENS:
-            add()
-        else:
-            await asyncio.to_thread(add)
+        Args:
+            head: keys of all rows, with ``group`` and ``attempt``.
+            make: returns the other keys of each row.
+            rows: number of rows.
+            item: in the first row, if no line of the group has it yet.
+            tokens: number of tokens that ``make`` decodes; many are decoded on a thread.
+        """
+        head = head | {"worker": self._worker}
+        with_item = item is not _NO_ITEM and rows > 0 and self._is_first(head["group"], head["attempt"])
 
-    def _send(self, rows: Sequence[dict[str, Any]], item: Any) -> None:
-        for row in rows:
-            row["worker"] = self._worker
-            if item is not _NO_ITEM and self._is_first(row["group"], row["attempt"]):
-                row["item"] = shown(item)
-        for line in [as_line(row) for row in rows]:  # all or none
+        def lines() -> list[str] | Exception:
+            """All lines, or why there are none. Changes no state, which belongs to the event loop."""
+            with self._cpu.running():
+                try:
+                    made = [head | row for row in make()]
+                    if with_item:
+                        made[0]["item"] = shown(item)
+                    return [as_line(row) for row in made]
+                except Exception as error:  # such as info that contains itself
+                    return error
+
+        found = lines() if tokens <= INLINE_TOKENS else await asyncio.to_thread(lines)
+        if isinstance(found, Exception):
+            self._lose(rows, found)
+            return
+        for line in found:
             self._outbox.add(line)
 
-    @contextmanager
-    def _not_fatal(self, lines: int) -> Iterator[None]:
-        """Count what cannot be recorded, such as ``info`` that JSON does not support, as lost: it is not worth an
-        episode."""
-        try:
-            yield
-        except Exception:
-            if not self._failed:
-                logger.exception("%s cannot record an episode; further ones are only counted", self._worker)
-            self._failed = True
-            self._outbox.lose(lines)
+    def _lose(self, rows: int, error: Exception) -> None:
+        if not self._failed:
+            message = "%s cannot record an episode; further ones are only counted"
+            logger.error(message, self._worker, exc_info=error)
+        self._failed = True
+        self._outbox.lose(rows)
 
     def _is_first(self, group_id: int, attempt: int) -> bool:
-        """Whether no line of the group has its item yet; held-out items are played again in each evaluation."""
+        """Whether no line of the group has its item yet; held-out items are run again in each evaluation."""
         if group_id < 0:
             return True
         if (group_id, attempt) in self._with_item:
@@ -177,6 +180,10 @@ class EpisodeRecord:
             return False
         self._skipped += episodes
         return True
+
+
+def _num_tokens(episodes: Sequence[Episode]) -> int:
+    return sum(episode.num_tokens for episode in episodes)
 
 
 _NO_ITEM = object()
