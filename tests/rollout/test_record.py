@@ -20,7 +20,7 @@ from monarch_rl.model.messages import ToolCall, assistant
 from monarch_rl.rollout import record as module
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodeRunner
-from monarch_rl.rollout.record import EpisodeRecord, KindLimit, Outbox
+from monarch_rl.rollout.record import EpisodeRecord, KindLimit, PendingLines
 from monarch_rl.rollout.run_tools import run_tools
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.simulate.clock import run_virtual
@@ -37,18 +37,18 @@ def rows_of(record: EpisodeRecord) -> list[dict[str, Any]]:
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 100))
 def test_lines_within_the_bound_are_held_and_others_counted(sizes: list[int], most: int) -> None:
-    outbox, held, lost = Outbox(most), list[str](), 0
+    pending, held, lost = PendingLines(most), list[str](), 0
     for place, size in enumerate(sizes):
         if place % 7 == 6:
-            assert outbox.take() == (held, lost)
+            assert pending.take() == (held, lost)
             held, lost = [], 0
         line = "x" * size
-        outbox.add(line)
+        pending.add(line)
         if sum(map(len, held)) + size <= most:
             held.append(line)
         else:
             lost += 1
-    assert outbox.take() == (held, lost) and outbox.take() == ([], 0)
+    assert pending.take() == (held, lost) and pending.take() == ([], 0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, KINDS + 3)), max_size=60))
@@ -127,7 +127,7 @@ def test_lines_that_a_thread_makes_are_added_by_the_event_loop(monkeypatch: pyte
     class Watched(Changes, EpisodeRecord):
         pass
 
-    class WatchedLines(Changes, Outbox):
+    class WatchedLines(Changes, PendingLines):
         pass
 
     class Watching(Ids):
@@ -135,7 +135,7 @@ def test_lines_that_a_thread_makes_are_added_by_the_event_loop(monkeypatch: pyte
             decoded.add(threading.get_ident())
             return super().decode(token_ids)
 
-    monkeypatch.setattr(module, "Outbox", WatchedLines)
+    monkeypatch.setattr(module, "PendingLines", WatchedLines)
     monkeypatch.setattr(module, "INLINE_TOKENS", 0)
 
     async def test() -> None:

@@ -15,12 +15,12 @@ from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.observe.cpu_clock import CpuClock
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.transcripts import as_line, episode_rows, failed_row, shown, version_runs
+from monarch_rl.rollout.transcripts import as_line, episode_rows, failed_row, shown, version_spans
 from monarch_rl.runtime.deadlines import now
 
 logger = logging.getLogger("monarch_rl")
 
-OUTBOX_BYTES = 16 * 2**20
+PENDING_BYTES = 16 * 2**20
 """Maximum characters of the lines that wait for the controller, which takes them every few seconds."""
 PER_KIND, PER_S = 8, 60.0
 """Failed episodes of a kind, and dropped groups of a reason, that are recorded in so many seconds, besides those of
@@ -54,7 +54,7 @@ class EpisodeRecord:
 
     def __init__(self, worker: str, template: ChatTemplate, logged: LoggedGroups) -> None:
         self._worker, self._template, self._logged = worker, template, logged
-        self._outbox = Outbox(OUTBOX_BYTES)
+        self._pending = PendingLines(PENDING_BYTES)
         self._limit = KindLimit(PER_KIND, PER_S)
         self._with_item: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Group and attempt of the newest groups of which a line has the item."""
@@ -64,7 +64,7 @@ class EpisodeRecord:
 
     def take(self) -> WorkerRows:
         """Everything recorded since the last call."""
-        lines, lost = self._outbox.take()
+        lines, lost = self._pending.take()
         rows = WorkerRows(lines, lost, self._skipped, self._cpu.take())
         self._skipped = 0
         return rows
@@ -115,7 +115,7 @@ class EpisodeRecord:
             return
 
         def make() -> list[dict[str, Any]]:
-            versions = [version for one in result if one.turns for version, _ in version_runs(one)]
+            versions = [version for one in result if one.turns for version, _ in version_spans(one)]
             more = {"version": [min(versions), max(versions)] if versions else None}
             return [more | {"episode": place} | row for place, row in enumerate(self._rows(result, False))]
 
@@ -155,14 +155,14 @@ class EpisodeRecord:
             self._lose(rows, found)
             return
         for line in found:
-            self._outbox.add(line)
+            self._pending.add(line)
 
     def _lose(self, rows: int, error: Exception) -> None:
         if not self._failed:
             message = "%s cannot record an episode; further ones are only counted"
             logger.error(message, self._worker, exc_info=error)
         self._failed = True
-        self._outbox.lose(rows)
+        self._pending.lose(rows)
 
     def _is_first(self, group_id: int, attempt: int) -> bool:
         """Whether no line of the group has its item yet; held-out items are run again in each evaluation."""
@@ -190,7 +190,7 @@ _NO_ITEM = object()
 """Stands for the item of a line that does not have it."""
 
 
-class Outbox:
+class PendingLines:
     """Lines that wait to be taken; when it is full, further ones are counted and dropped.
 
     Args:

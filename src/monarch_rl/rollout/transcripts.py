@@ -114,7 +114,7 @@ def _row(episode: Episode, read: Sequence[int], template: ChatTemplate, with_tok
         "info": episode.info,
         "finish_reason": episode.finish_reason,
         "tokens": episode.num_trainable,
-        "versions": version_runs(episode) if turns else [],
+        "versions": version_spans(episode) if turns else [],
         **_times(episode.times, sum(turn.seconds for turn in own)),
     }
 
@@ -162,7 +162,7 @@ def _times(times: EpisodeTimes | None, generate_s: float) -> dict[str, float | N
     }
 
 
-def version_runs(episode: Episode) -> list[list[int]]:
+def version_spans(episode: Episode) -> list[list[int]]:
     """``[version, tokens]`` of each span of trainable tokens with the same policy version, in order."""
     versions = episode.policy_versions[episode.trainable]
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)] if len(versions) else []
