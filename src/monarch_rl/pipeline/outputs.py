@@ -5,7 +5,6 @@ A run without a folder (a simulation, most tests) has :class:`NoOutputs`, with t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -81,8 +80,7 @@ class RunOutputs:
     async def take_episodes(self) -> None:
         """Take the rows of the episodes that have ended so far, before :meth:`flush`; at most :data:`TAKE_S` seconds,
         because a checkpoint waits for it."""
-        taking = asyncio.ensure_future(self._record.take())
-        await asyncio.wait([taking], timeout=TAKE_S)  # what comes later is written, too
+        await self._record.take(TAKE_S)
 
     async def token_lines(self) -> list[str]:
         """Lines about the tokens of logged groups in the last trained batch, for :meth:`write`."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
 from monarch_rl.pipeline.run_folder import ROLLOUTS
+from monarch_rl.rollout.record import WorkerRows
 from monarch_rl.rollout.transcripts import as_line, packed
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
@@ -29,14 +31,22 @@ logger = logging.getLogger("monarch_rl")
 
 TAKE_S = 2.0
 """Seconds between two calls that take the workers' rows. A worker that is lost has not handed over more than that."""
-
-
-NEWEST = 16
-"""Rows of trained episodes that are kept for trackers."""
+NEWEST, NEWEST_BYTES = 16, 4 * 2**20
+"""Maximum number of rows of trained episodes that are kept for trackers, and of their characters."""
 TRAINED = '{"kind": "train"'
 """Beginning of their lines."""
 QUEUED_BYTES = 64 * 2**20
 """Most characters that wait for the disk; further lines are counted, and lost."""
+
+
+@dataclass
+class _Asked:
+    """A worker that has been asked for its rows."""
+
+    worker: RolloutWorker
+    task: asyncio.Task[None] | None = None
+    again: bool = False
+    """Whether it is to be asked once more: other episodes have ended since."""
 
 
 class RolloutRecord:
@@ -55,10 +65,11 @@ class RolloutRecord:
         self.episodes = PieceLog(folder / ROLLOUTS, "episodes", nbytes // 2)
         self.tokens = PieceLog(folder / ROLLOUTS, "tokens", nbytes // 2)
         self._disk = DiskThread("rollouts", self._close)
-        self._taking = asyncio.Lock()
+        self._asked: dict[int, _Asked] = {}
+        """By index, workers that have not answered."""
+        self._failed: set[int] = set()
+        """Workers that did not answer the last time, which has been logged."""
         self._newest: deque[str] = deque(maxlen=NEWEST)
-        self._failed = False
-        """Whether a failure to take rows has been logged."""
         self._skipped, self._queued, self._cpu = 0, 0, CpuClock()
         self._lock = threading.Lock()
 
@@ -71,35 +82,73 @@ class RolloutRecord:
             yield
         finally:
             ended.set()
-            await asyncio.wait([taking])  # waits: for calls with a deadline
+            await asyncio.wait([taking])  # waits: at most TAKE_S
+            await self.take(ANSWER_DEADLINE_S)
+            self._give_up(list(self._asked))
 
     async def _take_until(self, ended: asyncio.Event) -> None:
         while not ended.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), TAKE_S)
-            await self.take()
+            await self.take(TAKE_S)
 
-    async def take(self) -> None:
-        """Take the rows of all workers, and queue them to be written. Never raises: rows are not worth a run."""
-        async with self._taking:  # waits: for a call with a deadline; a checkpoint needs the rows that it brings, too
-            try:
-                answers = await self._workers.ask(
-                    ANSWER_DEADLINE_S, "to hand over its rows", lambda _, worker: worker.take_rows.call_one()
-                )
-            except Exception as error:
-                if not self._failed:
-                    logger.error("the rows of ended episodes cannot be taken: %s", last_line(error))
-                self._failed = True
-                return
-        self._failed = False
-        for rows in answers.values():
-            self._skipped += rows.skipped
-            self._cpu.add(rows.cpu_s)
-            if rows.lost:
-                self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
-            if rows.lines:
-                self._newest.extend(line for line in rows.lines if line.startswith(TRAINED))
-                self._append(self.episodes, rows.lines)
+    async def take(self, seconds: float) -> None:
+        """Take the rows of the episodes that have ended so far, and queue those of each worker as it answers.
+
+        Returns when all workers have answered, or after ``seconds``: what the others answer later is written, too, and
+        they are asked once more then. Never raises: rows are not worth a run.
+        """
+        for index, worker in self._workers.handles.items():
+            asked = self._asked.get(index)
+            if asked is not None and asked.worker is worker:
+                asked.again = True
+                continue
+            self._give_up([index])
+            asked = self._asked[index] = _Asked(worker)
+            asked.task = asyncio.create_task(self._ask(index, asked))
+        tasks = [asked.task for asked in self._asked.values() if asked.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    async def _ask(self, index: int, asked: _Asked) -> None:
+        try:
+            asked.again = True
+            while asked.again:
+                asked.again = False
+                # waits: in a task, for which others wait with a deadline; what is answered after it is not lost
+                self._write(await asked.worker.take_rows.call_one())
+                self._failed.discard(index)
+        except Exception as error:
+            self._log_failure(index, last_line(error))
+        finally:
+            if self._asked.get(index) is asked:
+                del self._asked[index]
+
+    def _give_up(self, indices: list[int]) -> None:
+        """Wait no longer for the rows of workers that have not answered."""
+        for index in indices:
+            if (asked := self._asked.pop(index, None)) is not None and asked.task is not None:
+                asked.task.cancel()
+                self._log_failure(index, "it did not answer")
+
+    def _log_failure(self, index: int, reason: str) -> None:
+        if index not in self._failed:
+            name = self._workers.name(index)
+            logger.warning("rows of episodes of %s are not in the run's record: %s", name, reason)
+        self._failed.add(index)
+
+    def _write(self, rows: WorkerRows) -> None:
+        self._skipped += rows.skipped
+        self._cpu.add(rows.cpu_s)
+        if rows.lost:
+            self.episodes.lose(rows.lost, "workers end episodes faster than the run writes them")
+        if rows.lines:
+            self._append(self.episodes, rows.lines)
+        for line in rows.lines:
+            if line.startswith(TRAINED):
+                self._newest.append(line)
+        while sum(map(len, self._newest)) > NEWEST_BYTES:
+            self._newest.popleft()
 
     def newest(self) -> Callable[[], list[dict[str, Any]]]:
         """Returns a function that parses the newest rows of episodes that were sampled for training."""
@@ -143,9 +192,11 @@ class RolloutRecord:
         size = sum(map(len, lines))
 
         def write() -> None:
-            with self._cpu.running():
-                log.append(*lines)
-            self._queue(-size)
+            try:
+                with self._cpu.running():
+                    log.append(*lines)
+            finally:
+                self._queue(-size)
 
         def lose() -> None:
             self._queue(-size)
