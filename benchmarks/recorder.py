@@ -4,8 +4,8 @@
     python benchmarks/recorder.py --steps 100 --rollout.logged-groups 8
 
 By thread clocks, `record/cpu_s` and `trainer/record_cpu_s`, against the CPU time of all processes of the run in the
-same steps. Without what the timeline costs, and without evaluations, whose episodes are all recorded. CPU time needs no
-quiet machine.
+same steps. It includes the timeline, but no event's own microsecond in the process that records it, and no requests for
+rows and spans; and no evaluations, whose episodes are all recorded. CPU time needs no quiet machine.
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ class FakeMonitor:
     def __init__(self, lane: str, ahead_s: float = 0.0) -> None:
         self.lane, self.machine = lane, f"machine of {lane}"
         self.lost = False
+        self.cpu_s = 0.0
+        """CPU seconds that it has reported."""
         self._clock = lambda: time.monotonic() + ahead_s
         self.timeline = Timeline(self._clock)
         self.spans = SimpleNamespace(call_one=self._answer)
@@ -114,7 +116,9 @@ class FakeMonitor:
         if self.lost:
             raise RuntimeError("its process is lost")
         spans, dropped = self.timeline.take(cut_s)
-        return SpanReport(self.machine, self._clock(), spans, dropped)
+        cpu_s = self.timeline.cpu_s()
+        self.cpu_s += cpu_s
+        return SpanReport(self.machine, self._clock(), spans, dropped, cpu_s)
 
 
 def test_spans_of_all_processes_are_collected_until_the_end(tmp_path: Path) -> None:
@@ -136,6 +140,8 @@ def test_spans_of_all_processes_are_collected_until_the_end(tmp_path: Path) -> N
         with monitors[0].timeline.span("snapshot", monitors[0].lane, 1):
             await asyncio.sleep(2 * SHORTEST_S)
         await collector.close()
+        assert collector.cpu_s() > sum(monitor.cpu_s for monitor in monitors) > 0.0
+        assert collector.cpu_s() == 0.0
 
     began = time.time()
     asyncio.run(test())

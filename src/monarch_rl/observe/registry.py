@@ -667,7 +667,8 @@ METRICS = (
     Metric(
         "record/cpu_s",
         "s",
-        "CPU time that the controller and the rollout workers spent since the last step on `rollouts/`.",
+        "CPU time that all processes but trainer ranks spent on `rollouts/`, and all on `timeline/`, since the last "
+        "step. Without the requests for rows and spans.",
         "speed",
     ),
     Metric("trainer/record_cpu_s", "s", "CPU time that trainer rank 0 spent on records of tokens.", "speed"),

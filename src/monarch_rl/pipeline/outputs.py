@@ -126,11 +126,11 @@ class RunOutputs:
         """Shows what is waited for in a terminal's last line; None without a terminal."""
         return self._console.status if self._console.on_terminal else None
 
-    def metrics(self, lost_spans: int = 0) -> dict[str, float]:
-        """Metrics of a step, named as in docs/metrics.md: lines that could not be written, with those of the timeline,
-        and the record's cost."""
+    def metrics(self, lost_spans: int = 0, timeline_cpu_s: float = 0.0) -> dict[str, float]:
+        """Metrics of a step, named as in docs/metrics.md: lines that could not be written, and the record's cost, both
+        with those of the timeline."""
         lost = self._metrics.lines.lost + self._record.lost + lost_spans
-        return {"checkpoint/lost_lines": float(lost)} | self._record.metrics()
+        return {"checkpoint/lost_lines": float(lost)} | self._record.metrics(timeline_cpu_s)
 
     @property
     def seconds(self) -> float:
@@ -182,7 +182,7 @@ class NoOutputs:
     def when(self, version: int) -> str:
         return ""
 
-    def metrics(self, lost_spans: int = 0) -> dict[str, float]:
+    def metrics(self, lost_spans: int = 0, timeline_cpu_s: float = 0.0) -> dict[str, float]:
         return {}
 
     def flush(self, limit_s: float | None = None) -> dict[str, int]:

@@ -176,9 +176,9 @@ class RolloutRecord:
         """Number of lines that are not on disk."""
         return self.episodes.lost + self.tokens.lost
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of a step, named as in docs/metrics.md."""
-        return {"record/cpu_s": self._cpu.take(), "record/skipped": float(self._skipped)}
+    def metrics(self, timeline_cpu_s: float) -> dict[str, float]:
+        """Metrics of a step, named as in docs/metrics.md, with the CPU seconds of the timeline."""
+        return {"record/cpu_s": self._cpu.take() + timeline_cpu_s, "record/skipped": float(self._skipped)}
 
     def positions(self) -> Future[dict[str, int]]:
         """Size of the newest piece of each log, by path in the run's folder, once all queued lines are on disk."""

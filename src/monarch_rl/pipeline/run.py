@@ -157,6 +157,9 @@ class NoWatch:
     def lost_spans(self) -> int:
         return 0
 
+    def timeline_cpu_s(self) -> float:
+        return 0.0
+
     def state_of(self, name: str) -> str:
         return ""
 
@@ -645,7 +648,8 @@ class Run:
         values = await components.frozen.metrics() | await components.observer.step(update_metrics)
         # No await from here on: after a signal in between, the step would be logged twice, or its rates lost.
         values |= components.recovery.metrics() | components.watch.loop_lag()
-        values |= self._checkpoints.metrics() | outputs.metrics(components.watch.lost_spans())
+        values |= self._checkpoints.metrics()
+        values |= outputs.metrics(components.watch.lost_spans(), components.watch.timeline_cpu_s())
         outputs.write(self.version, values, token_lines)
         self._unlogged = None
         outputs.show(self._steps_trained, values)

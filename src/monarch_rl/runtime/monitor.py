@@ -101,6 +101,8 @@ class SpanReport:
     spans: list[Span]
     dropped: int
     """Number of further spans that were dropped, because nobody took them in time."""
+    cpu_s: float
+    """CPU seconds since the last report that its process has spent on making spans."""
 
 
 class ProcessMonitor(AnswersCalls, Actor):
@@ -169,7 +171,7 @@ def own_report() -> ProcessReport:
 def own_spans(cut_s: float) -> SpanReport:
     """Take the new spans of this process: see :meth:`Timeline.take`."""
     spans, dropped = timeline.take(cut_s)
-    return SpanReport(machine(), time.monotonic(), spans, dropped)
+    return SpanReport(machine(), time.monotonic(), spans, dropped, timeline.cpu_s())
 
 
 def _blocked_at() -> str:

@@ -76,6 +76,7 @@ class Timeline:
         self._current: dict[tuple[str, Kind, str], _Current] = {}
         self._ended: deque[Span] = deque()
         self._dropped = 0
+        self._cpu_s = 0.0
         self._folding = threading.Lock()
 
     def begin(self, lane: str, kind: Kind, what: str, on: str = "", step: int | None = None) -> None:
@@ -117,6 +118,12 @@ class Timeline:
             dropped, self._dropped = self._dropped, 0
         return taken, dropped
 
+    def cpu_s(self) -> float:
+        """CPU seconds since the last call that were spent on making spans of events."""
+        with self._folding:
+            seconds, self._cpu_s = self._cpu_s, 0.0
+        return seconds
+
     def _add(self, key: tuple[str, Kind, str], begins: tuple[str, int | None] | None) -> None:
         self._events.append((self._clock(), key, begins))
         # Without waiting: another thread may be folding, or this one, which was interrupted.
@@ -128,6 +135,7 @@ class Timeline:
 
     def _fold(self) -> None:
         """Make spans of the events so far. The caller holds the lock."""
+        began = time.thread_time()
         for _ in range(len(self._events)):
             at, key, begins = self._events.popleft()
             current = self._current.get(key)
@@ -148,6 +156,7 @@ class Timeline:
                 self._current[key] = _Current(what, step, at, 1)
             else:
                 current.count += 1
+        self._cpu_s += time.thread_time() - began
 
     def _record(self, key: tuple[str, Kind, str], current: _Current, end: float) -> None:
         if end - current.begin < SHORTEST_S and current.step is None:
@@ -162,4 +171,5 @@ class Timeline:
 _timeline = Timeline()
 """The timeline of this process."""
 
-begin, end, span, take = _timeline.begin, _timeline.end, _timeline.span, _timeline.take
+begin, end, span = _timeline.begin, _timeline.end, _timeline.span
+take, cpu_s = _timeline.take, _timeline.cpu_s

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.errors import DeadlineExceeded
+from monarch_rl.observe.cpu_clock import CpuClock
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.runtime import monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
-from monarch_rl.runtime.monitor import ProcessMonitor
+from monarch_rl.runtime.monitor import ProcessMonitor, SpanReport
 from monarch_rl.runtime.timeline import CUT_S, FOLDER, SHORTEST_S, STEM, Kind, Span
 from monarch_rl.runtime.wait_registry import CONTROLLER
 
@@ -75,6 +76,8 @@ class TimelineLog:
         self._disk = DiskThread("timeline", self._log.close)
         self._monotonic, self._wall = monotonic, wall
         self._wall_offset_s = math.inf
+        self.cpu = CpuClock()
+        """Of writing, and of :meth:`append`."""
         self._ends: dict[tuple[str, Kind, str], float] = {}
         """By lane, kind and awaited party: the end of the last span on disk, in wall-clock time."""
 
@@ -95,11 +98,15 @@ class TimelineLog:
         if abs(wall_offset_s - self._wall_offset_s) > CLOCK_STEP_S:
             self._wall_offset_s = wall_offset_s
             self._ends.clear()
-        lines = [line for span in spans if (line := self._line(span, self._wall_offset_s - offset_s)) is not None]
+        with self.cpu.running():
+            lines = [line for span in spans if (line := self._line(span, self._wall_offset_s - offset_s)) is not None]
+
+        def write() -> None:
+            with self.cpu.running():
+                self._log.append(*lines)
+
         if lines:
-            self._disk.begin(
-                lambda: self._log.append(*lines), lambda: self._log.lose(len(lines), "the disk is slower than the run")
-            )
+            self._disk.begin(write, lambda: self._log.lose(len(lines), "the disk is slower than the run"))
         if dropped:
             self._log.lose(dropped, "a process recorded more spans than it keeps")
 
@@ -138,6 +145,10 @@ class SpanCollector:
     def lost(self) -> int:
         """Number of spans so far that are not on disk."""
         return self._log.lost
+
+    def cpu_s(self) -> float:
+        """CPU seconds that all processes spent on the timeline since the last call."""
+        return self._log.cpu.take()
 
     def add_new(self) -> None:
         """Start to collect from the processes that were spawned since the last call."""
@@ -181,7 +192,7 @@ class SpanCollector:
         report = await within(limit_s, handle.spans.call_one(cut_s), "the spans of a process", on="Monarch")
         clock = self._clocks.setdefault(report.machine, _Clock())
         clock.measure(asked, report.now, time.monotonic())
-        self._log.append(report.spans, report.dropped, clock.offset_s)
+        self._append(report, report.spans, clock.offset_s)
 
     async def _collect_own(self, ended: asyncio.Future[None]) -> None:
         while not ended.done():
@@ -194,4 +205,8 @@ class SpanCollector:
         report, watch = monitor.own_spans(cut_s), wait_registry.registered_name()
         unnamed = f"process {os.getpid()}"  # until the watch has begun, the controller's event loop has no name
         spans = [span._replace(lane=CONTROLLER) if span.lane == unnamed else span for span in report.spans]
-        self._log.append([span for span in spans if span.lane != watch], report.dropped, 0.0)
+        self._append(report, [span for span in spans if span.lane != watch], 0.0)
+
+    def _append(self, report: SpanReport, spans: list[Span], offset_s: float) -> None:
+        self._log.cpu.add(report.cpu_s)
+        self._log.append(spans, report.dropped, offset_s)

@@ -124,6 +124,10 @@ class Watch:
         """Number of spans of work and waits so far that are not in the run's timeline."""
         return 0 if self._spans is None else self._spans.lost
 
+    def timeline_cpu_s(self) -> float:
+        """CPU seconds since the last call that all processes spent on the run's timeline."""
+        return 0.0 if self._spans is None else self._spans.cpu_s()
+
     def state_of(self, name: str) -> str:
         """How a process was silent or blocked at the last poll; completes a sentence that begins with its name. Empty
         if it was not."""
