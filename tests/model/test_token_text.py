@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +63,25 @@ def with_byte_fallback(*last: decoders.Decoder) -> TokenText:
 LLAMA, GEMMA = with_byte_fallback(decoders.Strip(" ", 1, 0)), with_byte_fallback()
 
 
-@given(st.sampled_from([LLAMA, GEMMA]), st.lists(st.integers(0, 260), max_size=12))
+PIECES = st.one_of(st.lists(st.integers(0, 260), max_size=4), st.text(max_size=3).map(lambda text: [*text.encode()]))
+
+
+@given(st.sampled_from([LLAMA, GEMMA]), st.lists(PIECES, max_size=6).map(lambda pieces: [*chain(*pieces)]))
 @example(LLAMA, [0x41, 0xE4, 256])
 @example(GEMMA, [0x41, 0xE4, 256])
-def test_any_tokens_of_a_vocabulary_with_byte_fallback_have_ends(tokens: TokenText, ids: list[int]) -> None:
+def test_tokens_of_a_vocabulary_with_byte_fallback_end_where_the_decoder_puts_them(
+    tokens: TokenText, ids: list[int]
+) -> None:
+    """A run of tokens of bytes ends where the text of all tokens up to it does; its bytes are of one size: valid, or
+    all of them replaced. Only the first one of all may be a stripped space."""
     text, ends = tokens.decode(ids)
-    assert len(ends) == len(ids) and (np.diff(ends.astype(int)) >= 0).all()
-    assert not ids or ends[-1] == len(text.encode())
+    sizes = np.diff(ends.astype(int), prepend=0).tolist()
+    for is_byte, run in groupby(range(len(ids)), lambda n: ids[n] < 256):
+        places = list(run)
+        assert not is_byte or len({sizes[n] for n in places if n}) <= 1
+        for n in places[-1:] if is_byte else places:
+            assert ends[n] == len(tokens.decode(ids[: n + 1])[0].encode())
+    assert len(ends) == len(ids) and (not ids or ends[-1] == len(text.encode()))
 
 
 def test_tokens_of_a_vocabulary_with_byte_fallback_end_where_their_texts_do() -> None:

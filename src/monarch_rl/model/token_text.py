@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ class TokenText:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
-        """Bytes of the ids seen so far, for a byte-level tokenizer."""
+        """Bytes of the ids seen so far."""
+        self._fallback: set[int] = set()
+        """Those of them that stand for a byte, in a vocabulary with byte fallback."""
 
     def decode(self, token_ids: Sequence[int]) -> tuple[str, np.ndarray]:
         """The text, special tokens included, and uint32[n]: where each token ends in the text's UTF-8 bytes.
@@ -39,7 +42,8 @@ class TokenText:
         With a byte-level tokenizer (Qwen, Llama 3, SmolLM2) the ends are exact, also inside a character. Bytes that are
         not UTF-8, as at the end of a cut answer, are replaced as ``bytes.decode(errors="replace")`` does; a token that
         ends among them ends as many bytes into the replacement character. With other tokenizers the ends are those
-        of the tokens' own texts, and may be off where the decoder changes them.
+        of the tokens' own texts, and may be off where the decoder changes them. With byte fallback (Llama 2, Gemma)
+        they are exact, too.
         """
         if not len(token_ids):
             return "", np.zeros(0, np.uint32)
@@ -66,13 +70,27 @@ class TokenText:
             piece = backend.id_to_token(token) or ""
             byte = _BYTE.fullmatch(piece)
             known[token] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
-        pieces = [known[token] for token in token_ids]
-        joined, ends = replace_invalid(b"".join(pieces), np.cumsum([len(piece) for piece in pieces]))
-        stripped = joined.startswith(" ") and not text.startswith(" ")
+            if byte:
+                self._fallback.add(token)
+        sizes = list[int]()
+        for fallback, run in groupby(token_ids, self._fallback.__contains__):
+            pieces = [known[token] for token in run]
+            # The decoder replaces each byte of a run of such tokens, also the valid ones, if the run is not UTF-8.
+            replaced = fallback and not _is_utf8(b"".join(pieces))
+            sizes += [REPLACED_BYTES] * len(pieces) if replaced else map(len, pieces)
+        stripped = known[token_ids[0]].startswith(b" ") and not text.startswith(" ")
         total = len(text.encode())
-        ends = np.clip(ends.astype(np.int64) - stripped, 0, total)
+        ends = np.clip(np.cumsum(sizes) - stripped, 0, total)
         ends[-1] = total
         return text, ends.astype(np.uint32)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def replace_invalid(data: bytes, ends: np.ndarray) -> tuple[str, np.ndarray]:
