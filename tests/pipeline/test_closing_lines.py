@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline import closing_lines as closing
-from monarch_rl.pipeline.closing_lines import closing_lines, page_lines
+from monarch_rl.pipeline.closing_lines import closing_lines, page_lines, page_of_failed
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import schedule
 from monarch_rl.rollout.evaluation import EvaluationSettings
+from monarch_rl.runtime.signals import Interrupts
 from tests.report.synthetic import write_run
+from tests.report.test_page import data_of
 
 
 def evaluated(step: int, accuracy: float, name: str = "held_out") -> dict[str, Any]:
@@ -76,12 +80,62 @@ def test_the_page_of_an_ended_run_and_its_problem_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("why", ["no run", "slow"])
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "slow":
-        monkeypatch.setattr(closing, "PAGE_S", 0.0)
-    (line,) = page_lines(tmp_path)
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, why: str) -> None:
+    (line,) = page_lines(tmp_path, 0.0 if why == "slow" else closing.PAGE_S)
     assert line.startswith("page: ") and f"monarch-rl report {tmp_path}" in line
     assert (str(tmp_path) in line.partition(";")[0]) or why == "slow"
+
+
+class Interrupted(Interrupts):
+    """As after a signal that came ``ago_s`` seconds ago."""
+
+    def __init__(self, number: int | None = None, ago_s: float = 0.0) -> None:
+        super().__init__()
+        self.received, self.received_at = number, time.monotonic() - ago_s
+
+
+def end_of(run: Path, interrupts: Interrupts, error: BaseException) -> bool:
+    """Whether a run that ends with ``error`` has a page."""
+    with pytest.raises(type(error)) as raised, page_of_failed(run, interrupts):
+        raise error
+    assert raised.value is error
+    return (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("interrupts", [Interrupted(), Interrupted(signal.SIGINT)], ids=["failed", "Ctrl-C"])
+def test_a_failed_run_has_its_page_which_its_error_follows(
+    interrupts: Interrupts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", state="failed")
+    assert end_of(run, interrupts, KeyError("of the recipe"))
+    assert capsys.readouterr().out.split() == ["page:", str(run / "report.html")]
+    assert '"state":"failed"' in json.dumps(data_of((run / "report.html").read_text()), separators=(",", ":"))
+
+
+def test_a_run_has_no_page_where_there_is_no_time_for_it_or_nothing_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> list[str]:
+        raise AssertionError("a page was attempted")
+
+    monkeypatch.setattr(closing, "page_lines", refused)
+    run = write_run(tmp_path / "run", state="failed")
+    for interrupts in (Interrupted(signal.SIGTERM), Interrupted(signal.SIGUSR1), Interrupted(signal.SIGINT, 18.0)):
+        assert not end_of(run, interrupts, KeyboardInterrupt())
+    state = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(state | {"goes_on": True}))
+    assert not end_of(run, Interrupted(), RuntimeError("trainer rank 0 is lost; the supervisor resumes the run"))
+    (empty := tmp_path / "empty").mkdir()
+    assert not end_of(empty, Interrupted(), ValueError("before the first step"))
+    assert not capsys.readouterr().out
+
+
+def test_a_signal_ends_the_page_and_not_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(closing, "page_lines", interrupted)
+    assert not end_of(write_run(tmp_path / "run", state="failed"), Interrupted(), KeyError("of the recipe"))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,16 @@ from monarch_rl.observe.metrics import FILE
 from monarch_rl.observe.registry import find
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.provenance import Ending, read_ending
+from monarch_rl.pipeline.run_folder import recorded
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime.signals import CLEAN_EXIT_S, Interrupts
 
 PAGE_S = 60.0
 """Seconds for the page of a run at its end."""
+FAILED_PAGE_S = 20.0
+"""Seconds for the page of a run that failed."""
+MARGIN_S = 3.0
+"""Seconds of those for a clean exit after Ctrl-C that a page leaves to the rest of the program's end."""
 
 
 def closing_lines(
@@ -47,15 +57,37 @@ def closing_lines(
     return [f"{name + ':':{width}}{text}" for name, text in lines.items()]
 
 
-def page_lines(folder: Path) -> list[str]:
+@contextmanager
+def page_of_failed(folder: Path, interrupts: Interrupts) -> Iterator[None]:
+    """If the block, which ends with the run's state in ``run.json``, raises: write the page, and print its lines.
+
+    Without metrics there is nothing to show. A run that is going to resume has its page later. What sends SIGTERM or
+    SIGUSR1, such as a batch system, kills soon; after Ctrl-C the page has the time that a clean exit has left, and a
+    signal ends it. The exception is raised in any case.
+    """
+    try:
+        yield
+    except BaseException:
+        limit_s = FAILED_PAGE_S
+        if interrupts.received is not None and interrupts.reason is None:
+            left_s = interrupts.received_at + CLEAN_EXIT_S - MARGIN_S - time.monotonic()
+            limit_s = min(limit_s, left_s) if interrupts.received == signal.SIGINT else 0.0
+        with suppress(KeyboardInterrupt, OSError):
+            begun = (folder / FILE).stat().st_size > 0
+            if begun and limit_s > 0 and not recorded(folder).get("goes_on"):
+                print(*page_lines(folder, limit_s), sep="\n")
+        raise
+
+
+def page_lines(folder: Path, limit_s: float = PAGE_S) -> list[str]:
     """Write the page of an ended run; returns lines that name it, and what is wrong with the run, if anything is.
 
-    A process of its own writes it, within :data:`PAGE_S`. Never raises: the run has ended well.
+    A process of its own writes it, within ``limit_s`` seconds. Never raises: a page is not worth a run's own end.
     """
     program = [sys.executable, "-m", "monarch_rl.report.at_end", str(folder)]
     later = f"monarch-rl report {folder}"
     try:
-        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PAGE_S)
+        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s)
         if done.returncode:
             raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode)
         found = json.loads(done.stdout)

@@ -52,7 +52,7 @@ from monarch_rl.observe.learning_signal import LearningSignal
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
-from monarch_rl.pipeline.closing_lines import closing_lines, page_lines
+from monarch_rl.pipeline.closing_lines import closing_lines, page_lines, page_of_failed
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
@@ -981,7 +981,10 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         try:
             origin = None if resumed is None else resumed.checkpoint
             best, changed = settings.evaluation.best, changed_settings(given)
-            with recording_state(folder, cluster.interrupts, settings.name, origin, best, changed, offered.kind):
+            with (
+                page_of_failed(folder, cluster.interrupts) if settings.report else nullcontext(),
+                recording_state(folder, cluster.interrupts, settings.name, origin, best, changed, offered.kind),
+            ):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 run = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:

@@ -103,7 +103,8 @@ class RunSettings(CheckedSettings, flags=""):
     sends metrics, settings and rollouts to its servers unless WANDB_MODE=offline; project WANDB_PROJECT or
     monarch_rl), or `none`. One that fails is dropped, and no step waits for one."""
     report: bool = True
-    """Write report.html, a page that shows the run in any browser, when the run has ended."""
+    """Write report.html, a page that shows the run in any browser, when the run has ended, failed, or was interrupted
+    by Ctrl-C."""
     probe: bool = True
     """Run one item of each task before the engines start, with a stand-in for the model, to find mistakes in episodes
     and rewards within 10 s. Turn it off if they have effects that must not happen once more. Environments and judges

@@ -1,4 +1,5 @@
-"""Writes the page of a run that has ended, in a process of its own: ``python -m monarch_rl.report.at_end RUN``.
+"""Writes the page of a run that has ended, well or not, in a process of its own:
+``python -m monarch_rl.report.at_end RUN``.
 
 Prints a line of JSON for the run's last lines: ``page``, and ``problem``, the first sentence of the diagnosis, or null.
 """
