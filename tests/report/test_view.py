@@ -22,6 +22,8 @@ from monarch_rl.report.view import RunServer, opening_lines
 from tests.patience import LIMIT_S, exit_code, join
 from tests.report.synthetic import write_run
 from tests.report.test_convert import monarch_rl
+from tests.report.test_page import data_of
+from tests.runtime.test_folder_lock import holder
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
 
@@ -194,6 +196,25 @@ def test_a_run_that_is_going_on_is_shown_as_it_is_now(tmp_path: Path) -> None:
         listed = Answer(server, "/KEY/").text
         assert "<td>5</td>" in listed and "accuracy 0.5 @0 → 0.75 @5" in listed
         assert len(Answer(server, "/KEY/report?run=a").text) != len(first)
+
+
+def test_a_run_whose_process_was_killed_is_shown_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", steps=4, state="running")
+    state = json.loads((folder / "run.json").read_text())
+    state["hosts"][0]["name"] = socket.gethostname()
+    (folder / "run.json").write_text(json.dumps(state))
+    with serving(tmp_path) as server:
+        with holder(folder):
+            assert "<td>running</td>" in Answer(server, "/KEY/").text
+            assert data_of(server.page(view.list_runs(tmp_path)).html)["live"]
+        listed = Answer(server, "/KEY/").text
+        assert "<td>killed</td>" in listed and "<td>4</td>" in listed
+        page = data_of(server.page(view.list_runs(tmp_path)).html)
+        assert not page["live"] and page["runs"][0]["state"]["state"] == "killed"
+        state["hosts"][0]["name"] = "another machine, whose locks are not seen here"
+        (folder / "run.json").write_text(json.dumps(state))
+        assert "<td>running</td>" in Answer(server, "/KEY/").text
+    assert json.loads((folder / "run.json").read_text()) == state
 
 
 def test_a_run_that_was_deleted_and_a_fault_of_ours_are_answered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.pieces import pieces_of
+from monarch_rl.runtime import folder_lock
 from monarch_rl.settings.ranges import flattened
 
 FORMAT = 1
@@ -57,7 +59,7 @@ class RunRecord:
     folder: Path
     name: str
     state: dict[str, Any] = field(default_factory=dict)
-    """``run.json``."""
+    """``run.json``: see :func:`read_state`."""
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     episodes: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +94,7 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
         raise SettingsError(f"{folder} holds no run (no run.json, settings.json or metrics.jsonl): give a run's folder")
     record = RunRecord(folder, folder.resolve().name)
     notes = record.notes
-    record.state = read_object(folder / "run.json", notes)
+    record.state = read_state(folder, notes)
     if isinstance(name := record.state.get("name"), str) and name:
         record.name = name
     written = record.state.get("format", 0)
@@ -111,6 +113,18 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     record.recipe = _text(folder / "recipe.py", notes)[:RECIPE_BYTES]
     record.log = _end_of(folder / "console.log", notes)
     return record
+
+
+def read_state(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """``run.json``. What was killed could not write that it ended: if this machine's run has left the lock of its
+    folder, ``state`` is ``"killed"``, which no file says."""
+    state = read_object(folder / "run.json", notes)
+    hosts = state.get("hosts")
+    controller = hosts[0] if isinstance(hosts, list) and hosts and isinstance(hosts[0], dict) else {}
+    here = controller.get("name") == socket.gethostname()  # another machine may not see its lock
+    if state.get("state") == "running" and here and folder_lock.is_held(folder) is False:
+        state |= {"state": "killed", "cause": "its process has ended without a word"}
+    return state
 
 
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:

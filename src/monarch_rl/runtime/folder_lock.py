@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import struct
 from pathlib import Path
 
 logger = logging.getLogger("monarch_rl")
@@ -39,6 +40,26 @@ def take(folder: Path) -> bool:
         return True
     _held[folder] = descriptor
     return True
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether any process of this machine has the lock of a folder, without taking it. None if that cannot be told: the
+    folder was never locked, is not readable, or its file system has no locks."""
+    folder = folder.resolve()
+    if folder in _held:  # and closing the file below would end that lock
+        return True
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # Linux's struct flock: the whole file
+        (kind,) = struct.unpack_from("h", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return bool(kind != fcntl.F_UNLCK)
 
 
 def release(folder: Path) -> None:
