@@ -56,7 +56,7 @@ def test_each_command_stands_on_a_line_and_only_if_it_has_something_to_work_on(
     none = dict(line.split(": ", 1) for line in closing_lines(tmp_path, settings, 1))
     assert none["done"].strip() == "1 step in 0 s"  # no metrics were written
     assert none["files"].strip() == f"metrics and rollouts are in {tmp_path}"
-    assert list(none) == ["done", "files", "look", "table"]
+    assert list(none) == ["done", "files", "look", "curves", "table"]
     monkeypatch.setattr(closing, "complete", lambda folder: {12: folder / "step-000012"})
     lines = closing_lines(tmp_path, settings, 12, model=tmp_path / "model")
     assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines}) == 1, "texts are not aligned"

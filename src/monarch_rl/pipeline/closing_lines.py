@@ -44,8 +44,9 @@ def closing_lines(
     done = f"{steps} step{'s' * (steps != 1)} in {duration(ending.newest.get('seconds', 0.0))}"
     lines = {"done": "; ".join([done, *_held_out(ending, warm_up_steps)])}
     lines["files"] = f"{'metrics, rollouts and the model' if model else 'metrics and rollouts'} are in {folder}"
+    lines["look"] = f"monarch-rl view {folder}"
     if "tensorboard" in s.track:
-        lines["look"] = f"tensorboard --logdir {folder}"
+        lines["curves"] = f"tensorboard --logdir {folder}"
     lines["table"] = f"monarch-rl convert {folder} --to csv"
     checkpoint = bool(complete(folder / CHECKPOINTS))
     if model or checkpoint:
