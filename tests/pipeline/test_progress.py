@@ -130,6 +130,26 @@ def test_a_first_evaluation_is_announced_and_a_long_one_reported_with_the_episod
     assert done and 0 < int(done[1]) < 60, first
 
 
+def test_a_long_evaluation_next_to_training_is_reported_between_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        settings = replace(run_settings(PLAN, 1e6), held_out=400, evaluate_every=1, steps=20)
+        settings = replace(settings, evaluation=replace(settings.evaluation, share=0.1))
+        async with Run.open(settings, folder=tmp_path) as run:
+            costs = Costs(length=TOKENS, decode=DecodeCosts(step_s=0.1, max_running=16))
+            await run.begin(simulated_actors(PLAN, costs, grain=1))
+            async for step in run.steps(20):
+                await run.step()
+                await run.evaluate_after(step)
+
+    run_virtual(test())
+    lines = capsys.readouterr().out.splitlines()
+    (at, first), *_ = [(at, line) for at, line in enumerate(lines) if line.startswith("evaluating after step 1: ")]
+    assert re.search(r": \d+ of 400 held-out episodes are done after 30 s", first), first
+    assert [line for line in lines[at:] if line.startswith("step ")], lines
+
+
 def test_other_long_waits_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At the end of a run: for an evaluation in parallel, and for a disk."""
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -212,12 +211,7 @@ class Evaluations:
             evaluating = evaluate(self._workers, items, settings.plan(name, run.rollout.seed or 0), max_concurrent)
             if not step:
                 self._outputs.note(f"evaluating {items} held-out items{f' of {name}' if name else ''} before training")
-            # Next to training, the steps are printed.
-            reporting = (
-                nullcontext()
-                if concurrent
-                else self._progress.evaluation(self._outputs.when(step), items * settings.samples)
-            )
+            reporting = self._progress.evaluation(self._outputs.when(step), items * settings.samples, concurrent)
             # Another lane than the controller's own: an evaluation may run next to training.
             running = timeline.span(f"evaluation{f' of {name}' if name else ''}", f"{CONTROLLER}, evaluations", step)
             async with reporting:

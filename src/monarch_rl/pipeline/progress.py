@@ -156,19 +156,22 @@ class Progress:
 
     def step(self, step: str) -> AbstractAsyncContextManager[None]:
         """While a step, called ``step``, is made: what its batch lacks, or that the trainer computes."""
-        return self._reporting(partial(self._of_step, step))
+        return self._reporting(partial(self._of_step, step), self._status)
 
-    def evaluation(self, when: str, episodes: int) -> AbstractAsyncContextManager[None]:
-        """While the evaluation ``when`` ("after step 3") runs so many held-out episodes: how many of them are done."""
-        return self._reporting(partial(self._of_evaluation, when, episodes))
+    def evaluation(self, when: str, episodes: int, concurrent: bool = False) -> AbstractAsyncContextManager[None]:
+        """While the evaluation ``when`` ("after step 3") runs so many held-out episodes: how many of them are done. One
+        that runs concurrently with training leaves a terminal's last line to the steps."""
+        return self._reporting(partial(self._of_evaluation, when, episodes), None if concurrent else self._status)
 
     def waiting(self, what: str) -> AbstractAsyncContextManager[None]:
         """While something else is awaited, such as a write to a slow disk. ``what`` completes the sentence "waiting for
         ..."."""
-        return self._reporting(partial(_of_wait, what))
+        return self._reporting(partial(_of_wait, what), self._status)
 
-    def _reporting(self, describe: Callable[[float], Awaitable[str]]) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._note is None else reporting(self._note, describe, status=self._status)
+    def _reporting(
+        self, describe: Callable[[float], Awaitable[str]], status: Note | None
+    ) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._note is None else reporting(self._note, describe, status=status)
 
     async def _of_step(self, step: str, seconds: float) -> str:
         call = self._buffer.awaited_batch.call_one()
