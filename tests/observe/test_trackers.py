@@ -102,6 +102,23 @@ def test_a_tracker_that_blocks_is_not_waited_for(
     assert len(blocked.calls) <= 4, "steps that were given up came later"
 
 
+def test_trackers_end_next_to_each_other() -> None:
+    """Each waits for the other's end, which none would reach if they ended one after the other."""
+    ends = threading.Barrier(2)
+
+    class Ending(Recording):
+        def end(self, state: str) -> None:
+            ends.wait(patience.LIMIT_S)
+            super().end(state)
+
+    both = Ending(), Ending()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers, "END_S", patience.LIMIT_S)
+        with Trackers(dict(zip("ab", both, strict=True)), {}, RUN):
+            pass
+    assert [one.calls[-1] for one in both] == [("end", "finished")] * 2
+
+
 def board(folder: Path) -> EventAccumulator:
     read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
@@ -162,27 +179,33 @@ def test_wandb_offline_has_all_steps_and_a_resumed_run_has_the_same_id(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.setattr(trackers, "END_S", 600.0)
+    folder = tmp_path / "here" / "grpo-1 a"
+    folder.mkdir(parents=True)
     rollout = {"group": 3, "episode": 0, "reward": 1.0, "prompt": "2+2", "messages": [{"content": "four"}]}
     for resumed, steps in ((0, (1, 2)), (2, (3,))):
-        run = TrackedRun("grpo-1 a", tmp_path, resumed)
+        run = TrackedRun(folder.name, folder, resumed)
         with Trackers(make_trackers(["wandb"]), {"steps": 3}, run) as tracking:
             for step in steps:
                 tracking.log(step, {"reward/mean": step / 4}, lambda: [rollout])
             tracking.log(steps[0], {"held_out/accuracy": 0.5})  # late, as of an evaluation next to training
     assert not [record for record in caplog.records if "tracker wandb" in record.getMessage()], caplog.text
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2
-    runs, history = list[tuple[str, str]](), list[dict[str, str]]()
-    for file in files:
+    elsewhere = tmp_path / "there" / folder.name
+    elsewhere.mkdir(parents=True)
+    with Trackers(make_trackers(["wandb"]), {}, TrackedRun(folder.name, elsewhere, 0)):
+        pass
+    runs, history = list[tuple[str, str, str]](), list[dict[str, str]]()
+    for file in sorted(tmp_path.glob("*/*/wandb/offline-run-*/*.wandb")):
         for data in records_of(file):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "run":
-                runs.append((record.run.run_id, record.run.project))
+                runs.append((record.run.run_id, record.run.display_name, record.run.project))
             if record.WhichOneof("record_type") == "history":
                 history.append({"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item})
-    assert set(runs) == {("grpo-1-a", "monarch_rl")} and len(runs) >= 2
+    ids = [(one / "wandb" / "id").read_text() for one in (folder, elsewhere)]
+    assert set(runs) == {(one, folder.name, "monarch_rl") for one in ids} and len(set(ids)) == 2
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 2, "the run was not resumed there"
     logged = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
     assert logged == [("1", "0.25"), ("2", "0.5"), ("3", "0.75")]
     assert [row["step"] for row in history if "held_out/accuracy" in row] == ["1", "3"]
-    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts*")), "no table of rollouts"
+    assert list(folder.glob("wandb/offline-run-*/files/media/table/rollouts*")), "no table of rollouts"

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import io
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.algorithms.objectives import GSPO, PPOClip
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.errors import SettingsError
+from monarch_rl.observe.trackers import Rows, TrackedRun
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime.devices import Devices
@@ -223,3 +225,43 @@ async def test_a_filter_that_drops_useful_groups_warns_before_anything_is_spawne
                 with pytest.raises(RuntimeError, match="spawned"):
                     await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective=PPOClip())
             assert (bool(re.search("warning: buffer.drop-equal-rewards: .*reinforce_pp", output.getvalue()))) == warns
+
+
+class Lines:
+    """A tracker of a recipe."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start(self, settings: Mapping[str, Any], run: TrackedRun) -> None:
+        self.calls.append(("start", run.folder))
+
+    def log(self, step: int, values: Mapping[str, float], rows: Rows) -> None:
+        self.calls.append(("log", step, values["buffer/trained"]))
+
+    def end(self, state: str) -> None:
+        self.calls.append(("end", state))
+
+
+def test_a_recipe_s_own_tracker_gets_all_steps(tmp_path: Path) -> None:
+    own, none = Lines(), Lines()
+
+    async def test() -> None:
+        async with Run.open(replace(run_settings(PLAN, 1e6), track=("none",)), folder=tmp_path) as run:
+            run.track("lines", own)
+            with pytest.raises(ValueError, match="'lines'"):
+                run.track("lines", none)
+            with pytest.raises(ValueError, match="'wandb'"):
+                run.track("wandb", none)
+            wrong: Any = print
+            with pytest.raises(TypeError, match="start, log and end"):
+                run.track("print", wrong)
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            with pytest.raises(RuntimeError, match=r"before it"):
+                run.track("late", none)
+            async for _ in run.steps(2):
+                await run.step()
+
+    run_virtual(test())
+    assert own.calls == [("start", tmp_path), ("log", 1, 4), ("log", 2, 8), ("end", "finished")]
+    assert not none.calls

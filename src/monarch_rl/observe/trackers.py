@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.disk_thread import DiskThread
@@ -42,6 +43,7 @@ class TrackedRun:
     """The version from which it starts or resumes: later steps will be logged again."""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Receives the metrics of a run. All methods are called on one thread, one after the other."""
 
@@ -70,7 +72,7 @@ class Trackers:
     """Passes metrics on to trackers, each on a thread of its own, which callers never wait for.
 
     A tracker that raises, in any method, is reported once and dropped. One that is slower than the run loses steps,
-    which is also reported once. The end of the block waits for each one, at most twice :data:`END_S`.
+    which is also reported once. The end of the block waits for all together, at most twice :data:`END_S`.
 
     Args:
         trackers: by name.
@@ -90,8 +92,9 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for thread in self._threads:
-            thread.end("finished" if kind is None else "failed")
+        state = "finished" if kind is None else "failed"
+        with ThreadPoolExecutor(max(1, len(self._threads))) as ending:
+            list(ending.map(lambda thread: thread.end(state), self._threads))
 
 
 class _Thread:
@@ -216,8 +219,8 @@ def tag(name: str) -> str:
 class WeightsAndBiases:
     """Logs to Weights & Biases: project ``WANDB_PROJECT`` or ``monarch_rl``, offline if ``WANDB_MODE=offline``.
 
-    The id of the run is made from the name of its folder, so that a resumed run continues there. The first rollouts,
-    and those of every :data:`TABLE_STEPS` steps, become tables.
+    The id of the run is in ``wandb/id`` in its folder, so that a resumed run continues there. The first rollouts, and
+    those of every :data:`TABLE_STEPS` steps, become tables.
     """
 
     TABLE_STEPS = 20
@@ -226,9 +229,13 @@ class WeightsAndBiases:
         import wandb
 
         self._table_step = run.step
+        id_file = run.folder / "wandb" / "id"
+        if not id_file.exists():  # random: folders in two places may have the same name
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "monarch_rl"),
-            id=re.sub(r"[^A-Za-z0-9_-]", "-", run.name)[-64:],
+            id=id_file.read_text(),
             name=run.name,
             dir=run.folder,
             config=dict(settings),

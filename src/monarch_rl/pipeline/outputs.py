@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from monarch_rl.observe.console import Console, console_of
 from monarch_rl.observe.console_relay import existing_relay
 from monarch_rl.observe.disk_thread import answers
 from monarch_rl.observe.metrics import Metrics
-from monarch_rl.observe.trackers import TrackedRun, Trackers, make_trackers
+from monarch_rl.observe.trackers import TrackedRun, Tracker, Trackers, make_trackers
 from monarch_rl.pipeline.rollout_record import RolloutRecord
 from monarch_rl.pipeline.settings import RunSettings, to_record
 from monarch_rl.pipeline.start import Actors, logged_groups
@@ -36,6 +37,7 @@ def open_outputs(
     version: int,
     seconds: float,
     warm_up_steps: Callable[[], int],
+    own_trackers: Mapping[str, Tracker] = MappingProxyType({}),
 ) -> Iterator[RunOutputs | NoOutputs]:
     """The outputs of a run, whose files are closed after the block.
 
@@ -44,13 +46,15 @@ def open_outputs(
         version: version that the run starts or resumes from.
         seconds: duration of the run so far.
         warm_up_steps: returns the supervised steps so far: the version minus these is the step on the console.
+        own_trackers: trackers besides those of ``s.track``, by name.
     """
     if folder is None:
         yield NoOutputs()
         return
     record = RolloutRecord(actors.trainer, actors.workers, folder, logged_groups(s), s.rollout.log_mib << 20)
     console = console_of(existing_relay(), s.steps)
-    trackers = Trackers(make_trackers(s.track), to_record(s), TrackedRun(folder.resolve().name, folder, version))
+    tracked = TrackedRun(folder.resolve().name, folder, version)
+    trackers = Trackers(make_trackers(s.track) | dict(own_trackers), to_record(s), tracked)
     with trackers, Metrics(folder, seconds) as metrics, closing(record), console:  # trackers may take long to end
         yield RunOutputs(metrics, trackers, record, console, warm_up_steps)
 

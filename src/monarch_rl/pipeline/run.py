@@ -49,6 +49,7 @@ from monarch_rl.model.sizes import trained_model
 from monarch_rl.model.tokens import template_warning
 from monarch_rl.observe.console_relay import end_relay, relay_output
 from monarch_rl.observe.learning_signal import LearningSignal
+from monarch_rl.observe.trackers import TRACKERS, Tracker
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.capture import intercept_launch
 from monarch_rl.pipeline.checkpoints import Checkpoints, ControllerState, NoCheckpoints
@@ -227,6 +228,8 @@ class Run:
         self._checkpoints: Checkpoints | NoCheckpoints = NoCheckpoints()
         self._survivors = survivors
         self._frozen = FrozenPlans(survivors.actors.frozen if survivors else ())
+        self._trackers = dict[str, Tracker]()
+        """Those of the recipe, by name."""
         self._phase = Phase.SET_UP
         self._rollouts = AsyncExitStack()
         """Rollout workers roll out groups for training until it exits."""
@@ -358,6 +361,25 @@ class Run:
         given = replace(given, start_deadline_s=s.patient_s(start_s))
         return self._frozen.add(name, model, given, s.model, first_device, offered, snapshot_every, s.rollout)
 
+    def track(self, name: str, tracker: Tracker) -> None:
+        """Send the run's metrics to a tracker of your own, too, besides those of ``--track``.
+
+        Args:
+            name: used in messages.
+            tracker: called on a thread of its own; one that raises is dropped, and no step waits for it.
+
+        Raises:
+            ValueError: a tracker of this name exists, also of ``--track``.
+            TypeError: it has not the methods of a tracker.
+        """
+        if not isinstance(tracker, Tracker):
+            raise TypeError(f"the tracker {name!r}, {type(tracker).__name__}, needs the methods start, log and end")
+        if self._begun is not None:
+            raise RuntimeError("trackers are started by run.start(...): call run.track(...) before it")
+        if name in self._trackers or name in TRACKERS:
+            raise ValueError(f"there is already a tracker {name!r}: choose another name")
+        self._trackers[name] = tracker
+
     async def start(
         self,
         task: Task | None = None,
@@ -474,7 +496,7 @@ class Run:
         observer = Observer(publisher, actors.workers, actors.buffer, epoch)
         restored, seconds = self.version, resumed.manifest.seconds if resumed else 0.0
         outputs = self._lifetimes.enter_context(
-            open_outputs(self.folder, actors, s, restored, seconds, lambda: self.warm_up_steps)
+            open_outputs(self.folder, actors, s, restored, seconds, lambda: self.warm_up_steps, self._trackers)
         )
         self._lifetimes.callback(self._best.close)
         if resumed is not None:
