@@ -194,7 +194,6 @@ def test_time_shows_lanes_lags_losses_and_faults(browser: Browser, tmp_path: Pat
 
 def test_from_the_list_to_all_screens_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a", steps=4, groups=40, state="running")
-    write_run(tmp_path / "runs" / "b", steps=3)
     with serving(tmp_path / "runs") as server:
         # Timers of 10 s are kept, for the test to call.
         script = browser.call(
@@ -206,6 +205,9 @@ def test_from_the_list_to_all_screens_of_a_live_run(browser: Browser, tmp_path: 
         browser.requests.clear()
         browser.errors.clear()
         browser.call("Page.navigate", url=server.url)
+        browser.wait_for("document.querySelectorAll('td a').length === 1")
+        write_run(tmp_path / "runs" / "b", steps=3)
+        browser.leave("setTimeout(timers[0])")
         browser.wait_for("document.querySelectorAll('td a').length === 2")
         browser.leave(
             "document.querySelectorAll('input').forEach(box => box.click()); document.querySelector('button').click()"

@@ -198,6 +198,15 @@ def test_a_run_that_is_going_on_is_shown_as_it_is_now(tmp_path: Path) -> None:
         assert len(Answer(server, "/KEY/report?run=a").text) != len(first)
 
 
+def test_the_page_of_a_large_running_run_reloads_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "running", steps=4, state="running")
+    with serving(tmp_path) as server:
+        seconds = iter([100.0, 103.0])
+        monkeypatch.setattr(view.time, "thread_time", lambda: next(seconds))  # reading takes 3 s of CPU time
+        page = data_of(server.page(view.list_runs(tmp_path)).html)
+        assert page["reload_s"] == pytest.approx(60.0)
+
+
 def test_a_run_whose_process_was_killed_is_shown_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", steps=4, state="running")
     state = json.loads((folder / "run.json").read_text())
@@ -206,11 +215,11 @@ def test_a_run_whose_process_was_killed_is_shown_so(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         with holder(folder):
             assert "<td>running</td>" in Answer(server, "/KEY/").text
-            assert data_of(server.page(view.list_runs(tmp_path)).html)["live"]
+            assert data_of(server.page(view.list_runs(tmp_path)).html)["reload_s"] == view.RELOAD_S
         listed = Answer(server, "/KEY/").text
         assert "<td>killed</td>" in listed and "<td>4</td>" in listed
         page = data_of(server.page(view.list_runs(tmp_path)).html)
-        assert not page["live"] and page["runs"][0]["state"]["state"] == "killed"
+        assert not page["reload_s"] and page["runs"][0]["state"]["state"] == "killed"
         state["hosts"][0]["name"] = "another machine, whose locks are not seen here"
         (folder / "run.json").write_text(json.dumps(state))
         assert "<td>running</td>" in Answer(server, "/KEY/").text

@@ -113,7 +113,7 @@ def make_page(
     runs: Sequence[RunRecord],
     *,
     single: bool = False,
-    live: bool = False,
+    reload_s: float = 0.0,
     pieces_at: str = "report",
 ) -> Page:
     """The page of one or several runs.
@@ -121,7 +121,7 @@ def make_page(
     Args:
         runs: in the order in which they are shown.
         single: put all rollouts into the page.
-        live: let the page reload itself while a run is running.
+        reload_s: seconds after which the page reloads itself if a run is running; 0: never.
         pieces_at: folder of the pieces, relative to the page.
     """
     grouped = [_groups(run.episodes, number) for number, run in enumerate(runs)]
@@ -132,7 +132,7 @@ def make_page(
     names = sorted({name for run in described for name in run["series"]})
     data = {
         "made": time.time(),
-        "live": live and any(run.state.get("state") == "running" for run in runs),
+        "reload_s": reload_s if any(run.state.get("state") == "running" for run in runs) else 0,
         "pieces_at": pieces_at,
         "charts": CHARTS,
         "stacked": STACKED,

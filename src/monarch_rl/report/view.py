@@ -42,7 +42,15 @@ PIECE_BYTES = 512 << 20
 """Bytes of older rollouts of the pages made last. Those of the newest page are always held."""
 SETTINGS_SHOWN = 12
 """The most differing settings that the list shows of a run."""
-DARK = 'document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);'
+RELOAD_S, RELOAD_SHARE = 10.0, 0.05
+"""Seconds between two reloads of the list, and of a page while a run is running; of a page more, if reading its runs
+would take more than this share of the time."""
+LIST_SCRIPT = (
+    'document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches); '
+    'setInterval(() => { if (!document.hidden && !document.querySelector("input:checked")) location.reload(); }, '
+    f"{1000 * RELOAD_S:.0f});"
+)
+"""A reload would undo what the user has chosen; browsers restore the place on the page."""
 
 
 class RunServer(ThreadingHTTPServer):
@@ -90,11 +98,13 @@ class RunServer(ThreadingHTTPServer):
             SettingsError: a run was deleted.
         """
         with self._making:
+            began = time.thread_time()
             records = [read_run(run.folder) for run in runs]
             for record, run in zip(records, runs, strict=True):
                 record.name = run.name  # a folder's name differs between runs of one recipe, unlike the run's
             number = str(next(self._numbers))
-            page = make_page(records, live=True, pieces_at=f"pieces/{number}")
+            reload_s = max(RELOAD_S, (time.thread_time() - began) / RELOAD_SHARE)
+            page = make_page(records, reload_s=reload_s, pieces_at=f"pieces/{number}")
             pieces = {number: {piece_name(piece): text for piece, text in page.pieces.items()}}
             kept = sum(map(len, pieces[number].values()))
             for earlier, texts in reversed(self._pieces.items()):
@@ -199,12 +209,12 @@ def _list(folder: Path, runs: list[RunSummary]) -> tuple[str, str]:
     """The list as HTML, and its policy."""
     style = (files("monarch_rl.report") / "static" / "style.css").read_text()
     policy = (
-        f"default-src 'none'; script-src {content_hash(DARK)}; style-src {content_hash(style)}; base-uri 'none'; "
-        "form-action 'self'"
+        f"default-src 'none'; script-src {content_hash(LIST_SCRIPT)}; style-src {content_hash(style)}; "
+        "base-uri 'none'; form-action 'self'"
     )
     headings = ("", "run", "state", "started", "steps", "held-out", "settings that differ")
     body = (
-        "<p>No runs yet: reload this page when one has started.</p>"
+        "<p>No runs yet.</p>"
         if not runs
         else '<form action="report"><div class="bar"><button>Show the chosen runs together</button></div><table><tr>'
         + "".join(f"<th>{heading}</th>" for heading in headings)
@@ -212,7 +222,7 @@ def _list(folder: Path, runs: list[RunSummary]) -> tuple[str, str]:
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Runs</title><style>{style}</style><script>{DARK}</script></head><body>"
+        f"<title>Runs</title><style>{style}</style><script>{LIST_SCRIPT}</script></head><body>"
         f"<header><h1>Runs</h1><span class=dim>{_text(folder.resolve())}</span></header><main>{body}</main>"
         "</body></html>\n"
     ), policy

@@ -48,13 +48,13 @@ async function start() {
       const theme = document.documentElement.classList.contains("dark") ? "light" : "dark";
       setState({theme}); setTheme(theme); show();
     }}, "◐"),
-    make("span", {class: "dim"}, `${DATA.live ? "live, " : ""}as of ${moment(DATA.made)}`)), main);
+    make("span", {class: "dim"}, `${DATA.reload_s ? "live, " : ""}as of ${moment(DATA.made)}`)), main);
   show();
   document.addEventListener("keydown", onKey);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { setTheme(STATE.theme); show(); });
   let resized = 0;
   addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { if (STATE.screen !== "rollouts") show(); }, 200); });
-  if (DATA.live) setInterval(() => { if (!document.hidden && !/^(INPUT|SELECT)$/.test(document.activeElement.tagName)) location.reload(); }, 10000);
+  if (DATA.reload_s) setInterval(() => { if (!document.hidden && !/^(INPUT|SELECT)$/.test(document.activeElement.tagName)) location.reload(); }, 1000 * DATA.reload_s);
   globalThis.ready = performance.now() - began;
 }
 start().catch(error => {
