@@ -19,7 +19,7 @@ import pytest
 from monarch_rl.observe import console_relay
 from monarch_rl.observe.console_relay import LOG, Sink
 from monarch_rl.runtime import process
-from tests.patience import exit_code, run, wait_until
+from tests.patience import LIMIT_S, exit_code, run, wait_until
 
 LINES = 4000
 """Lines of a program, of 1000 characters: more than a pipe, a terminal and the relay's queue hold."""
@@ -400,6 +400,28 @@ def test_a_process_keeps_its_output_where_it_was_redirected_and_without_a_relay(
         os.close(writer)
         assert read_all(reader) == "printed\n"
     assert [path.name for path in tmp_path.iterdir()] == ["bell"]
+
+
+SECRETS = r"""
+import os, sys
+from pathlib import Path
+from monarch_rl.observe.console_relay import relay_output
+relay_output().log_to(Path(sys.argv[1]))
+print("refused:", os.environ["JUDGE_API_KEY"], flush=True)
+print("api_key='sk-aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF'", flush=True)
+os.write(1, b"bytes \xff\xfe of no text\n")
+"""
+
+
+def test_the_log_has_no_keys_and_the_console_shows_what_was_printed(tmp_path: Path) -> None:
+    environment = {**os.environ, "JUDGE_API_KEY": "correct horse battery"}
+    program = [sys.executable, "-c", SECRETS, str(tmp_path)]
+    done = subprocess.run(program, env=environment, capture_output=True, timeout=LIMIT_S, check=True)
+    assert b"refused: correct horse battery\n" in done.stdout and b"vW4yZ7bC0eF'\n" in done.stdout
+    log = tmp_path / LOG
+    wait_until(lambda: log.read_bytes().count(b"\n") == 3, lambda: f"three lines in {log.read_bytes()!r}")
+    texts = [line.split(b" | ", 2)[2] for line in log.read_bytes().splitlines()]
+    assert texts == [b"refused: [redacted]", b"api_key='[redacted]'", b"bytes \xff\xfe of no text"]
 
 
 def test_a_long_log_keeps_its_beginning_and_its_newest_lines(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
-from monarch_rl.observe.redact import REDACTED, redact, redact_command, redact_values
+from monarch_rl.observe.redact import REDACTED, mask, redact, redact_command, redact_values, secrets_in
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.settings.ranges import to_plain
 
@@ -81,6 +82,27 @@ def test_what_is_no_key_stays(text: str) -> None:
     assert redact_command(text.split()) == text.split()
 
 
+def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> None:
+    environment = {
+        "JUDGE_API_KEY": "an unusual, short one",
+        "HF_TOKEN": f"own-{ALNUM}",
+        "DB_PASSWORD": 'q"u\u00e9\\',
+        "MY_SECRET": "12345",
+        "SSH_KEY": "/home/me/.ssh/id",
+        "SORT_KEY": "question",
+        "MODEL": f"qwen-{ALNUM}",
+    }
+    secrets = secrets_in(environment)
+    assert secrets == [f"own-{ALNUM}", "an unusual, short one"]
+    secrets += secrets_in({"DB_PASSWORD": 'q"u\u00e9\\ 123'})
+    text = f"MODEL=qwen-{ALNUM}; an unusual, short one: own-{ALNUM}, question"
+    assert redact(text, secrets) == f"MODEL=qwen-{ALNUM}; {REDACTED}: {REDACTED}, question"
+    row = {"sampled": f"I found {environment['DB_PASSWORD']} 123 and own-{ALNUM}!", "ids": "AAAA"}
+    masked = json.loads(mask(json.dumps(row), secrets))
+    assert masked == {"sampled": f"I found {'*' * 10} and {'*' * (4 + len(ALNUM))}!", "ids": "AAAA"}
+    assert len(masked["sampled"].encode()) == len(row["sampled"].encode())
+
+
 def test_flags_named_for_a_key_lose_their_value() -> None:
     given = ["grpo.py", "--judge.token", "x", "--api-key=y", "--my_password", "--steps", "3", "--no-key", "--seed=1"]
     left = ["grpo.py", "--judge.token", REDACTED, f"--api-key={REDACTED}", "--my_password", "--steps", "3"]
@@ -98,7 +120,7 @@ def test_settings_without_keys_stay_as_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize("part", ["DATA = 'a1", "a-", "a=", "x ", "key=a1", "sk-a-", "://a:b"])
+@pytest.mark.parametrize("part", ["DATA = 'a1", "a-", "a=", "x ", "key=a1", "sk-a-", "://a:b", "-eyJ"])
 def test_long_texts_take_time_in_proportion(part: str) -> None:
     """A recipe may hold data; and while a pattern is looked for, no other thread of the controller runs."""
 

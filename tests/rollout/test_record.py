@@ -115,6 +115,20 @@ def test_an_episode_that_cannot_be_recorded_is_counted_and_costs_nothing_else(
     assert len([one for one in caplog.records if "worker cannot record" in one.getMessage()]) == 1
 
 
+def test_values_of_keys_in_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "correct horse")
+
+    async def test() -> None:
+        record = EpisodeRecord("worker", TEMPLATE, LoggedGroups(0, 1))
+        episodes = [sampled_episode()]
+        episodes[0].info["printed"] = "JUDGE_API_KEY=correct horse"
+        await record.add_group(Group(0, 0, episodes, task="sums"), {"seen": "correct horse"}, "too easy")
+        (row,) = map(json.loads, record.take().lines)
+        assert row["info"]["printed"] == f"JUDGE_API_KEY={'*' * 13}" and row["item"] == {"seen": "*" * 13}
+
+    asyncio.run(test())
+
+
 def test_lines_that_a_thread_makes_are_added_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise those of two groups, and of the controller's call, could be lost or counted twice."""
     changed, decoded = set[int](), set[int]()

@@ -5,18 +5,20 @@ A console may block (Ctrl-S, a pipe that nobody reads), end (``| head``, a lost 
 the controller replaces its standard output and error, which all processes of the run inherit, by pipes to a process of
 their own, which always reads them: this file, run as ``python -IS console_relay.py INPUTS CONSOLES CONTROL LOG``. It
 lives until the last process of the run has ended, however that ends, so that no output is lost. Imports only the
-standard library.
+standard library, and ``redact.py``.
 
-A line of the log is ``time | process | text``. A process that has a name makes a named pipe in a folder of the
-controller, rings, and prints into it (``runtime/process.py``, :func:`print_as`); its children inherit the pipe. Lines
-of one process keep their order; those of several are in the order in which the relay reads, a moment after they were
-printed. Sockets would tell the pid of each writer, but no program could open ``/dev/stdout`` any more.
+A line of the log is ``time | process | text``, without what looks like a key. A process that has a name makes a named
+pipe in a folder of the controller, rings, and prints into it (``runtime/process.py``, :func:`print_as`); its children
+inherit the pipe. Lines of one process keep their order; those of several are in the order in which the relay reads, a
+moment after they were printed. Sockets would tell the pid of each writer, but no program could open ``/dev/stdout`` any
+more.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
+import importlib
 import json
 import os
 import re
@@ -441,6 +443,9 @@ class _Program:
         }
         self._inputs = {reader: _Input(console, logged, CONTROLLER) for reader, console, logged in inputs}
         self._control = socket.socket(fileno=control)
+        sys.path.append(str(Path(__file__).parent))  # which -I leaves out
+        redaction = importlib.import_module("redact")
+        self._redact, self._secrets = redaction.redact, redaction.secrets_in(os.environ)
         self._monarch = set[bytes]()
         """The lines of Monarch that were logged."""
         self._poll = select.poll()
@@ -549,7 +554,8 @@ class _Program:
             if text in self._monarch:
                 return
             self._monarch.add(text)
-        self._log.put(_stamp(at, name) + text + b"\n")
+        left = self._redact(text.decode(errors="surrogateescape"), self._secrets)
+        self._log.put(_stamp(at, name) + left.encode(errors="surrogateescape") + b"\n")
 
     def _obey(self) -> None:
         with suppress(OSError):

@@ -1,16 +1,19 @@
 """Removes what looks like a key, a token or a password from what a run records about itself.
 
 A safeguard against an accident, a key in a command line or a recipe, and not against intent: a key of an unknown form
-under an unsuspicious name stays.
+under an unsuspicious name stays. Imports only the standard library, because the console's relay loads this file alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 REDACTED = "[redacted]"
+SHORTEST = 8
+"""Minimum length in characters of a value that is looked for in texts."""
 
 _KNOWN = re.compile(
     r"""
@@ -49,9 +52,26 @@ _ASSIGNED = re.compile(
 _PLACEHOLDERS = ("{", "$", "<", "%")
 
 
-def redact(text: str) -> str:
-    """A text without what looks like a key: a known form, or the value assigned to a name such as ``api_key``."""
+def redact(text: str, secrets: Iterable[str] = ()) -> str:
+    """A text without what looks like a key: a known form, or the value assigned to a name such as ``api_key``; and
+    without ``secrets``."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
     return _ASSIGNED.sub(_assignment, _KNOWN.sub(REDACTED, text))
+
+
+def secrets_in(environment: Mapping[str, str]) -> list[str]:
+    """Values of the variables whose names tell that they are keys, longest first. Short ones, which may be in any text,
+    are left out."""
+    found = {value for name, value in environment.items() if len(value) >= SHORTEST and _is_secret(name, value)}
+    return sorted(found, key=len, reverse=True)
+
+
+def mask(line: str, secrets: Iterable[str]) -> str:
+    """A line of JSON with asterisks in place of ``secrets``: as many as their UTF-8 has bytes, so that offsets stay."""
+    for secret in secrets:
+        line = line.replace(json.dumps(secret)[1:-1], "*" * len(secret.encode(errors="replace")))
+    return line
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.observe.cpu_clock import CpuClock
+from monarch_rl.observe.redact import mask, secrets_in
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.transcripts import as_line, episode_rows, failed_row, shown, version_spans
 from monarch_rl.runtime.deadlines import now
@@ -59,6 +61,8 @@ class EpisodeRecord:
         self._with_item: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Group and attempt of the newest groups of which a line has the item."""
         self._skipped, self._cpu = 0, CpuClock()
+        self._secrets = secrets_in(os.environ)
+        """What a tool may have printed."""
         self._failed = False
         """Whether an episode that could not be recorded has been logged."""
 
@@ -146,7 +150,7 @@ class EpisodeRecord:
                     made = [head | row for row in make()]
                     if with_item:
                         made[0]["item"] = shown(item)
-                    return [as_line(row) for row in made]
+                    return [mask(as_line(row), self._secrets) for row in made]
                 except Exception as error:  # such as info that contains itself
                     return error
 

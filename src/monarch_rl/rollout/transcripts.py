@@ -16,6 +16,7 @@ from monarch_rl.episode.episode import Episode, EpisodeTimes, Fork, Turn
 from monarch_rl.episode.failure import shortened
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import Message, as_row
+from monarch_rl.observe.redact import redact
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 
 SHOWN_CHARACTERS = 1000
@@ -59,7 +60,7 @@ def failed_row(failed: EpisodeFailed, template: ChatTemplate) -> dict[str, Any]:
         "failure": {
             "reason": failure.reason,
             "place": failure.place,
-            "report": failure.report,
+            "report": redact(failure.report),
             "infrastructure": failed.infrastructure,
         },
     }
