@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from monarch_rl.pipeline import provenance, resume
-from monarch_rl.pipeline.run_folder import new_folder, note_state, read_state, recipe_name
+from monarch_rl.pipeline.run_folder import new_folder, note_hosts, note_state, read_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime import machine
 from tests.patience import run
 from tests.pipeline.test_resume import finished_step
 
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from monarch_rl.pipeline.run_folder import recording_state
 from monarch_rl.runtime.signals import interrupts
 api_key = "correct-horse"
@@ -99,10 +106,10 @@ def test_a_folder_outside_git_a_machine_without_git_and_one_that_hangs_have_no_c
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert provenance.git_state(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.git_state(recipe.parent) is None and provenance.host()["gpus"] == []
+    assert provenance.git_state(recipe.parent) is None and machine.describe()["gpus"] == []
     (tmp_path / "git").write_text(f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n")
     (tmp_path / "git").chmod(0o755)
-    monkeypatch.setattr(provenance, "PROGRAM_S", 0.2)
+    monkeypatch.setattr(machine, "PROGRAM_S", 0.2)
     assert provenance.git_state(recipe.parent) is None
 
 
@@ -113,8 +120,37 @@ def test_gpus_and_their_driver_are_those_that_nvidia_smi_reports(
     (tmp_path / "nvidia-smi").write_text(f"#!{sys.executable}\nprint('{row}\\n{row}')\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = provenance.host()
+    found = machine.describe()
     assert (found["gpus"], found["driver"]) == (["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2, "570.86.15")
+
+
+class Monitor:
+    """The monitor of a process on a machine of this name; of a lost process if it is empty."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.machine_id = SimpleNamespace(call_one=self._id)
+        self.describe_machine = SimpleNamespace(call_one=self._describe)
+
+    async def _id(self) -> str:
+        if not self._name:
+            raise RuntimeError("its process is lost")
+        return self._name
+
+    async def _describe(self) -> dict[str, str]:
+        return {"name": self._name}
+
+
+def test_each_machine_of_a_run_is_recorded_once_the_controller_s_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = machine.own_id()
+    monitors: Any = [Monitor(name) for name in (here, "b", "a", here, "", "a", "b")]
+    (tmp_path / "run.json").write_text('{"state": "running"}')
+    asyncio.run(note_hosts(tmp_path, monitors))
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert [host["name"] for host in found["hosts"]] == [socket.gethostname(), "b", "a"]
+    assert found["state"] == "running" and "its process is lost" in caplog.text
 
 
 def test_the_held_out_metric_is_the_chosen_one_or_the_first_that_there_is(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -573,6 +574,9 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     for agent in agents:
         finished(agent)
     check_run(first.output(), model, max_policy_lag=1)
+    (state,) = (tmp_path / "runs").glob("*/run.json")
+    (host,) = json.loads(state.read_text())["hosts"]  # of a single machine, which both agents are on
+    assert host["name"] == socket.gethostname() and "may be missing" not in first.output()
 
 
 def wait_for_the_controller(agents: Sequence[Launched]) -> Launched:

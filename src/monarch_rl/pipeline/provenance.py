@@ -1,4 +1,4 @@
-"""Where a run comes from: command, recipe, git commit, versions and machine, for its ``run.json``.
+"""Where a run comes from: command, recipe, git commit and versions, for its ``run.json``.
 
 No value of an environment variable is recorded, and what looks like a key is removed (``observe/redact.py``).
 """
@@ -8,11 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
 import re
-import socket
-import subprocess
 import sys
 from contextlib import suppress
 from importlib import metadata
@@ -20,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monarch_rl.observe.redact import redact, redact_command
-from monarch_rl.runtime.machine_memory import memory_limit
+from monarch_rl.runtime.machine import program_output
 
 logger = logging.getLogger("monarch_rl")
 
 PACKAGE = "monarch_rl"
-PROGRAM_S = 20.0
-"""Deadline of git and nvidia-smi, in seconds. The run does not wait for them."""
 RECIPE_BYTES = 2**20
 """The text of a larger recipe is not copied: it is a program of another kind."""
 HELD_OUT = re.compile(r"held_out/(?:[^/]+/)?(?:accuracy|reward)")
@@ -60,8 +54,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """The commit that is checked out in ``folder``, and whether files that git tracks differ from it; None outside a
     repository, before its first commit, and without git."""
     git = ["git", "-C", str(folder)]
-    commit = _output([*git, "rev-parse", "--verify", "HEAD"])
-    changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    commit = program_output([*git, "rev-parse", "--verify", "HEAD"])
+    changed = program_output([*git, "status", "--porcelain", "--untracked-files=no"])
     if not commit or changed is None:
         return None
     return {"commit": commit.strip(), "dirty": bool(changed)}
@@ -84,20 +78,6 @@ def own_version() -> str:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def host() -> dict[str, Any]:
-    """This machine: its name, the cores that this process may use, memory in GiB, operating system, GPUs and the
-    version of their driver."""
-    gpus, driver = _gpus()
-    return {
-        "name": socket.gethostname(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_limit() / 2**30, 1),
-        "os": platform.platform(),
-        "gpus": gpus,
-        "driver": driver,
-    }
 
 
 def results(metrics: Path, best: str = "") -> dict[str, Any]:
@@ -153,31 +133,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _metric(row: dict[str, Any]) -> str:
     names = [name for name in row if HELD_OUT.fullmatch(name)]
     return min(names, key=lambda name: (not name.endswith("accuracy"), name.count("/")), default="")
-
-
-def _gpus() -> tuple[list[str], str | None]:
-    """Name and memory of each GPU of this machine, and the driver's version."""
-    query = "--query-gpu=name,memory.total,driver_version"
-    rows = (_output(["nvidia-smi", query, "--format=csv,noheader"]) or "").splitlines()
-    fields = [[field.strip() for field in row.split(",")] for row in rows]
-    found = [row for row in fields if len(row) == 3]
-    return [f"{name}, {memory}" for name, memory, _ in found], found[0][2] if found else None
-
-
-def _output(program: list[str]) -> str | None:
-    """What a program prints; None if it does not exist, fails, or takes too long."""
-    try:
-        done = subprocess.run(
-            program,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROGRAM_S,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # do not interfere with a git command of the user
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("%s: %s", program[0], error)
-        return None
-    return done.stdout

@@ -74,7 +74,7 @@ from monarch_rl.pipeline.resume import (
     take_folder,
     with_recorded_model,
 )
-from monarch_rl.pipeline.run_folder import ERROR, SAVED, recording_state, restarting_after_loss
+from monarch_rl.pipeline.run_folder import ERROR, SAVED, note_hosts, recording_state, restarting_after_loss
 from monarch_rl.pipeline.settings import (
     RunSettings,
     changed_settings,
@@ -468,6 +468,9 @@ class Run:
                 f"warning: no file in {model.folder} names an end token: answers end only at rollout.max-new-tokens or "
                 "a stop string, and supervised ones have no end"
             )
+        if cluster.num_hosts > 1 and self.folder is not None:
+            monitors = [monitor for _, of_mesh in cluster.monitors for monitor in of_mesh]
+            self._lifetimes.callback(asyncio.create_task(note_hosts(self.folder, monitors)).cancel)
         await self.begin(actors, task)
         if self._survivors is not None:
             self._survivors.note_returned()

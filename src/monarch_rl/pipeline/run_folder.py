@@ -3,6 +3,7 @@ from, and its result."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -24,9 +25,10 @@ from monarch_rl.observe.lines import read_object
 from monarch_rl.observe.redact import redact_values
 from monarch_rl.pipeline import provenance
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.runtime import folder_lock, supervisor
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now
+from monarch_rl.runtime import folder_lock, machine, supervisor
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now, within
 from monarch_rl.runtime.devices import launched_by_torchrun
+from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.process import signal_name
 from monarch_rl.runtime.restart import Ending, decide, ending_of, newest_checkpoint
 from monarch_rl.runtime.signals import Interrupts
@@ -48,6 +50,8 @@ ERROR = "error.txt"
 STATE_FIELDS = {"state": str, "cause": str, "goes_on": bool}
 DESCRIBED_S = 2.0
 """Seconds that the end of a run waits for its description, which is complete unless the run was shorter than git."""
+MACHINE_S = 2 * machine.PROGRAM_S
+"""Seconds for another machine to describe itself. The run does not wait for it."""
 NO_JOB = "none"
 """torchrun's id for jobs on several machines that were given none."""
 
@@ -148,6 +152,7 @@ def _begin_description(
 
 
 def _describe_run(folder: Path) -> None:
+    _write(folder, {"hosts": [machine.describe()]})  # first: note_hosts() adds the other machines
     path = provenance.recipe()
     described: dict[str, Any] = {"recipe": None}
     if path is not None:
@@ -158,8 +163,37 @@ def _describe_run(folder: Path) -> None:
         except OSError as error:
             logger.warning("the recipe %s is not in the run's folder (%s)", path, error)
     described["git"] = provenance.git_state(path.parent if path else Path.cwd())
-    described["packages"], described["hosts"] = provenance.versions(), [provenance.host()]
+    described["packages"] = provenance.versions()
     _write(folder, described)
+
+
+async def note_hosts(folder: Path, monitors: Sequence[ProcessMonitor]) -> None:
+    """Record the machines of a run that has several in its ``run.json``, the controller's first. Never raises.
+
+    Args:
+        monitors: of the run's processes.
+    """
+    calls = [
+        within(MACHINE_S, monitor.machine_id.call_one(), "a process to name its machine", on="Monarch")
+        for monitor in monitors
+    ]
+    names = await asyncio.gather(*calls, return_exceptions=True)  # waits: each call has a deadline
+    one_of_each = dict[str, ProcessMonitor]()
+    for name, monitor in zip(names, monitors, strict=True):
+        if not isinstance(name, BaseException) and name != machine.own_id():
+            one_of_each.setdefault(name, monitor)
+    describing = [
+        within(MACHINE_S, monitor.describe_machine.call_one(), "a machine to describe itself", on="Monarch")
+        for monitor in one_of_each.values()
+    ]
+    others = await asyncio.gather(*describing, return_exceptions=True)  # waits: as above
+    for error in (one for one in [*names, *others] if isinstance(one, BaseException)):
+        logger.warning("a machine may be missing in %s: %s", folder / STATE, last_line(error))
+
+    def write() -> None:
+        _write(folder, {"hosts": [machine.describe(), *(one for one in others if not isinstance(one, BaseException))]})
+
+    await asyncio.to_thread(write)
 
 
 def _results(folder: Path, best: str) -> dict[str, Any]:

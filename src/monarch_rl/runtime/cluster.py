@@ -32,6 +32,7 @@ from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.host_start import THREAD_COUNTS, start_host
+from monarch_rl.runtime.machine import own_id
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
 from monarch_rl.runtime.process import die_with_parent
@@ -276,7 +277,7 @@ class Cluster:
 
     async def _kill_from_outside(self, machine: str, pid: int) -> None:
         """Have another process on the same machine kill a process that does not answer."""
-        if machine == monitor.machine():
+        if machine == own_id():
             monitor.kill(pid)
             return
         monitors = [each for spawned in self._meshes for each in spawned.monitors]

@@ -19,11 +19,12 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 from monarch.actor import Actor
 
-from monarch_rl.runtime import starvation, timeline, wait_registry
+from monarch_rl.runtime import machine, starvation, timeline, wait_registry
 from monarch_rl.runtime.device_work import GpuOperation, operation_in_progress
 from monarch_rl.runtime.endpoint import concurrent_endpoint, persistent_endpoint
 from monarch_rl.runtime.persistent_calls import AnswersCalls
@@ -119,6 +120,16 @@ class ProcessMonitor(AnswersCalls, Actor):
         return own_spans(cut_s)
 
     @concurrent_endpoint
+    async def machine_id(self) -> str:
+        """The id of this machine: see :func:`~monarch_rl.runtime.machine.own_id`."""
+        return machine.own_id()
+
+    @concurrent_endpoint
+    async def describe_machine(self) -> dict[str, Any]:
+        """Describe this machine; starts nvidia-smi."""
+        return await asyncio.to_thread(machine.describe)
+
+    @concurrent_endpoint
     async def stacks(self) -> str:
         """The Python stacks of this process."""
         return own_stacks()
@@ -153,7 +164,7 @@ def own_report() -> ProcessReport:
     return ProcessReport(
         wait_registry.process_name(),
         os.getpid(),
-        machine(),
+        machine.own_id(),
         time.monotonic(),
         waits,
         progress,
@@ -171,7 +182,7 @@ def own_report() -> ProcessReport:
 def own_spans(cut_s: float) -> SpanReport:
     """Take the new spans of this process: see :meth:`Timeline.take`."""
     spans, dropped = timeline.take(cut_s)
-    return SpanReport(machine(), time.monotonic(), spans, dropped, timeline.cpu_s())
+    return SpanReport(machine.own_id(), time.monotonic(), spans, dropped, timeline.cpu_s())
 
 
 def _blocked_at() -> str:
@@ -191,15 +202,6 @@ def _blocked_at() -> str:
 def is_user_code(frame: FrameType) -> bool:
     """Whether a frame is neither of a library nor of this package."""
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
-
-
-def machine() -> str:
-    """An ID of this machine and PID namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return os.uname().nodename
 
 
 def state_of(pid: int) -> ProcessState:

@@ -23,6 +23,7 @@ from monarch_rl.errors import DeadlineExceeded
 from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.machine import own_id
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
 from monarch_rl.runtime.starvation import CoreTime
 from monarch_rl.runtime.wait_registry import CONTROLLER
@@ -272,7 +273,7 @@ class ProcessPoller:
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
         """States of processes on one machine, by pid; empty if no monitor on it answers."""
         pids = [process.pid for process in processes if process.pid is not None]
-        if machine == monitor.machine():
+        if machine == own_id():
             return {pid: monitor.state_of(pid) for pid in pids}
         unknown: dict[int, ProcessState] = {}
         return await self._ask_on(machine, lambda there: there.states.call_one(pids), "process states", unknown)
@@ -319,7 +320,7 @@ class ProcessPoller:
         pid = process.pid
         if pid is None:
             return "unknown: the process has never answered\n"
-        if process.machine == monitor.machine():
+        if process.machine == own_id():
             return await asyncio.to_thread(monitor.stacks_of, pid)
         unknown = "unknown: no process on its machine answers\n"
         return await self._ask_on(process.machine, lambda there: there.stacks_of.call_one(pid), "stacks", unknown)
@@ -331,7 +332,7 @@ class ProcessPoller:
         pid = process.pid
         if pid is None:
             return
-        if process.machine == monitor.machine():
+        if process.machine == own_id():
             monitor.kill(pid)
         else:
             what = f"the end of {process.name}"

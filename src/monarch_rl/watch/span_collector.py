@@ -25,6 +25,7 @@ from monarch_rl.observe.pieces import PieceLog
 from monarch_rl.runtime import monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
+from monarch_rl.runtime.machine import own_id
 from monarch_rl.runtime.monitor import ProcessMonitor, SpanReport
 from monarch_rl.runtime.timeline import CUT_S, FOLDER, SHORTEST_S, STEM, Kind, Span
 from monarch_rl.runtime.wait_registry import CONTROLLER
@@ -132,7 +133,7 @@ class SpanCollector:
 
     def __init__(self, cluster: Cluster, run: Path) -> None:
         self._cluster, self._log = cluster, TimelineLog(run)
-        self._clocks: dict[str, _Clock] = {monitor.machine(): _Clock(0.0, 0.0, math.inf)}
+        self._clocks: dict[str, _Clock] = {own_id(): _Clock(0.0, 0.0, math.inf)}
         """By machine."""
         self._collected: dict[int, ProcessMonitor] = {}
         """Every monitor that has been asked, by ``id``, which is not used again while it is here."""
