@@ -94,7 +94,7 @@ class Browser:
             self._note(item_of(self._answers, f"a page after {expression}"))
 
     def press(self, key: str) -> None:
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def wait_for(self, expression: str) -> None:

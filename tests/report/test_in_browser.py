@@ -1,18 +1,26 @@
 """The page in a real browser."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from monarch_rl.episode.episode import Episode, Fork, Group, Turn
+from monarch_rl.episode.logged import LoggedGroups
+from monarch_rl.episode.sampling import Completion
 from monarch_rl.report.page import make_page, write_page
 from monarch_rl.report.read import read_run
+from monarch_rl.rollout.record import EpisodeRecord
+from monarch_rl.rollout.sequences import untrained
 from tests.report.browser import Browser, chromium, needs_chromium
 from tests.report.synthetic import add_episodes, encoded, episode, trained, write_run
 from tests.report.test_view import serving
+from tests.rollout.test_transcripts import Ids
 
 pytestmark = needs_chromium
 
@@ -107,6 +115,54 @@ def test_the_trainers_values_of_a_branch_belong_to_its_own_tokens(browser: Brows
     assert columns["version"] == [None, None, None, 0, 0] and columns["lag"] == [None, None, None, 3, 3]
     assert columns["weight"] == [None, None, None, 0.0, 1.0]
     assert columns["ratio"][:3] == [None] * 3 and all(ratio > 0 for ratio in columns["ratio"][3:])
+
+
+def game(rollout: int) -> list[Episode]:
+    """An episode with two seats, of which the first has a branch after its first turn."""
+
+    def turn(context: list[int], ids: list[int]) -> Turn:
+        n = len(ids)
+        return Turn.from_completion(context, Completion(np.asarray(ids), np.zeros(n), np.zeros(n, int), "stop"))
+
+    first, branch = turn([1, 2], [7, 7]), Fork(0, 1)
+    return [
+        Episode([first, turn([3], [8])], 1.0, "stop", seat="white", rollout=rollout),
+        Episode([turn([1], [5])], -1.0, "stop", seat="black", rollout=rollout),
+        Episode([untrained(first, False), turn([4], [9])], 0.5, "stop", seat="white", rollout=rollout, fork=branch),
+    ]
+
+
+def test_seats_and_branches_of_an_episode_are_tabs_and_the_turns_that_they_share_are_marked(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """With lines as a worker records them."""
+    template: Any = Ids()
+    record = EpisodeRecord("rollout worker 0", template, LoggedGroups(1, 1))
+    asyncio.run(record.add_group(Group(0, 0, [*game(0), *game(1)], task="game"), {"n": 0}))
+    folder = write_run(tmp_path / "run", groups=0)
+    add_episodes(folder, [json.loads(line) for line in record.take().lines])
+    shown(browser, [folder], "#screen=rollouts&kind=train")
+    browser.wait_for("document.querySelector('[role=tab]')")
+    tabs = "[...document.querySelectorAll('[role=tab]')]"
+    names = ["1 white: 1", "2 black: -1", "3 white, branch of 1: 0.5"]
+    assert browser.run(f"{tabs}.map(tab => tab.textContent)") == names
+    cards = "[...document.querySelectorAll('.answer b')].map(rewards => rewards.textContent)"
+    assert browser.run(cards) == ["1 | -1 | 0.5"] * 2
+    chosen = f"{tabs}.findIndex(tab => tab.getAttribute('aria-selected') === 'true')"
+    assert browser.run(chosen) == 0 and not browser.run("document.querySelector('.shared')")
+    beginning = browser.run("document.querySelector('.tokens').textContent")
+    browser.press("l")
+    assert browser.run(chosen) == 1
+    browser.run(f"{tabs}[1].focus()")
+    browser.press("ArrowRight")
+    assert browser.run(chosen) == 2 and browser.run(f"document.activeElement === {tabs}[2]")
+    assert browser.run("document.querySelector('.shared summary').textContent") == "1 turn shared with 1 white"
+    assert browser.run("document.querySelector('.shared .tokens').textContent") == beginning
+    own = browser.run("[...document.querySelectorAll('.tokens')].map(box => !box.closest('.shared'))")
+    assert own == [False, True]
+    browser.run("document.querySelectorAll('.answer')[1].click()")  # another episode begins with its first sequence
+    assert browser.run(chosen) == 0
+    check(browser)
 
 
 def test_the_diagnosis_comes_first(browser: Browser, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ function share(value) { return `${(100 * value).toFixed(1)} %`; }
 function moment(seconds) { return typeof seconds === "number" ? new Date(seconds * 1000).toLocaleString() : ""; }
 
 // What is looked at stands in the address, so that a reload or a link shows the same.
-const STATE = {screen: "learn", run: "0", x: "step", group: "", episode: "0", color: "version", kind: "", task: "", finish: "",
+const STATE = {screen: "learn", run: "0", x: "step", group: "", episode: "0", sequence: "0", color: "version", kind: "", task: "", finish: "",
   step: "", text: "", least: "", theme: ""};
 const STANDARD = {...STATE};
 function readState() {

@@ -27,6 +27,7 @@ function onKey(event) {
   const screen = Object.keys(SCREENS)["1234".indexOf(event.key)];
   if (screen && event.key !== "") goTo(screen);
   else if (STATE.screen === "rollouts" && "jk".includes(event.key)) moveBy(event.key === "j" ? 1 : -1);
+  else if (STATE.screen === "rollouts" && "hl".includes(event.key)) moveTab(event.key === "l" ? 1 : -1);
   else if (event.key === "/") { if (STATE.screen !== "rollouts") goTo("rollouts"); document.getElementById("filter")?.focus(); }
   else return;
   event.preventDefault();
@@ -37,7 +38,7 @@ async function start() {
   readState();
   if (!(STATE.screen in SCREENS)) STATE.screen = "learn";
   setTheme(STATE.theme);
-  const picker = make("select", {"aria-label": "run", onchange: event => { setState({run: event.target.value, group: "", episode: "0"}); show(); }},
+  const picker = make("select", {"aria-label": "run", onchange: event => { setState({run: event.target.value, group: "", episode: "0", sequence: "0"}); show(); }},
     DATA.runs.map((run, i) => make("option", {value: i, selected: String(i) === STATE.run}, run.name)));
   document.body.append(make("header", {}, make("h1", {}, DATA.runs.length > 1 ? `${DATA.runs.length} runs` : DATA.runs[0].name),
     DATA.runs.length > 1 ? picker : null,

@@ -43,14 +43,14 @@ function fillList(list, detail) {
     make("td", {}, make("div", {class: "text"}, group.prompt.slice(-80)))));
   list.replaceChildren(make("table", {}, make("tr", {}, ["kind", "step", "task", "reward", "prompt"].map(text => make("th", {}, text))), body));
   if (last < visible.length) list.append(make("p", {class: "dim"}, `${visible.length - last} more: narrow the filters`));
-  if (visible.length) choose(visible[at], STATE.episode); else detail.replaceChildren(make("p", {}, "No group passes the filters."));
+  if (visible.length) choose(visible[at], STATE.episode, STATE.sequence); else detail.replaceChildren(make("p", {}, "No group passes the filters."));
 }
 function moveBy(places) {
   const at = visible.findIndex(group => group.name === STATE.group);
   if (visible[at + places]) choose(visible[at + places]);
 }
-async function choose(group, episode = "0") {
-  setState({group: group.name, episode});
+async function choose(group, episode = "0", sequence = "0") {
+  setState({group: group.name, episode, sequence});
   for (const row of document.querySelectorAll("tr.row")) {
     row.classList.toggle("selected", row.dataset.group === group.name);
     if (row.dataset.group === group.name) row.scrollIntoView({block: "nearest"});
@@ -65,7 +65,7 @@ function showGroup(detail, group, rows) {
     detail.append(make("p", {class: "note"}, `These rollouts are in the file ${DATA.pieces_at}/${String(group.piece).padStart(3, "0")}.js beside the page, which is missing or damaged. Copy the folder along with the page, or make the page with --single.`));
     return;
   }
-  const best = [...rows].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const best = episodesOf(rows).map(episode => [meanReward(episode), episode]).sort((a, b) => b[0] - a[0]).map(([, episode]) => episode);
   const item = rows.find(row => "item" in row && row.item !== null);
   detail.append(make("div", {class: "text dim"}, shown(rows[0].prompt ?? "").slice(0, 2000)));
   if (item) detail.append(make("details", {}, make("summary", {}, "Item"), make("pre", {}, typeof item.item === "string" ? item.item : JSON.stringify(item.item, null, 1))));
@@ -75,13 +75,75 @@ function showGroup(detail, group, rows) {
       make("button", {onclick: () => choose(other)}, `${other.step === null ? `version ${other.version ?? "?"}` : `step ${other.step}`}: ${other.reward === null ? "–" : brief(other.reward)}`))));
   }
   const shownAt = Math.min(+STATE.episode || 0, best.length - 1);
-  detail.append(make("div", {class: "side"}, best.map((row, i) => make("div", {class: `answer${i === shownAt ? " selected" : ""}`, tabindex: 0, role: "button",
+  detail.append(make("div", {class: "side"}, best.map((episode, i) => make("div", {class: `answer${i === shownAt ? " selected" : ""}`, tabindex: 0, role: "button",
     onkeydown: event => { if (event.key === "Enter") event.target.click(); },
-    onclick: () => { setState({episode: String(i)}); showGroup(detail, group, rows); }},
-    make("div", {}, make("b", {}, rewardOf(row)), " ", make("span", {class: "dim"}, [row.seat, row.fork ? "branch" : "", row.finish_reason, `${row.tokens ?? "?"} tokens`].filter(Boolean).join(", "))),
-    make("div", {class: "text"}, answerOf(row).slice(-600))))));
-  showEpisode(detail, best[shownAt]);
+    onclick: () => { setState({episode: String(i), sequence: "0"}); showGroup(detail, group, rows); }}, summaryOf(episode),
+    make("div", {class: "text"}, answerOf(episode[0]).slice(-600))))));
+  showSequences(detail, best[shownAt]);
 }
+// The sequences of each episode, one per seat and branch, in their order.
+function episodesOf(rows) {
+  const episodes = [], latest = new Map();
+  for (const row of rows) {
+    const key = `${row.kind} ${row.rollout}`;
+    let episode = latest.get(key);
+    if (!episode || episode.some(other => other.episode === row.episode)) { // an episode's sequences have different positions
+      episodes.push(episode = []);
+      latest.set(key, episode);
+    }
+    episode.push(row);
+  }
+  return episodes;
+}
+function meanReward(episode) {
+  const rewards = episode.map(row => row.reward).filter(reward => reward !== null);
+  return rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : -Infinity;
+}
+function summaryOf(episode) {
+  const [row] = episode, seats = new Set(episode.map(each => each.seat)).size, branches = episode.filter(each => each.fork).length;
+  const facts = episode.length === 1 ? [row.seat, row.fork ? "branch" : "", row.finish_reason, `${row.tokens ?? "?"} tokens`]
+    : [seats > 1 ? `${seats} seats` : "", branches ? `${branches} branch${branches > 1 ? "es" : ""}` : "",
+      `${episode.reduce((sum, each) => sum + (each.tokens ?? 0), 0)} tokens`];
+  return make("div", {}, make("b", {}, episode.length === 1 ? rewardOf(row) : episode.map(each => each.reward === null ? "–" : brief(each.reward)).join(" | ")),
+    " ", make("span", {class: "dim"}, facts.filter(Boolean).join(", ")));
+}
+// The number of the earlier sequence that a branch shares its first turns with; -1 without one, or if its line was not read.
+function parentOf(episode, row) {
+  const {sequence, turns} = row.fork ?? {}, parent = episode[sequence];
+  const same = parent && parent !== row && row.turns.slice(0, turns).every((turn, t) => turn.sampled === parent.turns[t]?.sampled);
+  return same ? sequence : -1;
+}
+function nameOf(episode, i) {
+  const row = episode[i], parent = parentOf(episode, row);
+  return [`${i + 1}`, row.seat ? ` ${shown(row.seat)}` : "", row.fork ? (parent < 0 ? ", branch" : `, branch of ${parent + 1}`) : ""].join("");
+}
+// An episode: of several sequences, one at a time, chosen by tabs.
+function showSequences(detail, episode) {
+  const panel = make("div"), at = Math.min(+STATE.sequence || 0, episode.length - 1);
+  if (episode.length === 1) { detail.append(panel); showEpisode(panel, episode, 0); return; }
+  const tabs = episode.map((row, i) => make("button", {role: "tab", id: `tab${i}`, "aria-controls": "sequence", onclick: () => select(i)},
+    `${nameOf(episode, i)}: ${rewardOf(row)}`));
+  const select = i => {
+    setState({sequence: String(i)});
+    tabs.forEach((tab, t) => { tab.setAttribute("aria-selected", t === i); tab.tabIndex = t === i ? 0 : -1; });
+    panel.setAttribute("aria-labelledby", `tab${i}`);
+    panel.replaceChildren();
+    showEpisode(panel, episode, i);
+  };
+  panel.id = "sequence";
+  panel.setAttribute("role", "tabpanel");
+  detail.append(make("h2", {}, "Seats and branches of the episode"), make("div", {class: "bar", role: "tablist", "aria-label": "seats and branches",
+    onkeydown: event => {
+      const last = tabs.length - 1, now = +STATE.sequence;
+      const next = {ArrowLeft: now ? now - 1 : last, ArrowRight: now < last ? now + 1 : 0, Home: 0, End: last}[event.key];
+      if (next === undefined) return;
+      event.preventDefault();
+      select(next);
+      tabs[next].focus();
+    }}, tabs), panel);
+  select(at);
+}
+function moveTab(places) { document.querySelectorAll("[role=tab]")[+STATE.sequence + places]?.click(); }
 function rewardOf(row) {
   if (row.kind === "failed") return "failed";
   const advantage = typeof row.advantage === "number" ? `, advantage ${brief(row.advantage)}` : "";
@@ -89,9 +151,10 @@ function rewardOf(row) {
 }
 function answerOf(row) { return row.turns.map(turn => shown(turn.sampled)).join("\n…\n") || shown(row.failure?.reason ?? ""); }
 
-function showEpisode(detail, row) {
+function showEpisode(detail, episode, i) {
+  const row = episode[i], parent = parentOf(episode, row), sharedTurns = row.fork?.turns ?? 0;
   const facts = [["reward", rewardOf(row)], ["parts", Object.entries(row.parts ?? {}).map(([name, value]) => `${name} ${brief(value)}`).join(", ")],
-    ["seat", row.seat], ["branch", row.fork ? `of sequence ${shown(row.fork.sequence)}, after ${shown(row.fork.turns)} turns` : ""],
+    ["seat", row.seat], ["branch", row.fork ? `${parent < 0 ? "" : `of ${nameOf(episode, parent)}, `}after ${turnsOf(sharedTurns)}` : ""],
     ["end", row.finish_reason], ["dropped", row.dropped], ["worker", row.worker],
     ["versions", (row.versions ?? []).map(span => `${span[0]} (${span[1]} tokens)`).join(", ")],
     ["began", moment(row.began)], ["seconds", typeof row.began === "number" && typeof row.ended === "number" ?
@@ -102,13 +165,18 @@ function showEpisode(detail, row) {
     detail.append(make("p", {class: "note"}, `${shown(row.failure.reason)}${row.failure.infrastructure ? " (infrastructure)" : ""} at ${shown(row.failure.place)}`),
       make("pre", {}, shown(row.failure.report)));
   }
+  const shared = sharedTurns ? make("details", {class: "shared", open: true}, make("summary", {},
+    `${turnsOf(sharedTurns)} shared with ${parent < 0 ? "an earlier sequence" : nameOf(episode, parent)}`)) : null;
+  const boxOf = t => (t < sharedTurns ? shared : detail); // of turn t
   const tokens = tokensOf(row);
-  if (tokens) showTokens(detail, row, tokens);
-  else if (row.turns.length) {
-    row.turns.forEach((turn, i) => detail.append(make("h2", {}, turnTitle(turn, i)), make("div", {class: "text dim"}, shown(turn.read)), make("div", {class: "tokens"}, make("div", {class: "text"}, shown(turn.sampled)))));
+  if (tokens) showTokens(detail, tokens, shared, boxOf);
+  else {
+    if (shared) detail.append(shared);
+    row.turns.forEach((turn, t) => boxOf(t).append(make("h2", {}, turnTitle(turn, t)), make("div", {class: "text dim"}, shown(turn.read)), make("div", {class: "tokens"}, make("div", {class: "text"}, shown(turn.sampled)))));
   }
   if (row.messages.length) detail.append(make("details", {open: !tokens}, make("summary", {}, `${row.messages.length} messages`), row.messages.map(showMessage)));
 }
+function turnsOf(count) { return `${count} turn${count === 1 ? "" : "s"}`; }
 function turnTitle(turn, i) {
   return `Turn ${i + 1}${[typeof turn.reward === "number" ? `, reward ${brief(turn.reward)}` : "", typeof turn.seconds === "number" ? `, ${brief(turn.seconds)} s` : "",
     typeof turn.replica === "number" ? `, replica ${turn.replica}` : ""].join("")}`;
@@ -187,17 +255,17 @@ function scaleOf(name, values) {
   const plain = x => `hsla(${(220 - 180 * (high > low ? (x - low) / (high - low) : 0)).toFixed(0)},75%,50%,0.4)`;
   return {low, high, text: brief, plain, of: x => (x === null || !Number.isFinite(x) ? "" : plain(x))};
 }
-function showTokens(detail, row, {turns, columns, count}) {
+function showTokens(detail, {turns, columns, count}, shared, boxOf) {
   if (!(STATE.color in columns)) STATE.color = "version";
   const scale = scaleOf(STATE.color, columns[STATE.color]);
   detail.append(make("div", {class: "bar"}, make("h2", {}, `${count.toLocaleString("en")} sampled tokens, coloured by`),
     make("select", {"aria-label": "colour of tokens", onchange: event => { setState({color: event.target.value}); show(); }},
-      Object.keys(columns).map(name => make("option", {value: name, selected: name === STATE.color}, name))), legend(scale)));
+      Object.keys(columns).map(name => make("option", {value: name, selected: name === STATE.color}, name))), legend(scale)), shared ?? []);
   let first = 0;
   for (const [t, {turn, texts, ids}] of turns.entries()) {
     const start = first, box = make("div", {class: "tokens", tabindex: 0, dir: "auto"});
     first += texts.length;
-    detail.append(make("h2", {}, turnTitle(turn, t)), make("div", {class: "text dim"}, shown(turn.read).slice(-5000)), box);
+    boxOf(t).append(make("h2", {}, turnTitle(turn, t)), make("div", {class: "text dim"}, shown(turn.read).slice(-5000)), box);
     let done = 0;
     const more = () => { // in parts, so that 100,000 tokens do not block the page
       const part = document.createDocumentFragment();
@@ -226,6 +294,7 @@ function legend(scale) {
   if (scale.flags) {
     return make("span", {class: "key"}, FLAGS.map((name, bit) => { const dot = make("i"); dot.style.background = FLAG_COLORS[bit]; return make("span", {}, dot, name); }));
   }
+  if (scale.low === scale.high) return make("span", {class: "dim"}, `all ${scale.text(scale.low)}`);
   const canvas = make("canvas", {width: 120, height: 10}), context = canvas.getContext("2d");
   for (let i = 0; i < 120; i++) {
     context.fillStyle = scale.plain(scale.low + (scale.high - scale.low) * i / 119);
