@@ -48,6 +48,7 @@ def report(
     *,
     output: Annotated[Path | None, arg(aliases=["-o"])] = None,
     single: bool = False,
+    predict: bool = False,
 ) -> int:
     """Write a page that shows runs: an HTML file that opens in any browser, without a network.
 
@@ -56,6 +57,8 @@ def report(
         output: file to write; by default `report.html` in the first run's folder. Older rollouts are put into a folder
             beside it, which is named like the file without `.html`.
         single: put all rollouts into the file.
+        predict: simulate the runs with another split of the devices and another lag bound, which takes seconds to
+            minutes, and show what is predicted. It is kept in the run's folder, for later pages.
     """
     from monarch_rl.report.page import make_page, write_page
     from monarch_rl.report.read import read_run
@@ -63,6 +66,11 @@ def report(
     if not runs:
         raise SettingsError("no run was given: give the folder of a run, such as runs/NAME")
     output = output or runs[0] / "report.html"
+    if predict:
+        from monarch_rl.report.predict import write_prediction
+
+        for run in runs:
+            write_prediction(run)
     page = make_page(
         [read_run(run) for run in runs],
         single=single,

@@ -248,6 +248,31 @@ def test_time_shows_lanes_lags_losses_and_faults(browser: Browser, tmp_path: Pat
     browser.wait_for("/trainer rank 0: (update|waits: batch)/.test(document.querySelector('.tip')?.textContent)")
 
 
+def test_time_shows_what_the_simulator_predicts_or_why_it_does_not(browser: Browser, tmp_path: Path) -> None:
+    folder, prediction = write_run(tmp_path / "run", steps=5, groups=0), tmp_path / "run/prediction.json"
+    case: dict[str, Any] = {"change": "none", "trainer_ranks": 1, "replicas": 1, "max_policy_lag": None, "step_s": 2.0}
+    case |= {"trainer_idle_share": 0.5, "generator_idle_share": 0.25, "lag_mean": 1.5}
+    cases = [case, case | {"change": "one replica more", "replicas": 2, "step_s": 1.6}]
+    for found, sentence in (
+        (None, "report RUN --predict"),
+        ({"made": 1_000.0, "problem": "it is too short"}, "cannot be simulated: it is too short."),
+        ({"made": 1_000.0, "step_s": 2.5, "cases": cases}, "A prediction of"),
+    ):
+        if found is not None:
+            prediction.write_text(json.dumps(found))
+        shown(browser, [folder], "#screen=time")
+        assert sentence in browser.run("document.querySelector('main').textContent")
+    rows = browser.run(
+        "[...document.querySelectorAll('tr')].filter(row => row.textContent.includes('×'))"
+        ".map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert rows == [
+        ["none", "1", "1", "none", "2", "1,800", "× 1.00", "50.0 %", "25.0 %", "1.5"],
+        ["one replica more", "1", "2", "none", "1.6", "2,250", "× 1.25", "50.0 %", "25.0 %", "1.5"],
+    ]
+    check(browser)
+
+
 def test_from_the_list_to_all_screens_of_a_live_run(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a", steps=4, groups=40, state="running")
     with serving(tmp_path / "runs") as server:

@@ -25,7 +25,7 @@ import numpy as np
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.registry import find
 from monarch_rl.report.diagnose import evidence_of
-from monarch_rl.report.read import Metrics, RunRecord, flat_settings
+from monarch_rl.report.read import Metrics, RunRecord, flat_settings, read_object
 from monarch_rl.report.reduce import POINTS, reduce
 from monarch_rl.report.rules import findings
 
@@ -60,6 +60,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 STACKED = ("reward/all_wrong_share", "reward/equal_groups_share", "reward/all_right_share")
 INTERVALS = ("held_out/accuracy_low", "held_out/accuracy_high")
 
+PREDICTION = "prediction.json"
+"""File of a run's folder with what the simulator predicts."""
 PIECE = "__piece("
 """Beginning of a piece's text."""
 
@@ -214,6 +216,7 @@ def _run(run: RunRecord, number_of_runs: int) -> dict[str, Any]:
             [span["lane"], span.get("kind"), span.get("what"), span.get("on", ""), span["from"], span["to"]]
             for span in run.spans[-SPANS:]
         ],
+        "prediction": read_object(run.folder / PREDICTION, run.notes),
         "failures": run.failures,
         "resumes": run.resumes,
         "recipe": run.recipe,

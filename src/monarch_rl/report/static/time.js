@@ -8,6 +8,7 @@ function showTime(main) {
     main.append(make("h2", {}, "Shares of the recorded time"), table(["lane", "work", "waits for"], run.lanes.map(({lane, shares}) =>
       [lane, "work" in shares ? share(shares.work) : "", waits(shares).slice(0, 5).map(([what, part]) => `${what.replace(/^wait: /, "")} ${share(part)}`).join(", ")])));
   }
+  showPrediction(main, run.prediction);
   const idle = Object.keys(DATA.metrics).filter(name => name.endsWith("idle_share"));
   const grid = make("div", {class: "charts"});
   main.append(grid);
@@ -20,6 +21,20 @@ function showTime(main) {
       [moment(time), shown(who), Object.entries(rest).map(([name, value]) => `${name}: ${shown(value)}`).join(", ")])));
   }
   if (run.resumes.length) main.append(make("h2", {}, "Resumes"), table(["resume"], run.resumes.map(resume => [shown(resume)])));
+}
+function showPrediction(main, {made, step_s, cases, problem}) {
+  main.append(make("h2", {}, "Predicted with other settings"));
+  if (problem) main.append(make("p", {}, `This run cannot be simulated: ${shown(problem)}.`));
+  else if (!Array.isArray(cases) || !cases.length) main.append(make("p", {class: "dim"}, "monarch-rl report RUN --predict simulates the run with another split of the devices and another lag bound."));
+  else {
+    const percent = value => typeof value === "number" ? share(value) : "";
+    main.append(table(["change", "trainer ranks", "replicas", "max-policy-lag", "s/step", "steps/h", "speed", "trainer idle", "generators idle", "mean lag"],
+      cases.map(each => [shown(each.change), each.trainer_ranks, each.replicas, each.max_policy_lag ?? "none", each.step_s, 3600 / each.step_s,
+        `× ${(cases[0].step_s / each.step_s).toFixed(2)}`, percent(each.trainer_idle_share), percent(each.generator_idle_share), each.lag_mean])),
+      make("p", {class: "dim"}, `A prediction of ${moment(made)}: the run's own schedule, simulated with its measured times of steps, generation and transfers and its answers' lengths. ` +
+        `As it was, a step took ${brief(step_s)} s, and ${brief(cases[0].step_s)} s are predicted. All other settings stay. It assumes a device of its own for each rank and replica, an update that takes ` +
+        "less time in proportion to the ranks, and memory for the KV cache of all running requests; prefill and scores count as decoding."));
+  }
 }
 function showLags(grid, run) {
   const lags = Object.entries(run.lags).map(([lag, tokens]) => [+lag, tokens]).sort((a, b) => a[0] - b[0]);
