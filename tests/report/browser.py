@@ -120,6 +120,66 @@ class Browser:
         )
         return titles
 
+    def unreadable(self) -> list[str]:
+        """Visible texts, and canvases with labels, whose contrast with what is behind them is less than 4.5 (WCAG AA),
+        with the contrast."""
+        texts: list[str] = self.run(
+            """(() => {
+              const rgba = color => {
+                const [r, g, b, a = 1] = color.match(/[\\d.]+/g).map(Number);
+                return [r, g, b, a];
+              };
+              const over = ([r, g, b, a], below) => [r, g, b].map((value, i) => value * a + below[i] * (1 - a));
+              const behind = element => element === null ? [255, 255, 255]
+                : over(rgba(getComputedStyle(element).backgroundColor), behind(element.parentElement));
+              const luminance = color => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+                const value = color[i] / 255;
+                return sum + weight * (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+              }, 0);
+              const contrast = (a, b) => {
+                const [low, high] = [luminance(a), luminance(b)].sort((a, b) => a - b);
+                return (high + 0.05) / (low + 0.05);
+              };
+              const found = [];
+              for (const element of document.querySelectorAll("body *")) {
+                const texts = [...element.childNodes].filter(node => node.nodeType === 3);
+                const text = texts.map(node => node.data).join("");
+                const hidden = /^(SCRIPT|STYLE|NOSCRIPT|OPTION)$/.test(element.tagName) || !element.checkVisibility();
+                if (hidden || !text.trim()) continue;
+                const background = behind(element), color = over(rgba(getComputedStyle(element).color), background);
+                const is = contrast(color, background);
+                if (is < 4.5) found.push(`${text.slice(0, 40)}: ${is.toFixed(2)}`);
+              }
+              for (const canvas of document.querySelectorAll(".uplot canvas, canvas.lanes")) {
+                if (!canvas.checkVisibility()) continue;
+                const width = 40 * devicePixelRatio, background = behind(canvas); // labels are at the left
+                const copy = new OffscreenCanvas(width, canvas.height).getContext("2d");
+                copy.drawImage(canvas, 0, 0);
+                const pixels = copy.getImageData(0, 0, width, canvas.height).data;
+                let most = 0;
+                for (let i = 0; i < pixels.length; i += 4) {
+                  const pixel = [pixels[i], pixels[i + 1], pixels[i + 2], pixels[i + 3] / 255];
+                  if (pixel[3]) most = Math.max(most, contrast(over(pixel, background), background));
+                }
+                if (most < 4.5) found.push(`labels of a canvas: ${most.toFixed(2)}`);
+              }
+              return found;
+            })()"""
+        )
+        return texts
+
+    def cut(self) -> list[str]:
+        """Visible elements whose content is cut off by a scrolled box or by the window."""
+        elements: list[str] = self.run(
+            """[...document.querySelectorAll("body *")].filter(element => element.checkVisibility()).filter(element => {
+              const style = getComputedStyle(element), box = element.getBoundingClientRect();
+              return (style.overflowX !== "visible" && element.scrollWidth > element.clientWidth + 1)
+                || (style.overflowY !== "visible" && element.scrollHeight > element.clientHeight + 1)
+                || box.right > document.documentElement.clientWidth + 1;
+            }).map(element => `${element.tagName} ${element.className}`)"""
+        )
+        return elements
+
 
 @contextmanager
 def chromium(profile: Path, *, width: int = 1300, height: int = 900) -> Iterator[Browser]:

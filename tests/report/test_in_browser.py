@@ -1,9 +1,10 @@
 """The page in a real browser."""
 
 import asyncio
+import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,104 @@ def test_from_the_list_to_all_screens_of_a_live_run(browser: Browser, tmp_path: 
         assert all(address.startswith(server.url) for address in browser.requests), browser.requests
         assert any("/pieces/" in address for address in browser.requests)
         browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+
+@pytest.fixture
+def media(browser: Browser) -> Iterator[Callable[..., None]]:
+    """Emulates a medium, and a preference of colours, until the test ends."""
+
+    def emulate(media: str = "", scheme: str = "") -> None:
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.call("Emulation.setEmulatedMedia", media=media, features=features)
+
+    yield emulate
+    emulate()
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def colors(browser: Browser) -> list[str]:
+    """Of the page's background, of a card, and of text."""
+    found: list[str] = browser.run(
+        "[getComputedStyle(document.body), getComputedStyle(document.querySelector('header'))]"
+        ".flatMap(style => [style.backgroundColor, style.color])"
+    )
+    return found
+
+
+def test_the_page_is_readable_in_dark_and_light(browser: Browser, tmp_path: Path, media: Callable[..., None]) -> None:
+    """As the system prefers, which may change, or as the button says."""
+    folder, found = write_run(tmp_path / "run", groups=3), dict[str, list[str]]()
+    media(scheme="light")
+    shown(browser, [folder], "#kind=train")
+    for scheme in ("light", "dark"):
+        media(scheme=scheme)
+        browser.wait_for(f"document.documentElement.classList.contains('dark') === {str(scheme == 'dark').lower()}")
+        found[scheme] = colors(browser)
+        for key, loaded in (("1", ".uplot"), ("2", ".tokens span"), ("3", ".lanes"), ("4", "table")):
+            browser.press(key)
+            browser.wait_for(f"document.querySelector('{loaded}')")
+            assert not browser.unreadable(), (scheme, key)
+            assert not browser.charts_without_pixels()
+    assert all(light != dark for light, dark in zip(found["light"], found["dark"], strict=True))
+    toggle = "document.querySelector('header button[title=\"dark or light\"]').click()"
+    for expected in ("light", "dark"):
+        browser.run(toggle)
+        assert colors(browser) == found[expected] and f"theme={expected}" in browser.run("location.hash")
+    check(browser)
+
+
+def test_a_printed_page_is_light_and_whole(browser: Browser, tmp_path: Path, media: Callable[..., None]) -> None:
+    folder = write_run(tmp_path / "run", groups=40)
+    rows = [episode(50, 0, ["word "] * 3_000), episode(50, 1, ["line\n"] * 100, reward=0.0)]
+    add_episodes(folder, rows, [trained(50, 0, 3_000), trained(50, 1, 100)])
+    (folder / "console.log").write_text("a line\n" * 300)
+    media(scheme="dark")
+    shown(browser, [folder], "#screen=rollouts&kind=train")
+    browser.wait_for("document.querySelectorAll('.tokens span').length === 2000")
+    browser.run("addEventListener('beforeprint', () => globalThis.printed = printing)")
+    assert base64.b64decode(browser.call("Page.printToPDF")["data"]).startswith(b"%PDF-")
+    assert browser.run("printed && !printing")
+    for key in "2134":
+        browser.press(key)
+        browser.wait_for("document.querySelector('.tokens, .uplot, table')")
+        # As the browser lays it out then, on a page of A4.
+        browser.call("Emulation.setDeviceMetricsOverride", width=720, height=1000, deviceScaleFactor=1, mobile=False)
+        media(media="print", scheme="dark")
+        browser.run("dispatchEvent(new Event('beforeprint'))")
+        assert colors(browser)[:2] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+        assert not browser.cut() and not browser.unreadable(), key
+        controls = "[...document.querySelectorAll('nav, select, input, button')].some(each => each.checkVisibility())"
+        assert not browser.run(controls)
+        chosen = (
+            "[...document.querySelectorAll('.printed')].filter(each => each.checkVisibility()).map(e => e.textContent)"
+        )
+        assert browser.run(chosen) == {"1": ["step"], "2": ["version"]}.get(key, [])
+        if key == "2":
+            assert browser.run("document.querySelectorAll('.tokens span').length") == 3_000
+        media(scheme="dark")
+        browser.call("Emulation.clearDeviceMetricsOverride")
+        browser.run("dispatchEvent(new Event('afterprint'))")
+        assert browser.run("document.documentElement.classList.contains('dark')")
+    check(browser)
+
+
+@pytest.mark.parametrize("written", [1, 40])
+def test_a_run_that_was_killed_in_the_middle_of_a_line(browser: Browser, tmp_path: Path, written: int) -> None:
+    """The lines before it are shown, and nothing is said of it."""
+    folder = write_run(tmp_path / "run", steps=5, groups=2, state="running")
+    (piece,) = (folder / "rollouts").glob("episodes-*.jsonl")
+    for path, line in (
+        (folder / "metrics.jsonl", json.dumps({"step": 6, "seconds": 6.0, "reward/mean": 0.5})),
+        (piece, json.dumps(episode(77, 0, ["never"]))),
+    ):
+        with path.open("a") as file:
+            file.write(line[:written])
+    shown(browser, [folder])
+    assert browser.run("Math.max(...plots.flatMap(plot => [...plot.data[0]]))") == 5
+    assert not browser.run("document.querySelector('.note')")
+    check(browser)
+    browser.press("2")
+    browser.wait_for("document.querySelector('.answer')")
+    assert browser.run("document.querySelectorAll('tr.row').length") == 2 + 3
+    assert "77" not in browser.run("DATA.runs[0].groups.map(group => String(group.group)).join(' ')")
+    check(browser)

@@ -2,9 +2,11 @@
 const COLORS = ["#3f83d6", "#d0559c", "#2f9a52", "#c08416", "#8a63d2", "#1b9aaa", "#d9544d", "#7f8c3a"];
 const X_AXES = {step: "step", episodes: "episodes", tokens: "tokens", hours: "hours"};
 let plots = [];
+let repaints = []; // draw other canvases again, after the colours have changed
+let printing = false;
 
 function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
-function removePlots() { plots.forEach(plot => plot.destroy()); plots = []; }
+function removePlots() { plots.forEach(plot => plot.destroy()); plots = []; repaints = []; }
 function pointsOf(run, name) {
   const series = run.series[name];
   if (!series) return null;
@@ -76,7 +78,8 @@ function stacked(title, hint, layers, parent) {
   })));
 }
 function draw(card, series, bands, data, after, y = {}, x = {}, cursor = "x") {
-  const axis = {stroke: css("--dim"), grid: {stroke: css("--line"), width: 1}, ticks: {stroke: css("--line"), width: 1}};
+  const dim = () => css("--dim"), line = () => css("--line"); // as they are when it is drawn
+  const axis = {stroke: dim, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1}};
   plots.push(new uPlot({
     width: Math.max(card.clientWidth - 14, 200), height: 180, series, bands,
     scales: {x: {time: false, ...x}, y}, legend: {show: false},

@@ -2,7 +2,7 @@
 function showLearn(main) {
   showFindings(main);
   const choices = Object.keys(X_AXES).filter(x => DATA.runs.some(run => run.axes.some(axis => x in axis)));
-  main.append(make("div", {class: "bar"}, "against", choices.map(x =>
+  main.append(make("div", {class: "bar"}, "against", make("span", {class: "printed"}, X_AXES[STATE.x]), choices.map(x =>
     make("button", {"aria-pressed": STATE.x === x, onclick: () => { setState({x}); show(); }}, X_AXES[x]))));
   if (!DATA.runs.some(run => Object.keys(run.series).length)) main.append(make("p", {}, "No metrics yet: they are written with the first step."));
   const used = new Set(DATA.stacked);

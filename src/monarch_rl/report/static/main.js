@@ -18,6 +18,13 @@ function setTheme(theme) {
   const dark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.classList.toggle("dark", dark);
 }
+// Paper is white: canvases are drawn for it, where they are, so that opened parts of the page stay open.
+function setPrinting(on) {
+  printing = on;
+  setTheme(on ? "light" : STATE.theme);
+  for (const plot of plots) plot.redraw(false, true);
+  for (const repaint of repaints) repaint();
+}
 function onKey(event) {
   if (event.ctrlKey || event.altKey || event.metaKey) return;
   if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
@@ -53,6 +60,8 @@ async function start() {
   show();
   document.addEventListener("keydown", onKey);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { setTheme(STATE.theme); show(); });
+  addEventListener("beforeprint", () => setPrinting(true));
+  addEventListener("afterprint", () => setPrinting(false));
   let resized = 0;
   addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { if (STATE.screen !== "rollouts") show(); }, 200); });
   if (DATA.reload_s) setInterval(() => { if (!document.hidden && !/^(INPUT|SELECT)$/.test(document.activeElement.tagName)) location.reload(); }, 1000 * DATA.reload_s);

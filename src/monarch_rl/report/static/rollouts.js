@@ -152,6 +152,7 @@ function rewardOf(row) {
 function answerOf(row) { return row.turns.map(turn => shown(turn.sampled)).join("\n…\n") || shown(row.failure?.reason ?? ""); }
 
 function showEpisode(detail, episode, i) {
+  repaints = [];
   const row = episode[i], parent = parentOf(episode, row), sharedTurns = row.fork?.turns ?? 0;
   const facts = [["reward", rewardOf(row)], ["parts", Object.entries(row.parts ?? {}).map(([name, value]) => `${name} ${brief(value)}`).join(", ")],
     ["seat", row.seat], ["branch", row.fork ? `${parent < 0 ? "" : `of ${nameOf(episode, parent)}, `}after ${turnsOf(sharedTurns)}` : ""],
@@ -258,7 +259,7 @@ function scaleOf(name, values) {
 function showTokens(detail, {turns, columns, count}, shared, boxOf) {
   if (!(STATE.color in columns)) STATE.color = "version";
   const scale = scaleOf(STATE.color, columns[STATE.color]);
-  detail.append(make("div", {class: "bar"}, make("h2", {}, `${count.toLocaleString("en")} sampled tokens, coloured by`),
+  detail.append(make("div", {class: "bar"}, make("h2", {}, `${count.toLocaleString("en")} sampled tokens, coloured by`), make("span", {class: "printed"}, STATE.color),
     make("select", {"aria-label": "colour of tokens", onchange: event => { setState({color: event.target.value}); show(); }},
       Object.keys(columns).map(name => make("option", {value: name, selected: name === STATE.color}, name))), legend(scale)), shared ?? []);
   let first = 0;
@@ -279,6 +280,7 @@ function showTokens(detail, {turns, columns, count}, shared, boxOf) {
       box.append(part);
     };
     more();
+    repaints.push(() => { while (printing && done < texts.length) more(); });
     box.addEventListener("scroll", () => { if (done < texts.length && box.scrollTop + box.clientHeight > box.scrollHeight - 400) more(); });
     box.addEventListener("mousemove", event => {
       const i = event.target.dataset.i;

@@ -107,5 +107,6 @@ function showLanes(main, run) {
       `${span[0]}: ${span[1] === "work" ? "" : "waits: "}${shown(span[2])}${span[3] ? `\nwaited for: ${shown(span[3])}` : ""}\n${((span[5] - span[4]) * 1000).toFixed(0)} ms` : "");
   });
   canvas.addEventListener("mouseleave", () => tip.remove());
+  repaints.push(paint);
   paint();
 }
