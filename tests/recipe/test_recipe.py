@@ -54,6 +54,7 @@ from tests.recipe.running import (
     recipe,
     wait_for_step,
 )
+from tests.report.browser import chromium, needs_chromium
 from tests.runtime.launched import TORCHRUN, Launched, Start, launching
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
@@ -96,6 +97,31 @@ def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) 
     check_exported(run_folder, tmp_path / "exported")
     check_evaluated_again(run_folder)
     check_replayed(run_folder)
+
+
+@needs_chromium
+@pytest.mark.timeout(1800)
+def test_the_page_that_a_run_wrote_is_whole_in_a_browser(run_folder: Path, tmp_path: Path) -> None:
+    """Every chart of every screen has pixels, and nothing fails or is asked from elsewhere."""
+    tokens = "document.querySelector('.tokens span')"
+    with chromium(tmp_path) as browser:
+        browser.open(run_folder / "report.html", "#kind=train")
+        browser.run("document.querySelectorAll('details').forEach(group => (group.open = true))")
+        for key, shown in (
+            ("1", f"plots.length > 20 && Math.max(...plots[0].data[0]) === {STEPS}"),
+            ("2", f"{tokens} && document.querySelectorAll('.answer').length === 8"),
+            ("3", "document.querySelector('.lanes') && plots.length === 2"),
+            ("4", "document.querySelector('main').textContent.includes('grpo.py')"),
+        ):
+            if key != "1":
+                browser.press(key)
+            browser.wait_for(shown)
+            assert not browser.charts_without_pixels(), key
+            assert not browser.unreadable(), key
+        browser.run("setState({screen: 'rollouts', color: 'trainer log-prob'}); show()")
+        browser.wait_for(f"{tokens}?.style.backgroundColor")
+        assert not browser.errors
+        assert browser.requests and all(address.startswith("file://") for address in browser.requests)
 
 
 def check_timeline(folder: Path) -> None:
