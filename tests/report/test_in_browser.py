@@ -157,7 +157,7 @@ def test_seats_and_branches_of_an_episode_are_tabs_and_the_turns_that_they_share
     browser.run(f"{tabs}[1].focus()")
     browser.press("ArrowRight")
     assert browser.run(chosen) == 2 and browser.run(f"document.activeElement === {tabs}[2]")
-    assert browser.run("document.querySelector('.shared summary').textContent") == "1 turn shared with 1 white"
+    assert browser.run("document.querySelector('.shared summary').textContent") == "1 turn shared with sequence 1"
     assert browser.run("document.querySelector('.shared .tokens').textContent") == beginning
     own = browser.run("[...document.querySelectorAll('.tokens')].map(box => !box.closest('.shared'))")
     assert own == [False, True]

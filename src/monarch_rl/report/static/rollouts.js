@@ -155,7 +155,7 @@ function showEpisode(detail, episode, i) {
   repaints = [];
   const row = episode[i], parent = parentOf(episode, row), sharedTurns = row.fork?.turns ?? 0;
   const facts = [["reward", rewardOf(row)], ["parts", Object.entries(row.parts ?? {}).map(([name, value]) => `${name} ${brief(value)}`).join(", ")],
-    ["seat", row.seat], ["branch", row.fork ? `${parent < 0 ? "" : `of ${nameOf(episode, parent)}, `}after ${turnsOf(sharedTurns)}` : ""],
+    ["seat", row.seat], ["branch", row.fork ? `${parent < 0 ? "" : `of sequence ${parent + 1}, `}after ${turnsOf(sharedTurns)}` : ""],
     ["end", row.finish_reason], ["dropped", row.dropped], ["worker", row.worker],
     ["versions", (row.versions ?? []).map(span => `${span[0]} (${span[1]} tokens)`).join(", ")],
     ["began", moment(row.began)], ["seconds", typeof row.began === "number" && typeof row.ended === "number" ?
@@ -167,7 +167,7 @@ function showEpisode(detail, episode, i) {
       make("pre", {}, shown(row.failure.report)));
   }
   const shared = sharedTurns ? make("details", {class: "shared", open: true}, make("summary", {},
-    `${turnsOf(sharedTurns)} shared with ${parent < 0 ? "an earlier sequence" : nameOf(episode, parent)}`)) : null;
+    `${turnsOf(sharedTurns)} shared with ${parent < 0 ? "an earlier sequence" : `sequence ${parent + 1}`}`)) : null;
   const boxOf = t => (t < sharedTurns ? shared : detail); // of turn t
   const tokens = tokensOf(row);
   if (tokens) showTokens(detail, tokens, shared, boxOf);
