@@ -103,6 +103,12 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     assert len(masked["sampled"].encode()) == len(row["sampled"].encode())
 
 
+def test_a_masked_line_stays_json() -> None:
+    row = {"began": 1764123456.5, "sampled": "\nabcdefgh, 1764123456, \\nabcdefgh", "emoji": "\U0001f600 \u00e9"}
+    masked = json.loads(mask(json.dumps(row), ["1764123456", "nabcdefgh"]))
+    assert masked == row | {"sampled": f"\nabcdefgh, {'*' * 10}, \\{'*' * 9}"}
+
+
 def test_flags_named_for_a_key_lose_their_value() -> None:
     given = ["grpo.py", "--judge.token", "x", "--api-key=y", "--my_password", "--steps", "3", "--no-key", "--seed=1"]
     left = ["grpo.py", "--judge.token", REDACTED, f"--api-key={REDACTED}", "--my_password", "--steps", "3"]

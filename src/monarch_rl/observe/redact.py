@@ -49,6 +49,8 @@ _ASSIGNED = re.compile(
     r"""(?:(?P<quote>["'])(?P<text>[^"'\s]+)(?P=quote)|(?P<bare>[A-Za-z0-9_+=-]{16,})(?![A-Za-z0-9_.(\[]))"""
 )
 """An assignment, keyword argument, entry of a mapping, or environment variable in a text."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""A string in a line of JSON."""
 _PLACEHOLDERS = ("{", "$", "<", "%")
 
 
@@ -68,10 +70,10 @@ def secrets_in(environment: Mapping[str, str]) -> list[str]:
 
 
 def mask(line: str, secrets: Iterable[str]) -> str:
-    """A line of JSON with asterisks in place of ``secrets``: as many as their UTF-8 has bytes, so that offsets stay."""
-    for secret in secrets:
-        line = line.replace(json.dumps(secret)[1:-1], "*" * len(secret.encode(errors="replace")))
-    return line
+    """A line of JSON with asterisks in place of ``secrets``: as many as their UTF-8 has bytes, so that offsets stay.
+    Only strings change: a number, or an escape such as the n of a line's end, may look like a part of a secret."""
+    found = [secret for secret in secrets if json.dumps(secret)[1:-1] in line]
+    return _STRING.sub(lambda string: _masked(string[0], found), line) if found else line
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:
@@ -103,6 +105,13 @@ def redact_values(values: Any, name: str = "") -> Any:
     if not isinstance(values, str):
         return values
     return REDACTED if _is_secret(name, values) else redact(values)
+
+
+def _masked(string: str, secrets: list[str]) -> str:
+    text = json.loads(string)
+    for secret in secrets:
+        text = text.replace(secret, "*" * len(secret.encode(errors="replace")))
+    return json.dumps(text)
 
 
 def _assignment(found: re.Match[str]) -> str:
