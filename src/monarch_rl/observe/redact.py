@@ -33,6 +33,8 @@ _KNOWN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Keys that are recognised by their form."""
+_BEGINNINGS = re.compile(r"-----BEGIN |://|sk-|hf_|gh[oprsu]_|github_pat_|glpat-|AKIA|ASIA|AIza|xox|wandb_v1_|eyJ")
+"""What :data:`_KNOWN` begins with: few lines of output have it, and only those are worth the search."""
 _NAME = re.compile(
     r"(?:^|[^A-Za-z0-9]|(?<=[a-z0-9])(?=[A-Z]))"
     r"(?i:(?:api|access|auth|private|secret)?(?:key|token|secret)|[a-z]{0,40}passw(?:or)?d|passphrase)$"
@@ -49,6 +51,8 @@ _ASSIGNED = re.compile(
     r"""(?:(?P<quote>["'])(?P<text>[^"'\s]+)(?P=quote)|(?P<bare>[A-Za-z0-9_+=-]{16,})(?![A-Za-z0-9_.(\[]))"""
 )
 """An assignment, keyword argument, entry of a mapping, or environment variable in a text."""
+_WORDS = ("key", "token", "secret", "passw", "passphrase")
+"""What the names of :data:`_NAME` contain: as :data:`_BEGINNINGS`."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A string in a line of JSON."""
 _PLACEHOLDERS = ("{", "$", "<", "%")
@@ -59,7 +63,10 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     without ``secrets``."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return _ASSIGNED.sub(_assignment, _KNOWN.sub(REDACTED, text))
+    if _BEGINNINGS.search(text):
+        text = _KNOWN.sub(REDACTED, text)
+    lower = text.lower()
+    return _ASSIGNED.sub(_assignment, text) if any(word in lower for word in _WORDS) else text
 
 
 def secrets_in(environment: Mapping[str, str]) -> list[str]:
