@@ -409,6 +409,7 @@ from monarch_rl.observe.console_relay import relay_output
 relay_output().log_to(Path(sys.argv[1]))
 print("refused:", os.environ["JUDGE_API_KEY"], flush=True)
 print("api_key='sk-aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF'", flush=True)
+print("-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg+/\nkqhkiG9w0BAQ==\n-----END PRIVATE KEY-----\nstep", flush=True)
 os.write(1, b"bytes \xff\xfe of no text\n")
 """
 
@@ -419,9 +420,16 @@ def test_the_log_has_no_keys_and_the_console_shows_what_was_printed(tmp_path: Pa
     done = subprocess.run(program, env=environment, capture_output=True, timeout=LIMIT_S, check=True)
     assert b"refused: correct horse battery\n" in done.stdout and b"vW4yZ7bC0eF'\n" in done.stdout
     log = tmp_path / LOG
-    wait_until(lambda: log.read_bytes().count(b"\n") == 3, lambda: f"three lines in {log.read_bytes()!r}")
+    wait_until(lambda: log.read_bytes().count(b"\n") == 8, lambda: f"eight lines in {log.read_bytes()!r}")
     texts = [line.split(b" | ", 2)[2] for line in log.read_bytes().splitlines()]
-    assert texts == [b"refused: [redacted]", b"api_key='[redacted]'", b"bytes \xff\xfe of no text"]
+    private_key = [b"[redacted]"] * 4
+    assert texts == [
+        b"refused: [redacted]",
+        b"api_key='[redacted]'",
+        *private_key,
+        b"step",
+        b"bytes \xff\xfe of no text",
+    ]
 
 
 def test_a_long_log_keeps_its_beginning_and_its_newest_lines(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from monarch_rl.observe.redact import REDACTED, mask, redact, redact_command, redact_values, secrets_in
+from monarch_rl.observe.redact import REDACTED, mask, redact, redact_command, redact_line, redact_values, secrets_in
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.settings.ranges import to_plain
 
@@ -109,6 +109,7 @@ ORDINARY = st.one_of(
 def test_ordinary_output_stays(parts: list[tuple[str, str, str]]) -> None:
     text = ", ".join("".join(part) for part in parts)
     assert redact(text) == text
+    assert redact_line(text, ["no such secret"], in_key=False) == (text, False)
 
 
 def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> None:
@@ -123,6 +124,7 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     }
     secrets = secrets_in(environment)
     assert secrets == [f"own-{ALNUM}", "an unusual, short one"]
+    assert secrets_in({"SIGNING_PRIVATE_KEY": "first line\nthe second\n==\n"}) == ["first line", "the second"]
     secrets += secrets_in({"DB_PASSWORD": 'q"u\u00e9\\ 123'})
     text = f"MODEL=qwen-{ALNUM}; an unusual, short one: own-{ALNUM}, question"
     assert redact(text, secrets) == f"MODEL=qwen-{ALNUM}; {REDACTED}: {REDACTED}, question"
@@ -130,6 +132,28 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     masked = json.loads(mask(json.dumps(row), secrets))
     assert masked == {"sampled": f"I found {'*' * 10} and {'*' * (4 + len(ALNUM))}!", "ids": "AAAA"}
     assert len(masked["sampled"].encode()) == len(row["sampled"].encode())
+
+
+def test_lines_of_a_private_key_are_removed_and_no_others() -> None:
+    def left(lines: list[str]) -> list[str]:
+        in_key, found = False, list[str]()
+        for line in lines:
+            text, in_key = redact_line(line, [], in_key)
+            found.append(text)
+        return found
+
+    begin, end = "-----BEGIN OPENSSH PRIVATE KEY-----", "-----END OPENSSH PRIVATE KEY-----"
+    assert left(["step", f"key: {begin}", "  aB3d+/=", f"  {end}", "step"]) == [
+        "step",
+        f"key: {REDACTED}",
+        REDACTED,
+        REDACTED,
+        "step",
+    ]
+    assert left([begin, "aB3d", "interrupted: step 3", "step"]) == [REDACTED, REDACTED, "interrupted: step 3", "step"]
+    assert left([f"{begin} aB3d {end} 1", "step"]) == [f"{REDACTED} 1", "step"]
+    public = ["-----BEGIN PUBLIC KEY-----", "aB3d", "-----END PUBLIC KEY-----"]
+    assert left(public) == public
 
 
 def test_a_masked_line_stays_json() -> None:

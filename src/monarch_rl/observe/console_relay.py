@@ -426,6 +426,8 @@ class _Input:
     partial: bytes = b""
     held: bytes = b""
     """The beginning of a line that may be one of Monarch's, for the console."""
+    in_key: bool = False
+    """Whether the last line belongs to a private key that may continue."""
 
 
 class _Program:
@@ -445,7 +447,7 @@ class _Program:
         self._control = socket.socket(fileno=control)
         sys.path.append(str(Path(__file__).parent))  # which -I leaves out
         redaction = importlib.import_module("redact")
-        self._redact, self._secrets = redaction.redact, redaction.secrets_in(os.environ)
+        self._redact, self._secrets = redaction.redact_line, redaction.secrets_in(os.environ)
         self._monarch = set[bytes]()
         """The lines of Monarch that were logged."""
         self._poll = select.poll()
@@ -543,19 +545,19 @@ class _Program:
             lines.append(source.partial)
             source.partial = b""
         for line in lines:
-            self._log_line(began, source.name, line)
+            self._log_line(began, source, line)
             began = now
         source.began = began
 
-    def _log_line(self, at: float, name: str, line: bytes) -> None:
+    def _log_line(self, at: float, source: _Input, line: bytes) -> None:
         # Of a line that a program has written over, such as a progress bar, what stays on a screen.
         text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
         if text.startswith(MONARCH):
             if text in self._monarch:
                 return
             self._monarch.add(text)
-        left = self._redact(text.decode(errors="surrogateescape"), self._secrets)
-        self._log.put(_stamp(at, name) + left.encode(errors="surrogateescape") + b"\n")
+        left, source.in_key = self._redact(text.decode(errors="surrogateescape"), self._secrets, source.in_key)
+        self._log.put(_stamp(at, source.name) + left.encode(errors="surrogateescape") + b"\n")
 
     def _obey(self) -> None:
         with suppress(OSError):

@@ -53,6 +53,9 @@ _ASSIGNED = re.compile(
 """An assignment, keyword argument, entry of a mapping, or environment variable in a text."""
 _WORDS = ("key", "token", "secret", "passw", "passphrase")
 """What the names of :data:`_NAME` contain: as :data:`_BEGINNINGS`."""
+_KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_KEY_LINE = re.compile(r"\s*(?:[A-Za-z0-9+/=]{1,76}|-----END [A-Z ]*PRIVATE KEY-----)\s*")
+"""The first line of a private key, and the others."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A string in a line of JSON."""
 _PLACEHOLDERS = ("{", "$", "<", "%")
@@ -69,10 +72,27 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     return _ASSIGNED.sub(_assignment, text) if any(word in lower for word in _WORDS) else text
 
 
+def redact_line(line: str, secrets: Iterable[str], in_key: bool) -> tuple[str, bool]:
+    """Redact one of successive lines, among which a private key may be.
+
+    Args:
+        in_key: whether the line before belongs to a private key that may continue.
+
+    Returns:
+        The line, and ``in_key`` for the next one.
+    """
+    if in_key and _KEY_LINE.fullmatch(line):
+        return REDACTED, "-" not in line
+    at = line.rfind("-----BEGIN ")
+    begins = at >= 0 and _KEY_BEGINS.match(line, at) is not None and "-----END " not in line[at:]
+    return redact(line, secrets), begins
+
+
 def secrets_in(environment: Mapping[str, str]) -> list[str]:
-    """Values of the variables whose names tell that they are keys, longest first. Short ones, which may be in any text,
-    are left out."""
-    found = {value for name, value in environment.items() if len(value) >= SHORTEST and _is_secret(name, value)}
+    """Lines of the values of variables whose names tell that they are keys, longest first. Short ones, which may be in
+    any text, are left out."""
+    values = [value for name, value in environment.items() if _is_secret(name, value)]
+    found = {line for value in values for line in value.splitlines() if len(line) >= SHORTEST}
     return sorted(found, key=len, reverse=True)
 
 
