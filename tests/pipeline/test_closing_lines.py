@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline import closing_lines as closing
+from monarch_rl.pipeline import run_folder
 from monarch_rl.pipeline.closing_lines import closing_lines, page_lines, page_of_failed
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import schedule
 from monarch_rl.rollout.evaluation import EvaluationSettings
-from monarch_rl.runtime.signals import Interrupts
+from monarch_rl.runtime import supervisor
 from tests.report.synthetic import write_run
 from tests.report.test_page import data_of
 
@@ -86,30 +86,54 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, why: str) -> 
     assert (str(tmp_path) in line.partition(";")[0]) or why == "slow"
 
 
-class Interrupted(Interrupts):
-    """As after a signal that came ``ago_s`` seconds ago."""
+def failed_run(folder: Path, **state: Any) -> Path:
+    """A run of this process that has ended so, by its ``run.json``."""
+    run = write_run(folder, state="failed")
+    values = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(values | state))
+    return run
 
-    def __init__(self, number: int | None = None, ago_s: float = 0.0) -> None:
-        super().__init__()
-        self.received, self.received_at = number, time.monotonic() - ago_s
 
-
-def end_of(run: Path, interrupts: Interrupts, error: BaseException) -> bool:
+def end_of(run: Path, error: BaseException, restarts: int = 3) -> bool:
     """Whether a run that ends with ``error`` has a page."""
-    with pytest.raises(type(error)) as raised, page_of_failed(run, interrupts):
-        raise error
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "_run_of_this_process", run)
+        with pytest.raises(type(error)) as raised, page_of_failed(restarts):
+            raise error
     assert raised.value is error
     return (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("interrupts", [Interrupted(), Interrupted(signal.SIGINT)], ids=["failed", "Ctrl-C"])
+@pytest.mark.parametrize("state", ["failed", "interrupted"])
 def test_a_failed_run_has_its_page_which_its_error_follows(
-    interrupts: Interrupts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "run", state="failed")
-    assert end_of(run, interrupts, KeyError("of the recipe"))
+    run = failed_run(tmp_path / "run", state=state, cause="SIGINT")
+    assert end_of(run, KeyError("of the recipe") if state == "failed" else SystemExit(130))
     assert capsys.readouterr().out.split() == ["page:", str(run / "report.html")]
-    assert '"state":"failed"' in json.dumps(data_of((run / "report.html").read_text()), separators=(",", ":"))
+    assert data_of((run / "report.html").read_text())["runs"][0]["state"]["state"] == state
+
+
+def test_a_run_has_a_page_unless_it_may_be_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of an unknown kind counts as the loss of a process: another attempt begins at the newest checkpoint."""
+    attempted = list[Path]()
+    monkeypatch.setattr(closing, "page_lines", lambda run, limit_s: attempted.append(run) or [])
+    run = failed_run(tmp_path / "run", goes_on=True)
+
+    def has_page(restarts: int = 3, **environment: str) -> bool:
+        attempted.clear()
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            end_of(run, RuntimeError("a CUDA error"), restarts)
+        return attempted == [run]
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0"}
+    assert has_page(), "there is no checkpoint"
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    assert not has_page() and not has_page(0, **{supervisor.NOTES: "1"})
+    assert not has_page(0, TORCHELASTIC_MAX_RESTARTS="2", **torchrun)
+    assert has_page(restarts=0) and has_page(TORCHELASTIC_MAX_RESTARTS="0", **torchrun)
 
 
 def test_a_run_has_no_page_where_there_is_no_time_for_it_or_nothing_to_show(
@@ -119,14 +143,16 @@ def test_a_run_has_no_page_where_there_is_no_time_for_it_or_nothing_to_show(
         raise AssertionError("a page was attempted")
 
     monkeypatch.setattr(closing, "page_lines", refused)
-    run = write_run(tmp_path / "run", state="failed")
-    for interrupts in (Interrupted(signal.SIGTERM), Interrupted(signal.SIGUSR1), Interrupted(signal.SIGINT, 18.0)):
-        assert not end_of(run, interrupts, KeyboardInterrupt())
-    state = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(state | {"goes_on": True}))
-    assert not end_of(run, Interrupted(), RuntimeError("trainer rank 0 is lost; the supervisor resumes the run"))
-    (empty := tmp_path / "empty").mkdir()
-    assert not end_of(empty, Interrupted(), ValueError("before the first step"))
+    monkeypatch.setattr(closing, "DISK_S", 0.2)
+    for name in ("SIGTERM", "SIGUSR1"):
+        assert not end_of(failed_run(tmp_path / name, state="interrupted", cause=name), SystemExit(143))
+    (empty := failed_run(tmp_path / "empty")).joinpath("metrics.jsonl").unlink()
+    assert not end_of(empty, ValueError("before the first step"))
+    (blocked := failed_run(tmp_path / "blocked")).joinpath("run.json").unlink()
+    os.mkfifo(blocked / "run.json")  # as on a disk that does not answer
+    assert not end_of(blocked, ValueError("of the recipe"))
+    with pytest.raises(ValueError, match="its settings"), page_of_failed(3):
+        raise ValueError("its settings: there is no run")
     assert not capsys.readouterr().out
 
 
@@ -135,7 +161,7 @@ def test_a_signal_ends_the_page_and_not_the_error(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(closing, "page_lines", interrupted)
-    assert not end_of(write_run(tmp_path / "run", state="failed"), Interrupted(), KeyError("of the recipe"))
+    assert not end_of(failed_run(tmp_path / "run"), KeyError("of the recipe"))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,16 +16,16 @@ from monarch_rl.observe.metrics import FILE
 from monarch_rl.observe.registry import find
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.provenance import Ending, read_ending
-from monarch_rl.pipeline.run_folder import recorded
+from monarch_rl.pipeline.run_folder import may_be_restarted, recorded, run_of_this_process
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.runtime.signals import CLEAN_EXIT_S, Interrupts
+from monarch_rl.runtime.deadlines import on_disk_now
 
 PAGE_S = 60.0
 """Seconds for the page of a run at its end."""
 FAILED_PAGE_S = 20.0
 """Seconds for the page of a run that failed."""
-MARGIN_S = 3.0
-"""Seconds of those for a clean exit after Ctrl-C that a page leaves to the rest of the program's end."""
+DISK_S = 5.0
+"""Seconds to find out whether a failed run has something to show."""
 
 
 def closing_lines(
@@ -59,39 +57,54 @@ def closing_lines(
 
 
 @contextmanager
-def page_of_failed(folder: Path, interrupts: Interrupts) -> Iterator[None]:
-    """If the block, which ends with the run's state in ``run.json``, raises: write the page, and print its lines.
+def page_of_failed(restarts: int, enabled: bool = True) -> Iterator[None]:
+    """If the block, in which a run of this process ended, raises: write the run's page, and print its lines.
 
-    Without metrics there is nothing to show. A run that is going to resume has its page later. What sends SIGTERM or
-    SIGUSR1, such as a batch system, kills soon; after Ctrl-C the page has the time that a clean exit has left, and a
-    signal ends it. The exception is raised in any case.
+    There is no page without metrics, of a run that is about to be restarted, which has its page later, or of one that
+    was ended by another signal than that of Ctrl-C: a batch system kills what has not ended in seconds. The exception
+    is raised in any case; Ctrl-C ends only the page.
+
+    Args:
+        restarts: as for :func:`~monarch_rl.pipeline.run_folder.restarting_after_loss`.
+        enabled: whether to write a page.
     """
     try:
         yield
     except BaseException:
-        limit_s = FAILED_PAGE_S
-        if interrupts.received is not None and interrupts.reason is None:
-            left_s = interrupts.received_at + CLEAN_EXIT_S - MARGIN_S - time.monotonic()
-            limit_s = min(limit_s, left_s) if interrupts.received == signal.SIGINT else 0.0
-        with suppress(KeyboardInterrupt, OSError):
-            begun = (folder / FILE).stat().st_size > 0
-            if begun and limit_s > 0 and not recorded(folder).get("goes_on"):
-                print(*page_lines(folder, limit_s), sep="\n")
+        run = run_of_this_process()
+        if run is not None and enabled:
+            with suppress(KeyboardInterrupt, OSError):  # of a disk that does not answer, too
+                if on_disk_now(DISK_S, f"{run}", _deserves_page, run, restarts):
+                    print(*page_lines(run, FAILED_PAGE_S), sep="\n")
         raise
+
+
+def _deserves_page(run: Path, restarts: int) -> bool:
+    state = recorded(run)
+    ended = state.get("state") == "failed" or (state.get("state"), state.get("cause")) == ("interrupted", "SIGINT")
+    return ended and (run / FILE).stat().st_size > 0 and not may_be_restarted(run, bool(state.get("goes_on")), restarts)
 
 
 def page_lines(folder: Path, limit_s: float = PAGE_S) -> list[str]:
     """Write the page of an ended run; returns lines that name it, and what is wrong with the run, if anything is.
 
-    A process of its own writes it, within ``limit_s`` seconds. Never raises: a page is not worth a run's own end.
+    A process of its own writes it, within ``limit_s`` seconds. Raises only KeyboardInterrupt: a page is not worth a
+    run's own end.
     """
     program = [sys.executable, "-m", "monarch_rl.report.at_end", str(folder)]
     later = f"monarch-rl report {folder}"
     try:
-        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s)
-        if done.returncode:
-            raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode)
-        found = json.loads(done.stdout)
+        writing = subprocess.Popen(
+            program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            output, errors = writing.communicate(timeout=limit_s)
+        except BaseException:
+            writing.kill()  # without waiting for it: a disk may keep it
+            raise
+        if writing.returncode:
+            raise OSError(errors.strip().splitlines()[-1] if errors.strip() else writing.returncode)
+        found = json.loads(output)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         return [f"page:     not written ({error}); later: {later}"]
     problem = [f"problem:  {found['problem']} monarch-rl diagnose {folder}"] if found["problem"] else []

@@ -993,6 +993,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     say("starting the hosts")
     with (
         restarting_after_loss(settings.checkpoint.restarts),
+        page_of_failed(settings.checkpoint.restarts, settings.report),  # when all other processes have ended
         launch_cluster(PRELOADS, settings.checkpoint.grace_s) as cluster,
     ):
         if cluster is None:  # a torchrun rank other than 0, which only hosted processes
@@ -1006,10 +1007,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         try:
             origin = None if resumed is None else resumed.checkpoint
             best, changed = settings.evaluation.best, changed_settings(given)
-            with (
-                page_of_failed(folder, cluster.interrupts) if settings.report else nullcontext(),
-                recording_state(folder, cluster.interrupts, settings.name, origin, best, changed, offered.kind),
-            ):
+            with recording_state(folder, cluster.interrupts, settings.name, origin, best, changed, offered.kind):
                 supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 run = asyncio.run(_train(train, settings, cluster, folder, resumed, made))
         except (EpisodesFail, FrozenRefused, ProbeFailed) as error:

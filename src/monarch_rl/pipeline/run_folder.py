@@ -218,8 +218,7 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
         yield
     except Exception as error:
         run = _run_of_this_process
-        restarted_by_others = supervisor.NOTES in os.environ or launched_by_torchrun()
-        if run is None or restarted_by_others:
+        if run is None or _restarted_by_others():
             raise
         if not decide(ending_of(error), checkpoint=newest_checkpoint(run), limit=restarts).restart:
             raise
@@ -227,6 +226,29 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
         end_relay()  # the restarted program has its own
         program = [sys.executable, *sys.orig_argv[1:]]
         sys.exit(supervisor.Supervisor(program, restarts).run(run, _describe(error)))
+
+
+def may_be_restarted(run: Path, resumable: bool, restarts: int) -> bool:
+    """Whether this program, its supervisor or torchrun may restart a run that has ended.
+
+    Args:
+        resumable: ``goes_on`` of its ``run.json``.
+        restarts: as for :func:`restarting_after_loss`.
+    """
+    limit: int | None = restarts
+    if _restarted_by_others():
+        limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) if launched_by_torchrun() else None
+    ending = Ending.LOST if resumable else Ending.FAILED
+    return decide(ending, checkpoint=newest_checkpoint(run), limit=limit).restart
+
+
+def _restarted_by_others() -> bool:
+    return supervisor.NOTES in os.environ or launched_by_torchrun()
+
+
+def run_of_this_process() -> Path | None:
+    """Folder of the run that this process has begun, if any."""
+    return _run_of_this_process
 
 
 _run_of_this_process: Path | None = None

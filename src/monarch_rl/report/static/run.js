@@ -3,7 +3,7 @@ function showRun(main) {
   const run = currentRun(), state = run.state;
   const part = (title, ...children) => main.append(make("h2", {}, title), ...children);
   const lines = [["state", [state.state, state.cause].filter(Boolean).join(": ") || "unknown"], ["folder", run.folder],
-    ["started", moment(state.started)], ["ended", moment(state.ended ?? (state.state === "running" ? null : state.time))],
+    ["started", moment(state.started)], ["ended", moment(state.ended ?? (["running", "killed"].includes(state.state) ? null : state.time))],
     ["steps", state.steps], ["recipe", state.recipe?.path],
     ["command", Array.isArray(state.command) ? state.command.map(shown).join(" ") : null],
     ["commit", state.git ? `${shown(state.git.commit)}${state.git.dirty ? " (with changes)" : ""}` : null],
