@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -117,10 +118,15 @@ def test_a_failed_run_has_its_page_which_its_error_follows(
 def test_a_run_has_a_page_unless_it_may_be_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of an unknown kind counts as the loss of a process: another attempt begins at the newest checkpoint."""
     attempted = list[Path]()
-    monkeypatch.setattr(closing, "page_lines", lambda run, limit_s: attempted.append(run) or [])
+
+    def note(run: Path, limit_s: float) -> list[str]:
+        attempted.append(run)
+        return []
+
+    monkeypatch.setattr(closing, "page_lines", note)
     run = failed_run(tmp_path / "run", goes_on=True)
 
-    def has_page(restarts: int = 3, **environment: str) -> bool:
+    def has_page(restarts: int = 3, environment: Mapping[str, str] = MappingProxyType({})) -> bool:
         attempted.clear()
         with monkeypatch.context() as patch:
             for name, value in environment.items():
@@ -128,12 +134,13 @@ def test_a_run_has_a_page_unless_it_may_be_restarted(tmp_path: Path, monkeypatch
             end_of(run, RuntimeError("a CUDA error"), restarts)
         return attempted == [run]
 
-    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0"}
     assert has_page(), "there is no checkpoint"
     (run / "checkpoints" / "step-000003").mkdir(parents=True)
-    assert not has_page() and not has_page(0, **{supervisor.NOTES: "1"})
-    assert not has_page(0, TORCHELASTIC_MAX_RESTARTS="2", **torchrun)
-    assert has_page(restarts=0) and has_page(TORCHELASTIC_MAX_RESTARTS="0", **torchrun)
+    assert has_page(restarts=0) and not has_page()
+    assert not has_page(restarts=0, environment={supervisor.NOTES: "1"})
+    for restarts in ("0", "2"):
+        torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "TORCHELASTIC_MAX_RESTARTS": restarts}
+        assert has_page(environment=torchrun) == (restarts == "0")
 
 
 def test_a_run_has_no_page_where_there_is_no_time_for_it_or_nothing_to_show(

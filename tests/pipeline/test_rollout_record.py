@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from monarch_rl.episode.logged import LoggedGroups
 from monarch_rl.observe.pieces import pieces_of
 from monarch_rl.pipeline import rollout_record as module
-from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool
-from monarch_rl.pipeline.rollout_record import NEWEST, TAKE_S, RolloutRecord
+from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.rollout_record import LAST_S, NEWEST, TAKE_S, RolloutRecord
 from monarch_rl.pipeline.run_folder import ROLLOUTS
 from monarch_rl.rollout.record import WorkerRows
 from monarch_rl.simulate.clock import run_virtual
@@ -155,12 +155,31 @@ def test_a_new_process_is_asked_in_place_of_the_one_that_never_answered(
             new.end("of the new one")
             pool.handles[0] = handle_of(new)
             began = asyncio.get_running_loop().time()
-        assert asyncio.get_running_loop().time() - began < ANSWER_DEADLINE_S  # the old one is waited for no longer
+        assert asyncio.get_running_loop().time() - began < LAST_S  # the old one is waited for no longer
 
     run_virtual(test())
     record.close()
     assert [row["name"] for row in rows_in(tmp_path)] == ["of the new one"]
     assert "rollout worker 0" in caplog.text  # whose rows are missing
+
+
+def test_a_worker_that_hangs_or_was_stopped_holds_up_no_end(tmp_path: Path) -> None:
+    """A clean exit has some seconds in all."""
+    hung, stopped = Worker(slow_s=NEVER), Worker(slow_s=NEVER)
+    record, pool = record_of(tmp_path, hung, stopped)
+
+    async def test() -> None:
+        async with record.following():
+            await asyncio.sleep(2 * TAKE_S)
+            began = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - began <= 2 * TAKE_S + LAST_S
+        pool.handles.clear()
+        began = asyncio.get_running_loop().time()
+        await record.take(60.0)
+        assert asyncio.get_running_loop().time() == began
+
+    run_virtual(test())
+    record.close()
 
 
 @settings(max_examples=30)
@@ -179,6 +198,7 @@ def test_each_row_is_written_once_in_the_order_of_its_worker(
             for n, (pause, worker) in enumerate(ends):
                 await asyncio.sleep(pause)
                 workers[worker].end(f"{worker} {n:02}")
+            await asyncio.sleep(2 * max(slow) + 2 * TAKE_S)
 
     found = recorded(folder, test, *workers)
     assert sorted(found, key=lambda name: name[0]) == sorted(f"{worker} {n:02}" for n, (_, worker) in enumerate(ends))

@@ -41,9 +41,9 @@ class TokenText:
 
         With a byte-level tokenizer (Qwen, Llama 3, SmolLM2) the ends are exact, also inside a character. Bytes that are
         not UTF-8, as at the end of a cut answer, are replaced as ``bytes.decode(errors="replace")`` does; a token that
-        ends among them ends as many bytes into the replacement character. With other tokenizers the ends are those
-        of the tokens' own texts, and may be off where the decoder changes them. With byte fallback (Llama 2, Gemma)
-        they are exact, too.
+        ends among them ends as many bytes into the replacement character. With byte fallback (Llama 2, Gemma) the ends
+        are exact, too. With other tokenizers they are those of the tokens' own texts, and may be off where the decoder
+        changes these.
         """
         if not len(token_ids):
             return "", np.zeros(0, np.uint32)
@@ -69,16 +69,17 @@ class TokenText:
         for token in set(token_ids) - known.keys():
             piece = backend.id_to_token(token) or ""
             byte = _BYTE.fullmatch(piece)
-            known[token] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
             if byte:
-                self._fallback.add(token)
-        sizes = list[int]()
+                self._fallback.add(token)  # first: another thread may decode, too
+            known[token] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+        sizes, stripped = list[int](), False
         for fallback, run in groupby(token_ids, self._fallback.__contains__):
             pieces = [known[token] for token in run]
             # The decoder replaces each byte of a run of such tokens, also the valid ones, if the run is not UTF-8.
             replaced = fallback and not _is_utf8(b"".join(pieces))
+            if not sizes:
+                stripped = not replaced and pieces[0].startswith(b" ") and not text.startswith(" ")
             sizes += [REPLACED_BYTES] * len(pieces) if replaced else map(len, pieces)
-        stripped = known[token_ids[0]].startswith(b" ") and not text.startswith(" ")
         total = len(text.encode())
         ends = np.clip(np.cumsum(sizes) - stripped, 0, total)
         ends[-1] = total

@@ -19,7 +19,7 @@ from monarch_rl.episode.shard import TokenRecord
 from monarch_rl.observe.cpu_clock import CpuClock
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.pieces import PieceLog
-from monarch_rl.pipeline.actor_pool import ANSWER_DEADLINE_S, ActorPool, last_line
+from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.pipeline.run_folder import ROLLOUTS
 from monarch_rl.rollout.record import WorkerRows
 from monarch_rl.rollout.transcripts import as_line, packed
@@ -30,7 +30,9 @@ from monarch_rl.trainer.actor import Trainer
 logger = logging.getLogger("monarch_rl")
 
 TAKE_S = 2.0
-"""Seconds between two calls that take the workers' rows. A worker that is lost has not handed over more than that."""
+"""Seconds between two calls that take the workers' rows: a lost worker has not handed over those of the last ones."""
+LAST_S = 5.0
+"""Seconds for the workers' last rows at the end of a run, which may have to be over in seconds."""
 NEWEST, NEWEST_BYTES = 16, 4 * 2**20
 """Maximum number of rows of trained episodes that are kept for trackers, and of their characters."""
 TRAINED = '{"kind": "train"'
@@ -44,7 +46,7 @@ class _Asked:
     """A worker that has been asked for its rows."""
 
     worker: RolloutWorker
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None]
     again: bool = False
     """Whether it is to be asked once more: other episodes have ended since."""
 
@@ -83,7 +85,7 @@ class RolloutRecord:
         finally:
             ended.set()
             await asyncio.wait([taking])  # waits: at most TAKE_S
-            await self.take(ANSWER_DEADLINE_S)
+            await self.take(LAST_S)
             self._give_up(list(self._asked))
 
     async def _take_until(self, ended: asyncio.Event) -> None:
@@ -98,26 +100,26 @@ class RolloutRecord:
         Returns when all workers have answered, or after ``seconds``: what the others answer later is written, too, and
         they are asked once more then. Never raises: rows are not worth a run.
         """
-        for index, worker in self._workers.handles.items():
-            asked = self._asked.get(index)
-            if asked is not None and asked.worker is worker:
-                asked.again = True
-                continue
-            self._give_up([index])
-            asked = self._asked[index] = _Asked(worker)
-            asked.task = asyncio.create_task(self._ask(index, asked))
-        tasks = [asked.task for asked in self._asked.values() if asked.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=seconds)
+        workers = self._workers.handles
+        self._give_up([index for index, asked in self._asked.items() if workers.get(index) is not asked.worker])
+        for index, worker in workers.items():
+            if index in self._asked:
+                self._asked[index].again = True
+            else:
+                self._asked[index] = _Asked(worker, asyncio.create_task(self._ask(index)))
+        if self._asked:
+            await asyncio.wait([asked.task for asked in self._asked.values()], timeout=seconds)
 
-    async def _ask(self, index: int, asked: _Asked) -> None:
+    async def _ask(self, index: int) -> None:
+        asked = self._asked[index]
         try:
-            asked.again = True
-            while asked.again:
+            while True:
                 asked.again = False
                 # waits: in a task, for which others wait with a deadline; what is answered after it is not lost
                 self._write(await asked.worker.take_rows.call_one())
                 self._failed.discard(index)
+                if not asked.again:
+                    break
         except Exception as error:
             self._log_failure(index, last_line(error))
         finally:
@@ -127,9 +129,8 @@ class RolloutRecord:
     def _give_up(self, indices: list[int]) -> None:
         """Wait no longer for the rows of workers that have not answered."""
         for index in indices:
-            if (asked := self._asked.pop(index, None)) is not None and asked.task is not None:
-                asked.task.cancel()
-                self._log_failure(index, "it did not answer")
+            self._asked.pop(index).task.cancel()
+            self._log_failure(index, "it did not answer")
 
     def _log_failure(self, index: int, reason: str) -> None:
         if index not in self._failed:

@@ -59,7 +59,7 @@ class RunRecord:
     folder: Path
     name: str
     state: dict[str, Any] = field(default_factory=dict)
-    """``run.json``: see :func:`read_state`."""
+    """``run.json``: see :func:`state_of`."""
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     episodes: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
         raise SettingsError(f"{folder} holds no run (no run.json, settings.json or metrics.jsonl): give a run's folder")
     record = RunRecord(folder, folder.resolve().name)
     notes = record.notes
-    record.state = read_state(folder, notes)
+    record.state = state_of(folder, notes)
     if isinstance(name := record.state.get("name"), str) and name:
         record.name = name
     written = record.state.get("format", 0)
@@ -115,7 +115,7 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     return record
 
 
-def read_state(folder: Path, notes: list[str]) -> dict[str, Any]:
+def state_of(folder: Path, notes: list[str]) -> dict[str, Any]:
     """``run.json``. What was killed could not write that it ended: if this machine's run has left the lock of its
     folder, ``state`` is ``"killed"``, which no file says."""
     state = read_object(folder / "run.json", notes)

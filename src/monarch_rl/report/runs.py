@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.pipeline.provenance import results
-from monarch_rl.report.read import flat_settings, is_run, read_object, read_state
+from monarch_rl.report.read import flat_settings, is_run, read_object, state_of
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class RunSummary:
     """Name of its folder."""
     folder: Path
     state: str
-    """As :func:`~monarch_rl.report.read.read_state` gives it; empty if unknown."""
+    """As :func:`~monarch_rl.report.read.state_of` gives it; empty if unknown."""
     started: float
     """Unix time in seconds."""
     steps: int | None
@@ -57,7 +57,7 @@ def list_runs(folder: Path) -> list[RunSummary]:
 
 
 def _summary(folder: Path) -> RunSummary:
-    state = read_state(folder, [])
+    state = state_of(folder, [])
     steps, held_out, started = state.get("steps"), state.get("held_out"), state.get("started")
     if state.get("state") in (None, "running", "killed") or "steps" not in state:  # no result, or an earlier version
         metrics = folder / "metrics.jsonl"

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import struct
+import threading
 from pathlib import Path
 
 logger = logging.getLogger("monarch_rl")
@@ -15,6 +16,8 @@ LOCK = "lock"
 """Name of the lock file in the folder."""
 _held: dict[Path, int] = {}
 """Descriptors of the lock files, by folder."""
+_changing = threading.Lock()
+"""Held by all functions: closing any descriptor of a lock file ends this process's lock."""
 
 
 def take(folder: Path) -> bool:
@@ -22,7 +25,11 @@ def take(folder: Path) -> bool:
 
     Uses fcntl's locks, which forked processes do not inherit. Logs a warning if the file system has no locks.
     """
-    folder = folder.resolve()
+    with _changing:
+        return _take(folder.resolve())
+
+
+def _take(folder: Path) -> bool:
     if folder in _held:
         return True
     descriptor = None
@@ -45,8 +52,12 @@ def take(folder: Path) -> bool:
 def is_held(folder: Path) -> bool | None:
     """Whether any process of this machine has the lock of a folder, without taking it. None if that cannot be told: the
     folder was never locked, is not readable, or its file system has no locks."""
-    folder = folder.resolve()
-    if folder in _held:  # and closing the file below would end that lock
+    with _changing:
+        return _is_held(folder.resolve())
+
+
+def _is_held(folder: Path) -> bool | None:
+    if folder in _held:
         return True
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,6 +75,7 @@ def is_held(folder: Path) -> bool | None:
 
 def release(folder: Path) -> None:
     """Unlock a folder."""
-    descriptor = _held.pop(folder.resolve(), None)
-    if descriptor is not None:
-        os.close(descriptor)
+    with _changing:
+        descriptor = _held.pop(folder.resolve(), None)
+        if descriptor is not None:
+            os.close(descriptor)
