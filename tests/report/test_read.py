@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import make_page
-from monarch_rl.report.read import read_run
+from monarch_rl.report.read import RunReader, read_run
 from tests.report.synthetic import add_episodes, episode, trained, write_run
 
 
@@ -127,3 +127,81 @@ def test_a_piece_that_the_run_deletes_while_it_is_read_is_left_out(
     monkeypatch.setattr(Path, "stat", deleting)
     groups = {episode["group"] for episode in read_run(folder).episodes}
     assert asked > before and {0, 1, 8} <= groups and 7 not in groups
+
+
+def test_only_new_lines_are_read_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=20)
+    reader = RunReader(folder)
+    reader.read()
+    for name in ("metrics.jsonl", "rollouts/episodes-000001.jsonl", "timeline/spans-000001.jsonl"):
+        with (folder / name).open("r+b") as file:
+            file.write(b"?")  # which nobody notices who does not read the first line
+    add_episodes(folder, [episode(70, 0, ["a"])], [trained(70, 0, count=1, step=9)])
+    run = reader.read()
+    assert not run.notes and len(run.metrics.steps) == 23 and len(run.spans) == 80
+    assert (run.episodes[-1]["group"], run.episodes[-1]["step"]) == (70, 9) and run.episodes[0]["group"] == 0
+    assert len(read_run(folder).notes) == 3
+
+
+def test_what_is_beyond_the_limit_or_deleted_is_forgotten(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2, groups=0)
+    log = folder / "rollouts/episodes-000001.jsonl"
+    log.write_text("")
+    (folder / "rollouts/tokens-000002.jsonl").write_text("")
+    add_episodes(folder, [episode(0, 0, ["a"])])
+    tokens = folder / "rollouts/tokens-000001.jsonl"
+    tokens.write_text(json.dumps(trained(0, 0, count=1)) + "\n")
+    limit = 2 * log.stat().st_size + 10
+    reader = RunReader(folder, episode_bytes=limit)
+    assert reader.read().episodes[0]["step"] == 1
+    tokens.unlink()
+    assert not {"step", "advantage", "trained"} & set(reader.read().episodes[0])
+    for group in (1, 2, 3):
+        add_episodes(folder, [episode(group, 0, ["a"])])
+        assert repr(reader.read()) == repr(read_run(folder, limit))
+    assert [row["group"] for row in reader.read().episodes] == [2, 3]
+
+
+LOGS = ("metrics", "failures", "rollouts/episodes", "rollouts/tokens", "timeline/spans")
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_run_read_again_is_as_read_for_the_first_time(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever was appended, truncated at a resume, or deleted meanwhile."""
+    folder = tmp_path_factory.mktemp("run")
+    for name in ("rollouts", "timeline"):
+        (folder / name).mkdir()
+    (folder / "settings.json").write_text("{}")
+    (folder / "rollouts/episodes-000001.jsonl").touch()
+    reader = RunReader(folder, episode_bytes=600)
+    rest: dict[Path, str] = {}  # of a line of which only the beginning is written
+    for number in range(data.draw(st.integers(3, 12))):
+        log = folder / data.draw(st.sampled_from(LOGS))
+        files = sorted(log.parent.glob(f"{log.name}*.jsonl"))
+        path = files[-1] if files else folder / f"{log}{'-000001' if log.parent != folder else ''}.jsonl"
+        match data.draw(st.sampled_from(["append", "append", "append", "truncate", "next", "delete"])):
+            case "truncate" if files:
+                lines = path.read_bytes().splitlines(keepends=True)
+                path.write_bytes(b"".join(lines[: data.draw(st.integers(0, max(0, len(lines) - 1)))]))
+                rest[path] = ""
+            case "delete" if files:
+                files[0].unlink()
+                rest[files[0]] = ""
+                continue
+            case "next" if log.parent != folder:
+                path = log.with_name(f"{log.name}-{number + 2:06}.jsonl")
+        row = {"loss": 1 / (number + 1), "group": number % 3, "lane": "a", "from": number, "to": number}
+        row["text"] = "x" * data.draw(st.sampled_from([0, 50, 300]))
+        if log.name != "episodes":
+            row |= {"step": number, "seconds": number}
+        text = rest.get(path, "") + f"{json.dumps(row)}\n"
+        written = data.draw(st.sampled_from([len(text), len(text) - 1, len(text) // 2]))
+        with path.open("a") as file:
+            file.write(text[:written])
+        rest[path] = text[written:]
+        if data.draw(st.booleans()):
+            assert repr(reader.read()) == repr(read_run(folder, episode_bytes=600))
+    assert repr(reader.read()) == repr(read_run(folder, episode_bytes=600))

@@ -198,6 +198,23 @@ def test_a_run_that_is_going_on_is_shown_as_it_is_now(tmp_path: Path) -> None:
         assert len(Answer(server, "/KEY/report?run=a").text) != len(first)
 
 
+def test_what_was_read_is_held_of_running_runs_alone_and_the_oldest_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, state in (("a", "running"), ("b", "running"), ("c", "finished")):
+        write_run(tmp_path / name, steps=4, state=state)
+    with serving(tmp_path) as server:
+        runs = sorted(view.list_runs(tmp_path), key=lambda run: run.name)
+        server.page(runs)
+        assert [folder.name for folder in server._readers] == ["a", "b"]
+        first = server._readers[tmp_path / "a"]
+        server.page([runs[0]])
+        assert server._readers[tmp_path / "a"] is first and first.nbytes > 1_000
+        monkeypatch.setattr(view, "READ_BYTES", 1)
+        server.page([runs[0]])
+        assert list(server._readers.values()) == [first]
+
+
 def test_the_page_of_a_large_running_run_reloads_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "running", steps=4, state="running")
     with serving(tmp_path) as server:

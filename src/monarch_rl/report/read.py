@@ -7,11 +7,12 @@ import json
 import re
 import socket
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.pieces import pieces_of
@@ -26,6 +27,8 @@ SPAN_BYTES = 32 << 20
 LOG_BYTES = 64 << 10
 """Bytes of the end of ``console.log``."""
 RECIPE_BYTES = 256 << 10
+COMPARED_BYTES = 64 << 10
+"""Bytes at the end of what was read of a file, by which one that was truncated and has grown again is recognised."""
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class RunRecord:
     metrics: Metrics = field(default_factory=Metrics)
     episodes: list[dict[str, Any]] = field(default_factory=list)
     """The newest sequences, oldest first. An entry has its trained tokens' arrays under ``trained``, if any were
-    written, and the step that trained it under ``step``, if that is known."""
+    written, the step that trained it under ``step``, if that is known, and the size of its lines under ``bytes``."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     resumes: list[dict[str, Any]] = field(default_factory=list)
@@ -90,29 +93,238 @@ def read_run(folder: Path, episode_bytes: int = EPISODE_BYTES) -> RunRecord:
     Raises:
         SettingsError: the folder holds no file of a run.
     """
-    if not is_run(folder):
-        raise SettingsError(f"{folder} holds no run (no run.json, settings.json or metrics.jsonl): give a run's folder")
-    record = RunRecord(folder, folder.resolve().name)
-    notes = record.notes
-    record.state = state_of(folder, notes)
-    if isinstance(name := record.state.get("name"), str) and name:
-        record.name = name
-    written = record.state.get("format", 0)
-    if not isinstance(written, int) or written > FORMAT:
-        notes.append(
-            f"{folder / 'run.json'} has format {written!r}, and this version reads up to {FORMAT}: update monarch_rl "
-            "if something is missing here"
-        )
-    record.settings = read_object(folder / "settings.json", notes)
-    record.settings.pop("crc32", None)
-    record.metrics = _metrics(folder / "metrics.jsonl", notes)
-    record.episodes = _episodes(folder, notes, episode_bytes)
-    record.spans = [row for row in _newest(folder / "timeline", "spans", SPAN_BYTES, notes) if _is_span(row)]
-    record.failures = list(_rows(folder / "failures.jsonl", notes))
-    record.resumes = list(_rows(folder / "resumes.jsonl", notes))
-    record.recipe = _text(folder / "recipe.py", notes)[:RECIPE_BYTES]
-    record.log = _end_of(folder / "console.log", notes)
-    return record
+    return RunReader(folder, episode_bytes).read()
+
+
+_Row = tuple[dict[str, Any], int]
+"""A row, and the bytes of its line."""
+_Convert = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""Returns None for a row that cannot be shown."""
+
+
+def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+class RunReader:
+    """Reads a run's folder again and again: of files to which lines were appended, only these lines.
+
+    Only one thread may use it, and the record that it returned last: rows and arrays are shared with the next one.
+
+    Args:
+        folder: run folder.
+        episode_bytes: as of :func:`read_run`.
+    """
+
+    def __init__(self, folder: Path, episode_bytes: int = EPISODE_BYTES) -> None:
+        self.folder = folder
+        self._limit = episode_bytes
+        self._forget()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lines and values that it holds for the next time."""
+        values = sum(len(column.values) for column in self._metrics.columns.values())
+        return sum(lines.nbytes for lines in self._files.values()) + 12 * values
+
+    def read(self) -> RunRecord:
+        """The run as it is now.
+
+        Raises:
+            SettingsError: the folder holds no file of a run.
+        """
+        try:
+            return self._read()
+        except _ChangedError:
+            self._forget()
+            return self._read()
+
+    def _forget(self) -> None:
+        self._files: dict[Path, _Lines] = {}
+        self._earlier_files: dict[Path, _Lines] = {}
+        """Those of the record before, which this one has not needed yet."""
+        self._metrics = Metrics()
+        self._earlier_s = 0.0
+        """Seconds before the newest resume."""
+
+    def _read(self) -> RunRecord:
+        folder = self.folder
+        if not is_run(folder):
+            raise SettingsError(
+                f"{folder} holds no run (no run.json, settings.json or metrics.jsonl): give a run's folder"
+            )
+        self._earlier_files, self._files = self._files, {}
+        record = RunRecord(folder, folder.resolve().name)
+        notes = record.notes
+        record.state = state_of(folder, notes)
+        if isinstance(name := record.state.get("name"), str) and name:
+            record.name = name
+        written = record.state.get("format", 0)
+        if not isinstance(written, int) or written > FORMAT:
+            notes.append(
+                f"{folder / 'run.json'} has format {written!r}, and this version reads up to {FORMAT}: update "
+                "monarch_rl if something is missing here"
+            )
+        record.settings = read_object(folder / "settings.json", notes)
+        record.settings.pop("crc32", None)
+        for row, _ in self._lines(folder / "metrics.jsonl").new(notes):
+            self._add_metrics(row)
+        record.metrics = self._metrics
+        record.episodes = self._episodes(notes)
+        record.spans = [row for row, _ in self._newest(folder / "timeline", "spans", SPAN_BYTES, notes, _span)]
+        record.failures = [row for row, _ in self._lines(folder / "failures.jsonl").rows(notes)]
+        record.resumes = [row for row, _ in self._lines(folder / "resumes.jsonl").rows(notes)]
+        record.recipe = _text(folder / "recipe.py", notes)[:RECIPE_BYTES]
+        record.log = _end_of(folder / "console.log", notes)
+        self._earlier_files = {}
+        return record
+
+    def _lines(self, path: Path) -> _Lines:
+        self._files[path] = lines = self._earlier_files.pop(path, None) or _Lines(path)
+        return lines
+
+    def _add_metrics(self, row: dict[str, Any]) -> None:
+        metrics = self._metrics
+        step, seconds = row.pop("step", None), row.pop("seconds", None)
+        if not isinstance(step, int):
+            return
+        latest = metrics.seconds[-1] if metrics.seconds else 0.0
+        if _is_number(seconds):
+            if self._earlier_s + seconds < latest:
+                self._earlier_s = latest
+            latest = self._earlier_s + seconds
+        index = len(metrics.steps)
+        metrics.steps.append(step)
+        metrics.seconds.append(latest)
+        for name, value in row.items():
+            if value is None or _is_number(value):
+                column = metrics.columns.get(name) or metrics.columns.setdefault(name, Column())
+                column.rows.append(index)
+                column.values.append(float("nan") if value is None else value)
+
+    def _episodes(self, notes: list[str]) -> list[dict[str, Any]]:
+        rollouts, old = self.folder / "rollouts", self.folder / "rollouts.jsonl"
+        found = self._newest(rollouts, "episodes", self._limit, notes, _episode)
+        trained = {_key(row): (row, nbytes) for row, nbytes in self._newest(rollouts, "tokens", self._limit, notes)}
+        if not found and old.exists():
+            found = self._lines(old).rows(notes, self._limit, _old_episode)
+        for episode, nbytes in found:
+            episode["bytes"] = nbytes
+            # An entry of the record before may have had tokens that were truncated since.
+            if episode.pop("trained", None) is not None:
+                episode.pop("step", None)
+                episode.pop("advantage", None)
+            if episode["kind"] == "train" and (tokens := trained.get(_key(episode))) is not None:
+                arrays, nbytes = tokens
+                episode["trained"] = arrays
+                episode["step"] = arrays.get("step")
+                episode["advantage"] = arrays.get("advantage")
+                episode["bytes"] += nbytes
+        return [episode for episode, _ in found]
+
+    def _newest(
+        self,
+        folder: Path,
+        stem: str,
+        limit: int,
+        notes: list[str],
+        convert: _Convert = _as_it_is,
+    ) -> list[_Row]:
+        """Rows of the newest pieces of a log, oldest first, with their sizes; at most ``limit`` bytes, but at least
+        the newest piece."""
+        pieces, chosen, nbytes = pieces_of(folder, stem) if folder.is_dir() else [], list[Path](), 0
+        for piece in reversed(pieces):
+            with suppress(FileNotFoundError):  # a running run may just have deleted it
+                nbytes += piece.stat().st_size
+            if chosen and nbytes > limit:
+                left_out = len(pieces) - len(chosen)
+                notes.append(f"{folder}: the {left_out} oldest files {stem}-*.jsonl are left out (size)")
+                break
+            chosen.insert(0, piece)
+        return [row for piece in chosen for row in self._lines(piece).rows(notes, limit, convert)]
+
+
+class _ChangedError(Exception):
+    """A file is not what it was with lines added."""
+
+
+class _Lines:
+    """The JSON objects in the lines of a file, each of which is read once. An incomplete last line is left for the next
+    time: the run is writing it, or was killed while it did."""
+
+    def __init__(self, path: Path) -> None:
+        self.nbytes = 0
+        """Bytes of the lines whose rows are held."""
+        self._path = path
+        self._rows = deque[_Row]()
+        self._end = 0
+        """Position in the file after the last line that was read."""
+        self._last = b""
+        """The last bytes of that line."""
+        self._damaged = 0
+        self._is_cut = False
+        """Whether lines at its beginning were left out."""
+
+    def rows(self, notes: list[str], limit: int | None = None, convert: _Convert = _as_it_is) -> list[_Row]:
+        """All rows, converted; of a file larger than ``limit`` bytes, those at its end.
+
+        Raises _ChangedError.
+        """
+        for row, nbytes in self.new(notes, limit):
+            if (converted := convert(row)) is not None:
+                self._rows.append((converted, nbytes))
+                self.nbytes += nbytes
+        return list(self._rows)
+
+    def new(self, notes: list[str], limit: int | None = None) -> Iterator[_Row]:
+        """Rows that were not read before. Rows that are held are dropped as far as the file exceeds ``limit`` bytes.
+
+        Raises _ChangedError.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._end - len(self._last))
+                if file.read(len(self._last)) != self._last:
+                    raise _ChangedError
+                if limit is not None:
+                    self._skip(file, self._path.stat().st_size - limit)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._end += len(line)
+                    self._last = line
+                    try:
+                        row = json.loads(line.decode(), parse_constant=_null)
+                        self._damaged += not isinstance(row, dict)
+                        if isinstance(row, dict):
+                            yield row, len(line)
+                    except (ValueError, RecursionError):
+                        self._damaged += 1
+        except FileNotFoundError:
+            if self._end:
+                raise _ChangedError from None
+            return
+        except OSError as error:
+            notes.append(f"{self._path} cannot be read ({error.strerror or error})")
+        self._last = self._last[-COMPARED_BYTES:]
+        if self._is_cut and limit is not None:
+            notes.append(f"{self._path}: only the newest {limit >> 20} MiB are read")
+        if self._damaged:
+            notes.append(f"{self._path}: {self._damaged} damaged line{'s' * (self._damaged > 1)} left out")
+
+    def _skip(self, file: BinaryIO, start: int) -> None:
+        """Leave out lines that begin before ``start``."""
+        if start <= 0:
+            return
+        self._is_cut = True
+        if start > self._end:
+            file.seek(start - 1)  # a line may begin at start
+            skipped = file.readline()
+            self._end = start - 1 + len(skipped) if skipped.endswith(b"\n") else 0
+            self._last, self.nbytes = b"", 0
+            self._rows.clear()
+        while self._rows and self._end - self.nbytes < start:
+            self.nbytes -= self._rows.popleft()[1]
 
 
 def state_of(folder: Path, notes: list[str]) -> dict[str, Any]:
@@ -130,44 +342,6 @@ def state_of(folder: Path, notes: list[str]) -> dict[str, Any]:
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by flag without dashes: ``{"trainer.lr": 1e-6}``."""
     return {name.replace("_", "-"): value for name, value in flattened(values)}
-
-
-def _metrics(path: Path, notes: list[str]) -> Metrics:
-    metrics = Metrics()
-    columns = metrics.columns
-    earlier = latest = 0.0  # seconds before the newest resume, and in all
-    for row in _rows(path, notes):
-        step, seconds = row.pop("step", None), row.pop("seconds", None)
-        if not isinstance(step, int):
-            continue
-        if _is_number(seconds):
-            if earlier + seconds < latest:
-                earlier = latest
-            latest = earlier + seconds
-        index = len(metrics.steps)
-        metrics.steps.append(step)
-        metrics.seconds.append(latest)
-        for name, value in row.items():
-            if value is None or _is_number(value):
-                column = columns.get(name) or columns.setdefault(name, Column())
-                column.rows.append(index)
-                column.values.append(float("nan") if value is None else value)
-    return metrics
-
-
-def _episodes(folder: Path, notes: list[str], limit: int) -> list[dict[str, Any]]:
-    rollouts = folder / "rollouts"
-    episodes = [row for row in map(_episode, _newest(rollouts, "episodes", limit, notes)) if row is not None]
-    trained = {_key(row): row for row in _newest(rollouts, "tokens", limit, notes)}
-    for episode in episodes:
-        if episode["kind"] == "train" and (arrays := trained.get(_key(episode))) is not None:
-            episode["trained"] = arrays
-            episode["step"] = arrays.get("step")
-            episode["advantage"] = arrays.get("advantage")
-    if not episodes and (folder / "rollouts.jsonl").exists():
-        rows = map(_old_episode, _rows(folder / "rollouts.jsonl", notes, limit))
-        episodes = [row for row in rows if row is not None]
-    return episodes
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -200,53 +374,14 @@ def _old_episode(row: dict[str, Any]) -> dict[str, Any] | None:
     return episode
 
 
-def _is_span(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("lane"), str) and _is_number(row.get("from")) and _is_number(row.get("to"))
+def _span(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The row, if it can be shown."""
+    whole = isinstance(row.get("lane"), str) and _is_number(row.get("from")) and _is_number(row.get("to"))
+    return row if whole else None
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _newest(folder: Path, stem: str, limit: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Rows of the newest pieces of a log, oldest first; at most ``limit`` bytes, but at least the newest piece."""
-    pieces, chosen, nbytes = pieces_of(folder, stem) if folder.is_dir() else [], list[Path](), 0
-    for piece in reversed(pieces):
-        with suppress(FileNotFoundError):  # a running run may just have deleted it
-            nbytes += piece.stat().st_size
-        if chosen and nbytes > limit:
-            notes.append(f"{folder}: the {len(pieces) - len(chosen)} oldest files {stem}-*.jsonl are left out (size)")
-            break
-        chosen.insert(0, piece)
-    return [row for piece in chosen for row in _rows(piece, notes, limit)]
-
-
-def _rows(path: Path, notes: list[str], limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """The JSON objects in the lines of a file; of a file larger than ``limit`` bytes, those at its end. An incomplete
-    last line is left out silently: the run is writing it, or was killed while it did."""
-    damaged = 0
-    try:
-        with path.open("rb") as file:
-            if limit is not None and (size := path.stat().st_size) > limit:
-                file.seek(size - limit)
-                file.readline()
-                notes.append(f"{path}: only the newest {limit >> 20} MiB are read")
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    row = json.loads(line.decode(), parse_constant=_null)
-                    damaged += not isinstance(row, dict)
-                    if isinstance(row, dict):
-                        yield row
-                except (ValueError, RecursionError):
-                    damaged += 1
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        notes.append(f"{path} cannot be read ({error.strerror or error})")
-    if damaged:
-        notes.append(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out")
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:

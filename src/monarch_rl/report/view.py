@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, quote
 
 from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import Page, content_hash, make_page, piece_name
-from monarch_rl.report.read import read_run
+from monarch_rl.report.read import RunReader
 from monarch_rl.report.runs import RunSummary, list_runs
 
 logger = logging.getLogger("monarch_rl")
@@ -40,6 +40,9 @@ RUNS_AT_ONCE = 20
 """The most runs on a page."""
 PIECE_BYTES = 512 << 20
 """Bytes of older rollouts of the pages made last. Those of the newest page are always held."""
+READ_BYTES = 512 << 20
+"""Bytes that are held of running runs, so that of their files only new lines are read again. Those of the run that was
+read last are always held."""
 SETTINGS_SHOWN = 12
 """The most differing settings that the list shows of a run."""
 RELOAD_S, RELOAD_SHARE = 10.0, 0.05
@@ -81,6 +84,8 @@ class RunServer(ThreadingHTTPServer):
         self._making = threading.Lock()
         self._pieces: dict[str, dict[str, str]] = {}
         """By page, oldest first: text of each piece by the name of its file."""
+        self._readers: dict[Path, RunReader] = {}
+        """Of running runs, by folder, those that were used last at the end."""
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's also asks the name service who we are, which may take long
@@ -99,7 +104,8 @@ class RunServer(ThreadingHTTPServer):
         """
         with self._making:
             began = time.thread_time()
-            records = [read_run(run.folder) for run in runs]
+            readers = [self._readers.pop(run.folder, RunReader(run.folder)) for run in runs]
+            records = [reader.read() for reader in readers]
             for record, run in zip(records, runs, strict=True):
                 record.name = run.name  # a folder's name differs between runs of one recipe, unlike the run's
             number = str(next(self._numbers))
@@ -113,6 +119,10 @@ class RunServer(ThreadingHTTPServer):
                     break
                 pieces[earlier] = texts
             self._pieces = dict(reversed(pieces.items()))
+            for reader, record in zip(readers, records, strict=True):
+                if record.state.get("state") == "running":
+                    self._readers[reader.folder] = reader
+            _remove_oldest(self._readers, READ_BYTES)
         return page
 
     def piece(self, page: str, name: str) -> str | None:
@@ -123,6 +133,15 @@ class RunServer(ThreadingHTTPServer):
         """A browser that closed its tab or sends nothing is no error of ours."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             logger.exception("a request failed")
+
+
+def _remove_oldest(held: dict[Any, Any], limit: int) -> None:
+    """Remove first entries, but not the last, until all have at most ``limit`` bytes (``nbytes``)."""
+    nbytes = sum(entry.nbytes for entry in held.values())
+    for key in list(held)[:-1]:
+        if nbytes <= limit:
+            break
+        nbytes -= held.pop(key).nbytes
 
 
 class _Handler(BaseHTTPRequestHandler):
