@@ -110,6 +110,16 @@ def test_older_rollouts_are_beside_the_page_or_in_it(tmp_path: Path, single: boo
         assert re.fullmatch(rf'__piece\({number}, "[A-Za-z0-9+/=]+"\);\n', text)
 
 
+@pytest.mark.parametrize(("nbytes", "inside", "pieces"), [(1_000, 32, 2), (1_000_000, 32, 12), (2_000_000, 1, 40)])
+def test_large_groups_fill_more_pieces_and_are_not_tried_in_the_page(
+    tmp_path: Path, nbytes: int, inside: int, pieces: int
+) -> None:
+    record = read_run(write_run(tmp_path / "run", steps=5, groups=80))
+    record.episodes = [row | {"bytes": nbytes} for row in record.episodes if row["kind"] == "train"]
+    page = make_page([record])
+    assert (len(data_of(page.html)["inside"]), len(page.pieces)) == (inside, pieces)
+
+
 def test_only_pieces_of_an_earlier_page_are_removed(tmp_path: Path) -> None:
     output = tmp_path / "site.html"
     for groups in (80, 5):

@@ -83,7 +83,7 @@ def test_a_list_a_page_and_its_pieces(server: RunServer, runs: Path) -> None:
     assert [len(texts) for _, texts in pieces] == [1, 1]
     for number, texts in pieces:
         piece = Answer(server, f"/KEY/pieces/{number}/001.js")
-        assert piece.text == texts["001.js"] and piece.headers["Content-Type"].startswith("text/javascript")
+        assert piece.text == texts[1] and piece.headers["Content-Type"].startswith("text/javascript")
     for answer in (listed, page, piece):
         assert answer.headers["Cache-Control"] == "no-store" and answer.headers["Referrer-Policy"] == "no-referrer"
         assert answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -14,8 +14,8 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ PAGE_GROUP_BYTES = 600_000
 """Deflated bytes of the groups in the page. A run's newest group may exceed them."""
 PAGE_BYTES = 2_000_000
 """Bytes of a page that a run's newest group may fill."""
-PIECE_BYTES = 4_000_000
-"""Deflated bytes after which a piece ends; a larger group is a piece of its own."""
+PIECE_BYTES = 8_000_000
+"""Bytes of lines after which a piece ends; a larger group is a piece of its own."""
 OTHER_POINTS = 400
 """Points of a metric that is on no chart of the first screen."""
 SPANS = 20_000
 """The newest spans of the timeline in the page."""
+DEFLATED = 4
+"""A group whose lines have more than this times the room left in the page is not tried: tokens deflate by less."""
 REPACKED = 1.02
 """Base64 that is deflated and put into base64 again grows by less than this factor: by 1 %."""
 CODE = ("data.js", "charts.js", "learn.js", "rollouts.js", "time.js", "run.js", "main.js")
@@ -65,6 +67,37 @@ PREDICTION = "prediction.json"
 PIECE = "__piece("
 """Beginning of a piece's text."""
 
+_Group = tuple[str, list[dict[str, Any]]]
+"""Name of a group, and its rows."""
+
+
+class Pieces(Mapping[int, str]):
+    """The text of each piece, by number from 1. It is made whenever it is looked up: most pieces of a page that is
+    served are not, and to deflate all of them takes most of the time that a page takes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes of the lines in all pieces."""
+        self._groups: list[list[_Group]] = []
+
+    def add(self, groups: list[_Group]) -> None:
+        """Add a piece."""
+        self._groups.append(groups)
+        self.nbytes += sum(_nbytes(rows) for _, rows in groups)
+
+    def __getitem__(self, number: int) -> str:
+        if not 1 <= number <= len(self):
+            raise KeyError(number)
+        packed = {name: _packed(rows) for name, rows in self._groups[number - 1]}
+        # Base64 and names made here: nothing in it needs escaping.
+        return f'{PIECE}{number}, "{_packed(packed)}");\n'
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, len(self) + 1))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -73,7 +106,7 @@ class Page:
     html: str
     policy: str
     """Its content security policy, which is also in the page."""
-    pieces: dict[int, str] = field(default_factory=dict)
+    pieces: Pieces
     """Text of the piece ``NNN.js``, by number."""
 
 
@@ -87,21 +120,22 @@ def write_page(page: Page, output: Path) -> None:
     if output.suffix != ".html":
         raise SettingsError(f"{output} does not end in .html: its pieces are put into a folder of that name")
     folder = output.with_suffix("")
-    texts = {folder / piece_name(number): text for number, text in page.pieces.items()} | {output: page.html}
-    incomplete = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    pieces = {folder / piece_name(number): number for number in page.pieces}
+    incomplete = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in (*pieces, output)}
     try:
         if page.pieces:
             folder.mkdir(exist_ok=True)
         try:
-            for path, text in texts.items():
-                incomplete[path].write_text(text)
+            for path, number in pieces.items():
+                incomplete[path].write_text(page.pieces[number])
+            incomplete[output].write_text(page.html)
             for path, written in incomplete.items():
                 written.replace(path)
         finally:
             for path in incomplete.values():
                 path.unlink(missing_ok=True)
         for old in folder.glob("[0-9][0-9][0-9]*.js"):
-            if old not in texts and old.is_file() and old.read_bytes().startswith(PIECE.encode()):
+            if old not in pieces and old.is_file() and old.read_bytes().startswith(PIECE.encode()):
                 old.unlink()
     except OSError as error:
         raise SettingsError(f"{output} cannot be written ({error.strerror or error})") from error
@@ -142,7 +176,7 @@ def make_page(
         "runs": described,
     }
     title = ", ".join(run.name for run in runs)
-    pieces = _Pieces(single, PAGE_BYTES - len(_html(title, _packed(data))[0]))
+    pieces = _Distribution(single, PAGE_BYTES - len(_html(title, _packed(data))[0]))
     for run, groups in zip(described, grouped, strict=True):
         places = pieces.add(groups)
         for summary in run["groups"]:
@@ -293,7 +327,7 @@ def _settings(run: RunRecord) -> tuple[list[Any], list[Any]]:
 # -- rollouts ------------------------------------------------------------------------------------------------------
 
 
-class _Pieces:
+class _Distribution:
     """Distributes groups over the page and its pieces: numbers from 1, and 0 for the page itself.
 
     Args:
@@ -304,43 +338,51 @@ class _Pieces:
     def __init__(self, single: bool, room: int) -> None:
         self.inside: dict[str, str] = {}
         """By name of the group, its packed rows."""
-        self.outside: dict[int, str] = {}
+        self.outside = Pieces()
         self._single = single
         self._room = room
         self._nbytes = 0
         """Bytes of the groups in the page, in base64."""
 
-    def add(self, groups: list[tuple[str, list[dict[str, Any]]]]) -> dict[str, int]:
+    def add(self, groups: list[_Group]) -> dict[str, int]:
         """Add a run's groups, newest first. Returns each group's piece."""
         places: dict[str, int] = {}
-        piece: dict[str, str] = {}
+        piece: list[_Group] = []
         nbytes = 0
         for count, (name, rows) in enumerate(groups):
-            packed = _packed(rows)
-            inside = self._nbytes + len(packed)
-            fits = count < GROUPS and inside <= PAGE_GROUP_BYTES * 4 // 3
-            if self._single or fits or (count == 0 and inside * REPACKED <= self._room):
-                self.inside[name] = packed
-                self._nbytes += len(packed)
+            if self._put_inside(name, rows, count):
                 places[name] = 0
                 continue
-            if piece and (len(piece) >= GROUPS or nbytes + len(packed) > PIECE_BYTES):
-                self._end_piece(piece)
-                piece, nbytes = {}, 0
-            piece[name] = packed
+            size = _nbytes(rows)
+            if piece and (len(piece) >= GROUPS or nbytes + size > PIECE_BYTES):
+                self.outside.add(piece)
+                piece, nbytes = [], 0
+            piece.append((name, rows))
             places[name] = len(self.outside) + 1
-            nbytes += len(packed)
+            nbytes += size
         if piece:
-            self._end_piece(piece)
+            self.outside.add(piece)
         return places
 
-    def _end_piece(self, piece: dict[str, str]) -> None:
-        number = len(self.outside) + 1
-        # Base64 and names made here: nothing in it needs escaping.
-        self.outside[number] = f'{PIECE}{number}, "{_packed(piece)}");\n'
+    def _put_inside(self, name: str, rows: list[dict[str, Any]], newer: int) -> bool:
+        """Put a group into the page if it fits. ``newer``: number of the run's newer groups."""
+        room = PAGE_GROUP_BYTES * 4 // 3 - self._nbytes
+        if newer and not self._single and (newer >= GROUPS or _nbytes(rows) > DEFLATED * room):
+            return False
+        packed = _packed(rows)
+        fits = len(packed) <= room or (newer == 0 and (self._nbytes + len(packed)) * REPACKED <= self._room)
+        if fits or self._single:
+            self.inside[name] = packed
+            self._nbytes += len(packed)
+        return fits or self._single
 
 
-def _groups(episodes: list[dict[str, Any]], run: int) -> list[tuple[str, list[dict[str, Any]]]]:
+def _nbytes(rows: list[dict[str, Any]]) -> int:
+    """Bytes of the lines of rows that were read from a file."""
+    return sum(row.get("bytes", 0) for row in rows)
+
+
+def _groups(episodes: list[dict[str, Any]], run: int) -> list[_Group]:
     """The rows of each group by the group's name, which no other run of the page has; newest group first."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for episode in episodes:

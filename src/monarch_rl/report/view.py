@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.report.page import Page, content_hash, make_page, piece_name
+from monarch_rl.report.page import Page, Pieces, content_hash, make_page, piece_name
 from monarch_rl.report.read import RunReader
 from monarch_rl.report.runs import RunSummary, list_runs
 
@@ -82,8 +82,8 @@ class RunServer(ThreadingHTTPServer):
         self.hosts = {f"{host}:{self.server_port}" for host in (ADDRESS, "localhost")}
         self._numbers = itertools.count()
         self._making = threading.Lock()
-        self._pieces: dict[str, dict[str, str]] = {}
-        """By page, oldest first: text of each piece by the name of its file."""
+        self._pieces: dict[str, Pieces] = {}
+        """By page, oldest first."""
         self._readers: dict[Path, RunReader] = {}
         """Of running runs, by folder, those that were used last at the end."""
 
@@ -111,14 +111,8 @@ class RunServer(ThreadingHTTPServer):
             number = str(next(self._numbers))
             reload_s = max(RELOAD_S, (time.thread_time() - began) / RELOAD_SHARE)
             page = make_page(records, reload_s=reload_s, pieces_at=f"pieces/{number}")
-            pieces = {number: {piece_name(piece): text for piece, text in page.pieces.items()}}
-            kept = sum(map(len, pieces[number].values()))
-            for earlier, texts in reversed(self._pieces.items()):
-                kept += sum(map(len, texts.values()))
-                if kept > PIECE_BYTES:
-                    break
-                pieces[earlier] = texts
-            self._pieces = dict(reversed(pieces.items()))
+            self._pieces[number] = page.pieces
+            _remove_oldest(self._pieces, PIECE_BYTES)
             for reader, record in zip(readers, records, strict=True):
                 if record.state.get("state") == "running":
                     self._readers[reader.folder] = reader
@@ -127,7 +121,9 @@ class RunServer(ThreadingHTTPServer):
 
     def piece(self, page: str, name: str) -> str | None:
         """Text of a piece of a page; None if there is none, or it is no longer held."""
-        return self._pieces.get(page, {}).get(name)
+        with self._making:
+            pieces = self._pieces.get(page, Pieces())
+            return next((pieces[number] for number in pieces if piece_name(number) == name), None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closed its tab or sends nothing is no error of ours."""
