@@ -132,6 +132,8 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     masked = json.loads(mask(json.dumps(row), secrets))
     assert masked == {"sampled": f"I found {'*' * 10} and {'*' * (4 + len(ALNUM))}!", "ids": "AAAA"}
     assert len(masked["sampled"].encode()) == len(row["sampled"].encode())
+    nested = json.dumps({"arguments": json.dumps({"password": f"{environment['DB_PASSWORD']} 123"})})
+    assert "u\\" not in mask(nested, secrets) and json.loads(json.loads(mask(nested, secrets))["arguments"])
 
 
 def test_lines_of_a_private_key_are_removed_and_no_others() -> None:

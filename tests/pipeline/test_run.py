@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -253,9 +253,9 @@ def test_a_recipe_s_own_tracker_gets_all_steps(tmp_path: Path) -> None:
                 run.track("lines", none)
             with pytest.raises(ValueError, match="'wandb'"):
                 run.track("wandb", none)
-            wrong: Any = print
-            with pytest.raises(TypeError, match="start, log and end"):
-                run.track("print", wrong)
+            for wrong in [print, Lines]:
+                with pytest.raises(TypeError, match="start, log and end"):
+                    run.track("wrong", cast(Any, wrong))
             await run.begin(simulated_actors(PLAN, Costs(), grain=8))
             with pytest.raises(RuntimeError, match=r"before it"):
                 run.track("late", none)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from monarch_rl.pipeline import provenance, resume
-from monarch_rl.pipeline.run_folder import new_folder, note_hosts, note_state, read_state, recipe_name
+from monarch_rl.pipeline.run_folder import new_folder, note_hosts, note_state, read_state, recipe_name, recording_state
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import machine
+from monarch_rl.runtime.signals import Interrupts
 from tests.patience import run
 from tests.pipeline.test_resume import finished_step
 
@@ -146,11 +147,12 @@ def test_each_machine_of_a_run_is_recorded_once_the_controller_s_first(
 ) -> None:
     here = machine.own_id()
     monitors: Any = [Monitor(name) for name in (here, "b", "a", here, "", "a", "b")]
-    (tmp_path / "run.json").write_text('{"state": "running"}')
-    asyncio.run(note_hosts(tmp_path, monitors))
-    found = json.loads((tmp_path / "run.json").read_text())
+    with recording_state(tmp_path, Interrupts()):
+        asyncio.run(note_hosts(tmp_path, monitors))
+        found = json.loads((tmp_path / "run.json").read_text())
     assert [host["name"] for host in found["hosts"]] == [socket.gethostname(), "b", "a"]
     assert found["state"] == "running" and "its process is lost" in caplog.text
+    assert len(json.loads((tmp_path / "run.json").read_text())["hosts"]) == 3
 
 
 def test_the_held_out_metric_is_the_chosen_one_or_the_first_that_there_is(tmp_path: Path) -> None:

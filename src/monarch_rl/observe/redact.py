@@ -99,7 +99,8 @@ def secrets_in(environment: Mapping[str, str]) -> list[str]:
 def mask(line: str, secrets: Iterable[str]) -> str:
     """A line of JSON with asterisks in place of ``secrets``: as many as their UTF-8 has bytes, so that offsets stay.
     Only strings change: a number, or an escape such as the n of a line's end, may look like a part of a secret."""
-    found = [secret for secret in secrets if json.dumps(secret)[1:-1] in line]
+    forms = {form for secret in secrets for form in (secret, _escaped(secret))}  # a string may hold JSON
+    found = sorted((form for form in forms if _escaped(form) in line), key=len, reverse=True)
     return _STRING.sub(lambda string: _masked(string[0], found), line) if found else line
 
 
@@ -139,6 +140,11 @@ def _masked(string: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "*" * len(secret.encode(errors="replace")))
     return json.dumps(text)
+
+
+def _escaped(text: str) -> str:
+    """As in a string of JSON."""
+    return json.dumps(text)[1:-1]
 
 
 def _assignment(found: re.Match[str]) -> str:

@@ -667,8 +667,8 @@ METRICS = (
     Metric(
         "record/cpu_s",
         "s",
-        "CPU time that all processes but trainer ranks spent on `rollouts/`, and all on `timeline/`, since the last "
-        "step. Without the requests for rows and spans.",
+        "CPU time since the last step that was spent on `rollouts/`, by all processes except trainer ranks, and on "
+        "`timeline/`, by all. Without the requests for rows and spans.",
         "speed",
     ),
     Metric("trainer/record_cpu_s", "s", "CPU time that trainer rank 0 spent on records of tokens.", "speed"),

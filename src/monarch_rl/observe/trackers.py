@@ -230,9 +230,9 @@ class WeightsAndBiases:
 
         self._table_step = run.step
         id_file = run.folder / "wandb" / "id"
-        if not id_file.exists():  # random: folders in two places may have the same name
+        if not (id_file.exists() and id_file.read_text()):
             id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(uuid.uuid4().hex[:12])
+            id_file.write_text(uuid.uuid4().hex[:12])  # random: folders in two places may have the same name
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "monarch_rl"),
             id=id_file.read_text(),

@@ -370,10 +370,11 @@ class Run:
 
         Raises:
             ValueError: a tracker of this name exists, also of ``--track``.
-            TypeError: it has not the methods of a tracker.
+            TypeError: it is not an object with the methods of a tracker.
+            RuntimeError: the run has started.
         """
-        if not isinstance(tracker, Tracker):
-            raise TypeError(f"the tracker {name!r}, {type(tracker).__name__}, needs the methods start, log and end")
+        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+            raise TypeError(f"the tracker {name!r}, {tracker!r}, is no object with the methods start, log and end")
         if self._begun is not None:
             raise RuntimeError("trackers are started by run.start(...): call run.track(...) before it")
         if name in self._trackers or name in TRACKERS:

@@ -26,7 +26,7 @@ from monarch_rl.observe.redact import redact_values
 from monarch_rl.pipeline import provenance
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, machine, supervisor
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk_now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, on_disk, on_disk_now, within
 from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.process import signal_name
@@ -146,15 +146,19 @@ def _begin_description(
         "device": device,
     }
     note_state(folder, "running", goes_on=True, more=given)
-    thread = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)
-    thread.start()
-    return thread
+    global _description
+    _description = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)
+    _description.start()
+    return _description
+
+
+_description = threading.Thread()
+"""Describes the run of this process."""
 
 
 def _describe_run(folder: Path) -> None:
-    _write(folder, {"hosts": [machine.describe()]})  # first: note_hosts() adds the other machines
     path = provenance.recipe()
-    described: dict[str, Any] = {"recipe": None}
+    described: dict[str, Any] = {"recipe": None, "hosts": [machine.describe()]}
     if path is not None:
         try:
             described["recipe"], text = provenance.read_recipe(path)
@@ -168,7 +172,8 @@ def _describe_run(folder: Path) -> None:
 
 
 async def note_hosts(folder: Path, monitors: Sequence[ProcessMonitor]) -> None:
-    """Record the machines of a run that has several in its ``run.json``, the controller's first. Never raises.
+    """Add the other machines of a run to ``hosts`` in its ``run.json``. One that does not answer is left out, with a
+    warning.
 
     Args:
         monitors: of the run's processes.
@@ -190,10 +195,14 @@ async def note_hosts(folder: Path, monitors: Sequence[ProcessMonitor]) -> None:
     for error in (one for one in [*names, *others] if isinstance(one, BaseException)):
         logger.warning("a machine may be missing in %s: %s", folder / STATE, last_line(error))
 
-    def write() -> None:
-        _write(folder, {"hosts": [machine.describe(), *(one for one in others if not isinstance(one, BaseException))]})
+    found = [one for one in others if not isinstance(one, BaseException)]
+    if found:
+        await on_disk(CALL_DEADLINE_S, f"{folder / STATE}", _add_hosts, folder, found)
 
-    await asyncio.to_thread(write)
+
+def _add_hosts(folder: Path, others: list[dict[str, Any]]) -> None:
+    _description.join(MACHINE_S)  # it writes this machine
+    _write(folder, {"hosts": [*recorded(folder).get("hosts", ())[:1], *others]})
 
 
 def _results(folder: Path, best: str) -> dict[str, Any]:
