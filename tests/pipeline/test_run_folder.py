@@ -200,3 +200,10 @@ def test_keys_in_settings_are_neither_recorded_nor_a_change(tmp_path: Path) -> N
     assert KEY not in (folder / "settings.json").read_text() and "[redacted]" in (folder / "settings.json").read_text()
     earlier = finished_step(settings)  # its manifest was written by a version that kept it
     assert not resume.open_run(earlier, settings).differences
+
+
+def test_the_cause_of_a_failure_is_recorded_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "correct horse")
+    note_state(tmp_path, "failed", f"RefusedError: neither 'correct horse' nor {KEY} is a key of this service")
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert state["cause"] == "RefusedError: neither '[redacted]' nor [redacted] is a key of this service"

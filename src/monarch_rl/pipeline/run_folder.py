@@ -22,7 +22,7 @@ from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.errors import SettingsError
 from monarch_rl.observe.console_relay import end_relay
 from monarch_rl.observe.lines import read_object
-from monarch_rl.observe.redact import redact_values
+from monarch_rl.observe.redact import redact, redact_values, secrets_in
 from monarch_rl.pipeline import provenance
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import folder_lock, machine, supervisor
@@ -275,6 +275,7 @@ def note_state(
         more: further entries of the file.
     """
     supervisor.note(run, cause=cause, goes_on=goes_on)
+    cause = redact(cause, secrets_in(os.environ))  # the refusal of a service may quote its key
     values = {"state": state, "cause": cause, "goes_on": goes_on, "pid": os.getpid(), "launcher": launcher()}
     _write(run, values | {"time": time.time(), **more})
 
