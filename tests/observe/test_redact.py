@@ -124,7 +124,7 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     }
     secrets = secrets_in(environment)
     assert secrets == [f"own-{ALNUM}", "an unusual, short one"]
-    assert secrets_in({"SIGNING_PRIVATE_KEY": "first line\nthe second\n==\n"}) == ["first line", "the second"]
+    assert secrets_in({"SIGNING_PRIVATE_KEY": "the first line\nthe second\n==\n"}) == ["the first line", "the second"]
     secrets += secrets_in({"DB_PASSWORD": 'q"u\u00e9\\ 123'})
     text = f"MODEL=qwen-{ALNUM}; an unusual, short one: own-{ALNUM}, question"
     assert redact(text, secrets) == f"MODEL=qwen-{ALNUM}; {REDACTED}: {REDACTED}, question"
