@@ -160,6 +160,7 @@ def test_a_killed_program_loses_no_output_and_a_killed_relay_is_replaced(tmp_pat
     reader, writer = os.pipe()
     program = Program(tmp_path, writer, "kills itself after waiting", lines=FEW)
     program.wait_for("waits")
+    wait_until(program.log, "the first line in the log")  # what a relay has read and not written ends with it
     (relay,) = psutil.Process(program.process.pid).children()
     relay.kill()
     wait_until(lambda: psutil.Process(program.process.pid).children() not in ([], [relay]), "another relay")
