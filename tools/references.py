@@ -113,8 +113,8 @@ def keys_of(path: Path) -> set[str]:
     return {name for row in rows for name in names_of(json.loads(row))}
 
 
-VALUES = ("positions", "packages", "item", "info", "parts", "counters", "base_weights")
-"""Objects whose keys are values, such as file paths."""
+VALUES = ("positions", "packages", "item", "info", "parts", "counters", "base_weights", "git", "hosts[]")
+"""Objects whose keys are values, such as file paths, or depend on the machine."""
 
 
 def names_of(value: Any, above: str = "") -> set[str]:
